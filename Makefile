@@ -45,6 +45,7 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	$(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(PY) -m dataplane.build_kernels
+	$(if $(PYTHONDONTWRITEBYTECODE),@$(PY) -m compileall -q dataplane loaders)
 	@touch $@
 
 wheel: setup ## a wheel for other machines, which carries libjpeg-turbo, into dist/
@@ -69,7 +70,7 @@ test: setup ## run every test, two at a time (JOBS=1: one)
 # Python's own memory comes from malloc, so that the sanitizers check its bounds, too.
 SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
-IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
+IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_packing.py tests/plan/test_packs.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
   tests/plan/test_loops.py tests/plan/test_permute.py tests/plan/test_order.py \
   tests/formats/test_parquet_facts.py $(wildcard tests/transforms/test_pixels*.py) tests/transforms/test_added_steps.py
 MUTANTS ?= 100000

@@ -16,21 +16,22 @@ import contextlib
 import io
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import remote_epoch
 from dataplane_bench import s3
 from delayed import delayed
+
+if TYPE_CHECKING:
+    from dataplane_torch import DataLoader
 
 BUCKET = "columns"
 FORMS = {"parquet": None, "arrow": None, "arrow-lz4": "lz4", "arrow-zstd": "zstd"}
@@ -69,31 +70,12 @@ def _shard(table: pa.Table, form: str, block_rows: int) -> bytes:
 
 
 def _read(form: str, columns: list[str]) -> None:
-    """Be one job: an epoch, and what it took."""
-    from dataplane_torch import DataLoader
+    def loader() -> DataLoader:
+        from dataplane_torch import DataLoader  # what it takes to import counts, too
 
-    began = time.perf_counter()
-    loader = DataLoader(f"s3://{BUCKET}/{form}/", BATCH_ROWS, columns=columns or None, seed=1)
-    rows, first = 0, 0.0
-    for batch in loader:
-        rows += len(batch[ASKED[0]])
-        first = first or time.perf_counter() - began
-    seconds = time.perf_counter() - began
-    size = loader.statistics().read_bytes
-    print(json.dumps({"rows": rows, "bytes": size, "seconds": seconds, "first": first,
-                      "cpu_s": _cpu_s()}), flush=True)  # fmt: skip
-    os._exit(0)
+        return DataLoader(f"s3://{BUCKET}/{form}/", BATCH_ROWS, columns=columns or None, seed=1)
 
-
-def _cpu_s() -> float:
-    """Of this process and all below it."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = ended.ru_utime + ended.ru_stime
-    process = psutil.Process()
-    for each in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            total += each.cpu_times().user + each.cpu_times().system
-    return total
+    remote_epoch.read(loader, ASKED[0])
 
 
 def _measured(server: s3.S3Server, port: int, form: str, columns: tuple[str, ...]) -> Any:

@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from typing_extensions import Buffer
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, parsed
 from dataplane.model import Region
-from dataplane.node.fetch import BlockRead, Fetcher, Report
+from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.fetchers import Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
@@ -56,6 +56,7 @@ class MemoryOrigin:
         self._arenas = {BLOCK_ARENA: blocks, PREAMBLE_ARENA: preambles}
 
     def read(self, order: fetches.ReadBody, report: Report) -> None:
+        assert isinstance(order, fetches.ReadRange | fetches.CopyPreamble)
         into = order.into
         if isinstance(order, fetches.CopyPreamble):
             body: Buffer = self._arenas[PREAMBLE_ARENA].view(order.kept.offset, into.length)
@@ -66,6 +67,10 @@ class MemoryOrigin:
         asyncio.get_running_loop().call_soon(report, None)
 
     def start(self, store: str = "") -> None: ...
+
+    def read_slab(self, order: object, arena_fd: int, report: object) -> None: ...
+
+    def detach_arena(self, arena_id: int) -> None: ...
 
     def trouble(self, url: str) -> None: ...
 
@@ -93,7 +98,7 @@ async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
         for key, url in enumerate(urls):
             slot = await free.get()
 
-            def ended(error: DataplaneError | None, key: int = key, slot: int = slot) -> None:
+            def ended(error: fetches.Outcome, key: int = key, slot: int = slot) -> None:
                 assert error is None
                 fetcher.let_go(key)
                 free.put_nowait(slot)

@@ -103,11 +103,13 @@ class DrivenNode:
     def _open_next_epoch(self, rank: int) -> None:
         self._epochs[rank] += 1
         epoch, spec = self._epochs[rank], self._spec
-        if epoch not in self._orders:
-            self._orders[epoch] = Order(self._rows, spec.seed, True, 1, spec.window, epoch)
+        for each in (epoch, epoch + 1):
+            if each not in self._orders:
+                self._orders[each] = Order(self._rows, spec.seed, True, 1, spec.window, each)
         at = Stream(epoch, 0, rank, len(self._ranks), 0, 1)
         walk = Walk(spec, self._orders[epoch], at, SlabSizes(self._batches, self._batches, 1 << 16))
         self._tell(events.StreamStarted(self._stream_of(rank), rank, walk, rank))
+        self._tell(events.NextOrderKnown(self._stream_of(rank), self._orders[epoch + 1]))
 
     def _stream_of(self, rank: int) -> int:
         return self._epochs[rank] * len(self._ranks) + rank

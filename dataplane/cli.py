@@ -19,11 +19,15 @@ from dataplane.commands.doctor.command import doctor
 from dataplane.commands.extensions import ExtensibleGroup
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
+from dataplane.commands.ledger import ledger
 from dataplane.commands.options import Manner, config_option, is_json_asked
 from dataplane.commands.plan import plan
+from dataplane.commands.replay import replay
 from dataplane.commands.serve import serve
 from dataplane.commands.status import status
+from dataplane.commands.trace import trace as trace_step
 from dataplane.commands.verify import verify
+from dataplane.commands.where import where
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
 
@@ -59,7 +63,10 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
     trace.configure("debug" if debug else "info", "text")
 
 
-for command in (index, inspect, verify, plan, doctor, serve, status, config):
+for command in (
+    *(index, inspect, verify, plan, doctor, serve, status, config),
+    *(trace_step, where, replay, ledger),
+):
     cli.add_command(command)
 
 

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec, StepSpec
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.model import (
+    ColumnOptions,
+    End,
+    ImageSpec,
+    StackSpec,
+    StepSpec,
+    View,
+)
 
 # The build reads the version here. Clients, nodes and coordinators of a service must have the same.
 VERSION = "0.1.0"
@@ -29,7 +37,9 @@ class JobSpec:
 
     `fingerprint` is the manifest's. `transforms` are the image steps of the columns of images.
     `column_options` decide the form of all columns. `ramp` follows from the manifest, lanes and
-    window.
+    window. `view` decides which rows it has, and what functions make of them. With a `mixture`, the
+    job reads several datasets, each with its own window, ramp and view, and `fingerprint` covers
+    all of theirs.
     """
 
     fingerprint: str
@@ -42,6 +52,8 @@ class JobSpec:
     transforms: tuple[ImageSpec, ...] = ()
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
     ramp: int = 0
+    view: View = field(default_factory=View)
+    mixture: MixtureSpec | None = None
 
     def digest(self) -> str:
         """32 hex digits over everything but `global_batch`, and the version of the order if the job
@@ -54,11 +66,28 @@ class JobSpec:
         """
         fields = _digested(self)
         del fields["global_batch"]
-        if self.shuffle:
+        if self.shuffle or self.mixture is not None:
             fields["order"] = ORDER_VERSION
         # In the first version these were fields of the spec itself.
         fields |= fields.pop("column_options")
         return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()
+
+    def rows_digest(self, layout: str) -> str:
+        """16 hex digits over everything that decides which rows of a dataset with this layout stand
+        in which global batches. The form of the columns does not.
+        """
+        view = dataclasses.replace(self.view, map="", collate="")
+        fields = _digested(
+            dataclasses.replace(
+                self,
+                fingerprint=layout,
+                view=view,
+                transforms=(),
+                column_options=ColumnOptions(),
+            )
+        )
+        fields["order"] = ORDER_VERSION
+        return hashlib.blake2b(_json(fields).encode(), digest_size=8).hexdigest()
 
     def facts(self) -> dict[str, Fact]:
         """The facts about the job in a saved state: each option that is not the default, by name.
@@ -114,6 +143,8 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
             *("dtype", "mean", "std"),
         )
     ),
+    MixtureSpec: frozenset(("sources",)),
+    SourceSpec: frozenset(("name", "fingerprint", "share", "passes_max", "window", "ramp")),
     StackSpec: frozenset(("name", "columns", "dtype")),
     StepSpec: frozenset(("name", "numbers")),
 }
@@ -156,11 +187,25 @@ def _fact(value: Any) -> Fact:
 
 def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for each in dataclasses.fields(value):
-        part = getattr(value, each.name)
-        if dataclasses.is_dataclass(part):
+        part, default = getattr(value, each.name), _default_of(each)
+        if each.name == "mixture":
+            yield from _mixture_options(part)
+        elif dataclasses.is_dataclass(default):
             yield from _options(part)
         else:
-            yield each.name, (part, _default_of(each))
+            yield each.name, (part, default)
+
+
+def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Of the datasets that are mixed, by name: what they are is not an option."""
+    of = mixture or MixtureSpec(())
+    names = tuple(source.name for source in of.sources)
+    yield "sources", (names, ())
+    yield "weights", (tuple(source.share for source in of.sources), ())
+    yield "max_passes", (tuple(source.passes_max for source in of.sources), ())
+    yield "source_views", (tuple(source.view for source in of.sources), ())
+    for each in dataclasses.fields(of)[1:]:
+        yield f"mixture.{each.name}", (getattr(of, each.name), _default_of(each))
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -186,12 +231,28 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTls:
+    """What data connections are encrypted with: paths of PEM files, and the URIs that certificates
+    of other nodes may have; () for all.
+    """
+
+    cert: str
+    key: str
+    ca: str
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeConfig:
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
     workers, and up to `worker_count_max` if more of them help. Each may take
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
+    `cache_bytes` of its disk, in `cache_dir`, may have blocks; none if that is 0.
     `allowed_urls` are the prefixes of what it opens, with spaces between them; "" for all. An
-    embedded node opens what its trainer could open.
+    embedded node opens what its trainer could open. `allowed_functions` are prefixes of the
+    functions that its workers call for jobs, with spaces between them; "" for none. With
+    `peer_tls`, data connections are encrypted with the files `tls_cert`, `tls_key` and `tls_ca`;
+    `tls_peers` has spaces between URIs.
     """
 
     cache_dir: str
@@ -212,6 +273,31 @@ class NodeConfig:
     log_level: str = "info"
     log_format: str = "text"
     allowed_urls: str = ""
+    allowed_functions: str = ""
+    data_listen: str = ""
+    cache_bytes: int = 0
+    peer_tls: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_peers: str = ""
+
+    @property
+    def data_tls(self) -> PeerTls | None:
+        """What its data connections are encrypted with, if they are. An embedded node has none."""
+        if not self.peer_tls or self.embedded:
+            return None
+        return PeerTls(self.tls_cert, self.tls_key, self.tls_ca, tuple(self.tls_peers.split()))
+
+    @property
+    def worker_count_most(self) -> int:
+        """How many workers it may have at most."""
+        return max(self.worker_count, self.worker_count_max)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether it makes slabs itself. A node without workers has other nodes make them."""
+        return self.worker_count_most > 0
 
     @property
     def task_timeout_s(self) -> float:

@@ -8,6 +8,7 @@ DataplaneError
 │  └─ AccessDenied        a token or certificate is missing, wrong or not for this: call
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
+│  └─ NeighbourGone        a neighbour did not send a block or a slab: it comes from elsewhere
 ├─ LeaseError
 │  ├─ LeaseExpired        join again
 │  └─ LeaseFenced         a newer generation took your place: stop, or join again
@@ -21,6 +22,8 @@ DataplaneError
 ├─ CorruptShard           never retried: shard, byte offset, expected, found
 │  ├─ ImageError          an image cannot be decoded: shard, row, column
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
+├─ NotKept                a node's disk does not have a block: it is read elsewhere
+├─ FunctionError          your map or collate function failed: function, shard, block
 ├─ RowOutOfBounds         a row lies outside its block or slab: a bug in Dataplane, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
 
@@ -119,6 +122,10 @@ class PeerLost(DataplaneError):
     known: ClassVar[tuple[str, ...]] = ("peer", "last_error", "status")
 
 
+class NeighbourGone(PeerLost):
+    """A neighbour did not send a block or a slab: it comes from elsewhere. Nouns: peer."""
+
+
 class LeaseError(DataplaneError):
     """A membership ended."""
 
@@ -194,6 +201,22 @@ class ImageError(CorruptShard):
 
 class SchemaMismatch(CorruptShard):
     """A shard's schema differs from the dataset's. Nouns: shard, field, expected, found."""
+
+
+class NotKept(DataplaneError):
+    """A node's disk does not have a block: it is read elsewhere. `trouble`: why it cannot have it
+    now; empty if the disk is well.
+    """
+
+    known: ClassVar[tuple[str, ...]] = ("trouble",)
+
+
+class FunctionError(DataplaneError):
+    """A function of the user, which workers call, failed or returned something else than it must.
+    The message has its traceback. Nouns: function, shard, block.
+    """
+
+    known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column")
 
 
 class RowOutOfBounds(DataplaneError):

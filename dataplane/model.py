@@ -19,6 +19,19 @@ class End(enum.StrEnum):
     PAD = "pad"
 
 
+class Exhausted(enum.StrEnum):
+    """What happens in a mixture when a source has been read as often as it may be.
+
+    STOP         the epoch ends
+    RENORMALISE  the other sources go on, with their shares of what is left
+    CYCLE        it is read again; an epoch ends when every source was read once
+    """
+
+    STOP = "stop"
+    RENORMALISE = "renormalise"
+    CYCLE = "cycle"
+
+
 class ListPolicy(enum.StrEnum):
     """How a variable-length list column becomes tensors."""
 
@@ -43,6 +56,30 @@ class NullPolicy(enum.StrEnum):
 
     FILL = "fill"
     MASK = "mask"
+
+
+class PackPolicy(enum.StrEnum):
+    """How documents are put into packs.
+
+    BEST_FIT  longest first, each into the pack with the least room that is enough for it
+    WRAP      all tokens in a row, cut into packs
+    """
+
+    BEST_FIT = "best_fit"
+    WRAP = "wrap"
+
+
+class LongPolicy(enum.StrEnum):
+    """What happens to a document that is longer than a pack.
+
+    FRAGMENT  it is cut into whole packs and a rest
+    TRUNCATE  it keeps its first tokens
+    DROP      it is left out
+    """
+
+    FRAGMENT = "fragment"
+    TRUNCATE = "truncate"
+    DROP = "drop"
 
 
 class Kind(enum.StrEnum):
@@ -84,6 +121,19 @@ class Decoding(enum.StrEnum):
     AUTO = "auto"
     EXACT = "exact"
     FAST = "fast"
+
+
+class BlockForm(enum.StrEnum):
+    """In which form a neighbour is asked for a block, or that it is asked for a slab.
+
+    RAW      the bytes of its shard, without the preamble
+    DECODED  the Arrow stream that a worker has made of them
+    SLAB     no block, but a slab that its workers make
+    """
+
+    RAW = "raw"
+    DECODED = "decoded"
+    SLAB = "slab"
 
 
 class ColumnSpec(Struct, frozen=True):
@@ -156,6 +206,32 @@ class StackSpec:
     dtype: str = ""
 
 
+PACK_OUTPUTS = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpec:
+    """Rows of tokens ("documents") joined into samples of equal length, with little padding.
+
+    `column` is a list column of integers, `length` the tokens of a pack. `carry` are other list
+    columns with one value a token, packed alongside. `outputs` are the columns made for each pack:
+    "position_ids", "document_ids", "cu_seqlens", "max_seqlen", and "labels", the next token of each
+    token. Each document takes a multiple of `multiple` tokens of its pack, and a pack has
+    `documents` documents at most; 0 chooses a number from the length. Tokens are padded with
+    `pad_value`, carried columns with zero.
+    """
+
+    column: str
+    length: int
+    policy: PackPolicy = PackPolicy.BEST_FIT
+    long: LongPolicy = LongPolicy.FRAGMENT
+    carry: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = PACK_OUTPUTS
+    multiple: int = 1
+    documents: int = 0
+    pad_value: int = 0
+
+
 ColumnValue = tuple[str, float]
 """A column's name, and a number for it."""
 ColumnLength = tuple[str, int]
@@ -188,6 +264,38 @@ class ColumnOptions:
     max_length_all: int = 0
     truncation_side: TruncationSide = TruncationSide.RIGHT
     codes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which rows of a dataset a job has, and which functions change them; by default all, as they
+    are stored.
+
+    `where` is a condition on columns, in canonical form. `sample` and the range from `split_from`
+    to `split_to` are shares of all rows by the keyed hash of the row, in units of 2**-32; a
+    `sample` or `split_to` of 0 means all. `limit` is a number of rows, 0 for all. `map` and
+    `collate` are functions, as "package.module:function". With `pack`, the samples are packs of
+    those rows.
+    """
+
+    where: str = ""
+    sample: int = 0
+    split_from: int = 0
+    split_to: int = 0
+    limit: int = 0
+    map: str = ""
+    collate: str = ""
+    pack: PackSpec | None = None
+
+
+class MixUnit(enum.StrEnum):
+    """What the weights of a mixture are shares of: its samples, their tokens, or its batches, each
+    of which is then of one source.
+    """
+
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+    BATCH = "batch"
 
 
 class ObjectInfo(Struct, frozen=True):

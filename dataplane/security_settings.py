@@ -1,4 +1,5 @@
-"""The settings of dataplane/security: rows of the table in settings.py.
+"""The settings of dataplane/security, and of connections between nodes: rows of the table in
+settings.py.
 
 They are here, and not in that room, since every process reads its settings, and only those that
 listen or connect over TCP import what acts on these.
@@ -6,7 +7,26 @@ listen or connect over TCP import what acts on these.
 
 from __future__ import annotations
 
+from dataplane.rpc.address_kinds import DATA_ADDRESS
 from dataplane.units import FILE_OR_NONE, SWITCH, WORDS, Setting, fixed
+
+NEIGHBOUR_SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "data_listen",
+        DATA_ADDRESS,
+        "where other nodes ask a served node for blocks; if not set, a free port at the address by "
+        "which it reaches its coordinator, and none where blocks would cross the network in plain "
+        "text without `insecure`",
+        fixed(""),
+    ),
+    Setting(
+        "peer_tls",
+        SWITCH,
+        "encrypt the connections over which nodes send each other blocks and slabs, with the files "
+        "tls_cert, tls_key and tls_ca; the same on all nodes",
+        fixed(value=False),
+    ),
+)
 
 SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -50,10 +70,17 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
         fixed(""),
     ),
     Setting(
+        "allowed_functions",
+        WORDS,
+        "prefixes of the functions of map= and collate= that workers of a served node may call, "
+        'such as "mypackage.text:"; if not set, none',
+        fixed(""),
+    ),
+    Setting(
         "insecure",
         SWITCH,
-        "allow to listen and to connect beyond this host without TLS, although whoever reads along "
-        "there learns the token",
+        "allow to listen and to connect beyond this host without TLS, although anyone who can read "
+        "the network's traffic learns the token",
         fixed(value=False),
     ),
 )

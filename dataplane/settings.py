@@ -23,12 +23,16 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
 from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE
-from dataplane.security_settings import SECURITY_SETTINGS
+from dataplane.security_settings import NEIGHBOUR_SETTINGS, SECURITY_SETTINGS
 from dataplane.units import Setting, Value, fixed, raise_to
 
 CONFIG_VARIABLE = "DATAPLANE_CONFIG"
 OTHER_VARIABLES = frozenset(
-    {CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_TOKEN", "DATAPLANE_WORKERS"}
+    {
+        CONFIG_VARIABLE,
+        *("DATAPLANE_DEBUG", "DATAPLANE_TOKEN", "DATAPLANE_WORKERS"),
+        units.IMPORT_PATH_VARIABLE,
+    }
 )
 MIB = 1 << 20
 GIB = 1 << 30
@@ -93,18 +97,25 @@ SETTINGS: tuple[Setting, ...] = (
         "the one joined",
         fixed(""),
     ),
+    *NEIGHBOUR_SETTINGS,
     *SECURITY_SETTINGS,
     Setting(
         "state_dir",
         units.FOLDER,
-        "where the coordinator keeps its database and its token",
+        "where the coordinator keeps its database, its token and the secret of neighbours' keys",
         _folder("XDG_STATE_HOME", ".local/state"),
     ),
     Setting(
         "cache_dir",
         units.FOLDER,
-        "where a node keeps manifests",
+        "where a node keeps manifests, and blocks if `cache_bytes` allows it",
         _folder("XDG_CACHE_HOME", ".cache"),
+    ),
+    Setting(
+        "cache_bytes",
+        units.BYTES_OR_NONE,
+        "disk in `cache_dir` for blocks of remote shards, kept over restarts, per node; 0: none",
+        fixed(0),
     ),
     Setting(
         "block_arena_bytes",
@@ -129,9 +140,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "worker_count",
-        units.COUNT,
+        units.COUNT_OR_NONE,
         "processes of a node that decode and assemble; if not set, the node adds more when they "
-        "help",
+        "help; 0: nodes without trainers make all slabs",
         lambda machine, _environ: _worker_count(machine),
     ),
     Setting(
@@ -349,6 +360,13 @@ def default_node_config() -> NodeConfig:
     """
     settings = _of_process()
     config = node_config(settings)
+    if not config.has_workers:
+        raise ConfigError(
+            f"worker_count ({settings['worker_count'].source}) is 0, and a trainer's own node has "
+            "no others that could make its slabs: leave worker_count out, or start `dataplane "
+            "serve` and pass service=",
+            field="worker_count",
+        )
     if settings["log_level"].source == "default":
         # An embedded node writes to the trainer's own stderr.
         config = dataclasses.replace(config, log_level="warning")

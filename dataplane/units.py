@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Value = str | int | float | bool
 
 PREFIX = "DATAPLANE_"
+IMPORT_PATH_VARIABLE = "DATAPLANE_IMPORT_PATH"
+"""The sys.path of the trainer that has started a node, in JSON."""
 
 _BYTES_OF = {"": 1, "b": 1}
 _BYTES_OF |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
@@ -97,11 +99,18 @@ def _scaled(given: object, scale: dict[str, float] | dict[str, int]) -> float:
     return number * scale[match[2]]
 
 
-def _bytes(given: object) -> int:
+def _bytes_or_none(given: object) -> int:
     size = _scaled(given, _BYTES_OF)
-    if size != int(size) or size < 1:
+    if size != int(size):
         raise ValueError(given)
     return int(size)
+
+
+def _bytes(given: object) -> int:
+    size = _bytes_or_none(given)
+    if size < 1:
+        raise ValueError(given)
+    return size
 
 
 def _seconds(given: object) -> float:
@@ -111,11 +120,18 @@ def _seconds(given: object) -> float:
     return seconds
 
 
-def _count(given: object) -> int:
+def _count_or_none(given: object) -> int:
     count = _scaled(given, {"": 1})
-    if count != int(count) or not 1 <= count <= 4096:
+    if count != int(count) or not 0 <= count <= 4096:
         raise ValueError(given)
     return int(count)
+
+
+def _count(given: object) -> int:
+    count = _count_or_none(given)
+    if not count:
+        raise ValueError(given)
+    return count
 
 
 def _switch(given: object) -> bool:
@@ -177,6 +193,7 @@ def choice(*names: str, metavar: str) -> ValueKind:
 
 
 BYTES = ValueKind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
+BYTES_OR_NONE = ValueKind(f"{BYTES.allowed}, or 0", "SIZE", _bytes_or_none, show_bytes)
 SECONDS = ValueKind(
     'seconds, or a duration such as "30s", "500ms", "2min"',
     "TIME",
@@ -184,6 +201,7 @@ SECONDS = ValueKind(
     lambda value: f"{value:g} s",
 )
 COUNT = ValueKind("a whole number from 1 to 4096", "N", _count)
+COUNT_OR_NONE = ValueKind("a whole number from 0 to 4096", "N", _count_or_none)
 SWITCH = ValueKind("true or false", "BOOL", _switch, lambda value: str(value).lower())
 FOLDER = ValueKind("the path of a folder", "DIR", _folder)
 WORDS = ValueKind("words separated by spaces, or a list of them in a TOML file", "WORDS", _words)

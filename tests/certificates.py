@@ -43,12 +43,15 @@ class Authority:
         uri: str = "",
         lasts: dt.timedelta = dt.timedelta(hours=1),
         trusts: Authority | None = None,
+        address: str = "127.0.0.1",
     ) -> TlsFiles:
-        """A key, a certificate for this machine, and what it trusts; each is replaced at once."""
+        """A key, a certificate for this machine, and what it trusts; each is replaced at once.
+        `address` is this machine's.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             x509.DNSName("localhost"),
-            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            x509.IPAddress(ipaddress.ip_address(address)),
         ]
         if uri:
             names.append(x509.UniformResourceIdentifier(uri))

@@ -384,7 +384,7 @@ def main() -> int:
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--stderr-fd", type=int, required=True)
     parser.add_argument("--embedded", action="store_true")
-    given = parser.parse_args()
+    given, _ = parser.parse_known_args()
     script = Script(**json.loads(os.environ["FAKE_NODE"]))
     may_be_killed(script, "start")
     if script.die_at_start:

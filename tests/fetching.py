@@ -14,6 +14,7 @@ from awry import Awry, awry_server
 from dataplane_bench.certificates import make
 
 from dataplane.arena.memfd import Arena
+from dataplane.config import PeerTls
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
@@ -59,12 +60,21 @@ def _reach(server: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
 class Node:
     """Some fetchers, their arenas, and what they have told."""
 
-    def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        budget_s: float,
+        request_timeout_s: float,
+        kept_folder: str = "",
+        tls: PeerTls | None = None,
+    ) -> None:
         self.arena = Arena.create("blocks", ARENA_BYTES)
         self.preambles = Arena.create("preambles", ARENA_BYTES)
         self.preambles.reserve(0, ARENA_BYTES)  # the fetchers allocate what they need of the other
         environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
-        start = fetches.StartFetching(environment, budget_s, request_timeout_s)
+        start = fetches.StartFetching(
+            environment, budget_s, request_timeout_s, kept_folder=kept_folder, tls=tls
+        )
         arenas = (self.arena, self.preambles)
         self.outages: list[Outage] = []
         self.pauses: list[Pause] = []
@@ -110,9 +120,12 @@ class Node:
 
 @asynccontextmanager
 async def node(
-    count: int = 1, budget_s: float = 60.0, request_timeout_s: float = 30.0
+    count: int = 1,
+    budget_s: float = 60.0,
+    request_timeout_s: float = 30.0,
+    kept_folder: str = "",
 ) -> AsyncIterator[Node]:
-    made = Node(count, budget_s, request_timeout_s)
+    made = Node(count, budget_s, request_timeout_s, kept_folder)
     try:
         yield made
     finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
 
+from dataplane.plan.loops import loops
 from dataplane.worker.columns import BlockColumns, RowIndex
 from dataplane.worker.kernel import kernel
 from dataplane.worker.rows import CompiledRows, NumpyRows, Rows
@@ -27,6 +29,14 @@ def compiled_rows(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
     if found.library is None:
         without(found.missing)
     return CompiledRows(found.library, blocks, row_index)
+
+
+def loops_library() -> ctypes.CDLL:
+    """The compiled loops of plans, which CI must have."""
+    found = loops()
+    if found.library is None:
+        without(found.missing)
+    return found.library
 
 
 BOTH = (compiled_rows, NumpyRows)

@@ -17,6 +17,7 @@ class Machine:
 
     def __init__(self):
         self.now = 1_000_000.0
+        self.salt = b"salt"
         self.disk = {}
         self.writes = ()
         self.restart()
@@ -29,6 +30,7 @@ class Machine:
             lease_s=LEASE_S,
             now=self.now,
             records=[write.record for write in self.disk.values()],
+            salt=self.salt,
         )
 
     def ask(self, event):

@@ -1,10 +1,11 @@
 """What a coordinator costs with many nodes: real gRPC, with TLS and a token.
 
-python tests/many_nodes.py [--nodes 1000] [--ranks 10] [--plain]
+python tests/many_nodes.py [--nodes 1000] [--makers 0] [--ranks 10] [--plain]
 
 Simulated nodes of one process register, join their ranks and send heartbeats every two seconds; the
 processor time and memory of the coordinator's process are printed. Both processes share the machine,
-so latencies are those of the client, too.
+so latencies are those of the client, too. With makers, which are more nodes without ranks, the
+others are short of workers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
+    KnownNodes,
     MemberProgress,
     RegisterNodeRequest,
 )
@@ -42,35 +44,49 @@ MEASURE_S = 20.0
 
 
 class Nodes:
-    """Simulated nodes. `took_s` are the times of their heartbeats."""
+    """Simulated nodes. `took_s` are the times of their heartbeats, `told` of them told the nodes of
+    the job, `seen` at most.
+    """
 
-    def __init__(self, address: str, security: Security, count: int, ranks: int) -> None:
-        self.address, self.security, self.count, self.ranks = address, security, count, ranks
+    def __init__(
+        self, address: str, security: Security, count: int, makers: int, ranks: int
+    ) -> None:
+        self.address, self.security, self.makers, self.ranks = address, security, makers, ranks
+        self.with_ranks, self.count = count, count + makers
         self.joined = asyncio.Semaphore(0)
         self.stop = asyncio.Event()
         self.took_s: list[float] = []
+        self.told = self.seen = 0
 
     async def run(self, number: int) -> None:
         client = CoordinatorClient(self.address, self.security, timeout_s=30, patience_s=120)
         name = f"n{number}"
-        node = RegisterNodeRequest(name, f"h{number}", number, VERSION, PROTOCOL_VERSION)
-        await client.register_node(node)
-        members = tuple(
-            [await self._join(client, name, number * self.ranks + i) for i in range(self.ranks)]
+        address = f"10.0.{number // 256}.{number % 256}:7078"
+        ranks = self.ranks if number < self.with_ranks else 0
+        is_short = bool(self.makers and ranks)
+        node = RegisterNodeRequest(
+            name, f"h{number}", number, VERSION, PROTOCOL_VERSION, address, 1 << 40, 8
         )
+        known: tuple[KnownNodes, ...] = ()
+        await client.register_node(node)
+        members = tuple([await self._join(client, name, number * ranks + i) for i in range(ranks)])
         self.joined.release()
         due = time.monotonic() + PERIOD_S * number / self.count
         while not self.stop.is_set():
             await asyncio.sleep(max(0, due - time.monotonic()))
             due += PERIOD_S
             began = time.monotonic()
-            answer = await client.heartbeat(HeartbeatRequest(node, members))
+            request = HeartbeatRequest(node, members, known=known, is_short=is_short)
+            answer = await client.heartbeat(request)
             self.took_s.append(time.monotonic() - began)
+            for nodes in answer.jobs:
+                known, self.told = (KnownNodes(nodes.job_id, nodes.version),), self.told + 1
+                self.seen = max(self.seen, len(nodes.nodes))
             assert all(verdict.error is None for verdict in answer.verdicts)
         await client.close()
 
     async def _join(self, client: CoordinatorClient, name: str, rank: int) -> MemberProgress:
-        size = self.count * self.ranks
+        size = self.with_ranks * self.ranks
         place = Topology(dp_rank=rank, dp_size=size, rank=rank, world_size=size)
         spec, member = JobSpec("f" * 32, global_batch=size), f"m{rank}"
         request = JoinRequest("job", "s3://b", spec, place, "i", member, name, 10**9)
@@ -87,8 +103,13 @@ async def measure(nodes: Nodes, coordinator: psutil.Process) -> None:
     tasks = [asyncio.create_task(nodes.run(number)) for number in range(nodes.count)]
     for _ in tasks:
         await nodes.joined.acquire()
-    _tell(f"all joined after {time.monotonic() - began:.1f} s")
-    await asyncio.sleep(SETTLE_S)
+    spent_s, span_s = sum(coordinator.cpu_times()[:2]), time.monotonic() - began
+    _tell(f"all joined after {span_s:.1f} s, in which the coordinator took {spent_s:.1f} s of CPU")
+    told = -1
+    while told != nodes.told:  # until each knows all others, and late heartbeats are made up for
+        told = nodes.told
+        await asyncio.sleep(SETTLE_S)
+    _tell(f"{nodes.told} heartbeats told the nodes of the job, {nodes.seen} at most")
     nodes.took_s.clear()
     cpu_s, began = sum(coordinator.cpu_times()[:2]), time.monotonic()
     await asyncio.sleep(MEASURE_S)
@@ -96,7 +117,7 @@ async def measure(nodes: Nodes, coordinator: psutil.Process) -> None:
     cpu_s, span_s = sum(coordinator.cpu_times()[:2]) - cpu_s, time.monotonic() - began
     took_s = sorted(nodes.took_s)
     _tell(
-        f"{len(took_s) / span_s:.0f} heartbeats/s of {nodes.ranks} ranks: {cpu_s / span_s:.2f} cores, "
+        f"{len(took_s) / span_s:.0f} heartbeats/s, of {nodes.ranks} ranks or of makers: {cpu_s / span_s:.2f} cores, "
         f"{coordinator.memory_info().rss / 1e6:.0f} MB; p50 {took_s[len(took_s) // 2] * 1e3:.1f} ms, "
         f"p99 {took_s[len(took_s) * 99 // 100] * 1e3:.1f} ms"
     )
@@ -107,6 +128,7 @@ async def measure(nodes: Nodes, coordinator: psutil.Process) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--makers", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=10)
     parser.add_argument("--plain", action="store_true", help="without TLS")
     given = parser.parse_args()
@@ -129,7 +151,7 @@ def main() -> None:
             try:
                 address = process.stdout.readline().split()[-1]
                 security = Security(TokenSource("this test", (TOKEN,)), tls=tls)
-                nodes = Nodes(address, security, given.nodes, given.ranks)
+                nodes = Nodes(address, security, given.nodes, given.makers, given.ranks)
                 asyncio.run(measure(nodes, psutil.Process(process.pid)))
             finally:
                 process.kill()

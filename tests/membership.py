@@ -1,10 +1,12 @@
 """Requests with sensible defaults, for every test of the coordinator."""
 
 from dataplane.config import PROTOCOL_VERSION, JobSpec
+from dataplane.ledger import LedgerPosition
 from dataplane.model import Topology
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
+    KnownNodes,
     LeaveRequest,
     MemberProgress,
     RegisterNodeRequest,
@@ -14,9 +16,11 @@ VERSION = "1.2.3"
 SPEC = JobSpec(fingerprint="f" * 32, seed=1, shuffle=True, lanes=4, window=8, global_batch=16)
 
 
-def node(node_id="n0", version=VERSION, protocol=PROTOCOL_VERSION):
+def node(node_id="n0", version=VERSION, protocol=PROTOCOL_VERSION, **more):
+    """With enough workers, unless `more` says otherwise."""
+    more.setdefault("worker_count", 4)
     return RegisterNodeRequest(
-        node_id, host="host-" + node_id, pid=7, version=version, protocol=protocol
+        node_id, host="host-" + node_id, pid=7, version=version, protocol=protocol, **more
     )
 
 
@@ -44,12 +48,19 @@ def join(
     )
 
 
-def beat(*members, node_id="n0", version=VERSION):
-    return HeartbeatRequest(node(node_id, version), tuple(members))
+def beat(*members, node_id="n0", version=VERSION, known=(), is_short=False, **more):
+    """`known` are those of the job j."""
+    known = tuple(KnownNodes("j", one) for one in known)
+    request = node(node_id, version, **more)
+    return HeartbeatRequest(request, tuple(members), known=known, is_short=is_short)
 
 
-def progress(member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0):
-    return MemberProgress(job, member, generation, epoch, cursor, speed, stall)
+def progress(
+    member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0, began=None
+):
+    """`began` is (epoch, cursor), or None if it has not begun to read."""
+    at = None if began is None else LedgerPosition(*began)
+    return MemberProgress(job, member, generation, epoch, cursor, speed, stall, began=at)
 
 
 def leave(member="m0-i1", *, job="j", lost=False):

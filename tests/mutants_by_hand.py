@@ -12,20 +12,20 @@ _RECORDS = "dataplane/scheduler/records.py"
 BY_HAND = (
     (
         "a dataset is never forgotten",
-        _SCHEDULER,
-        "lambda event: self._blocks.forget_dataset(event.dataset)",
-        "lambda event: None",
+        "dataplane/scheduler/keeping.py",
+        "DatasetForgotten: self._forget_dataset,",
+        "DatasetForgotten: lambda event: None,",
     ),
     (
         "what is in use of a forgotten dataset stays",
         _BLOCKS,
-        "        if dataset.dataset_id in self._forgotten:\n            for index",
+        "        if dataset.dataset_id in self.forgotten:\n            for index",
         "        if False:\n            for index",
     ),
     (
         "what was on its way to a forgotten dataset stays",
         _BLOCKS,
-        "        if block.dataset.dataset_id in self._forgotten:\n            self.evict(block)",
+        "        if block.dataset.dataset_id in self.forgotten and not block.lent:\n            self.evict(block)",
         "        if False:\n            self.evict(block)",
     ),
     (
@@ -37,13 +37,13 @@ BY_HAND = (
     (
         "the head evicts nothing that is needed",
         _SCHEDULER,
-        "self._load(head, greedy=True)",
+        "self._load(head, greedy=is_urgent)",
         "self._load(head, greedy=False)",
     ),
     (
         "the arena is emptied although something is on its way",
         _SCHEDULER,
-        "        if head is not None and head.missing and idle:\n",
+        "        if head is not None and head.missing and self.is_settled and not self._under_way:\n",
         "        if head is not None and head.missing:\n",
     ),
     (
@@ -55,8 +55,14 @@ BY_HAND = (
     (
         "the arena is not emptied for a head that is stuck",
         _SCHEDULER,
-        "            self._blocks.drop_unpinned()\n",
-        "",
+        "            self._excerpts.close()\n            self._blocks.drop_unpinned()\n",
+        "            self._excerpts.close()\n",
+    ),
+    (
+        "a fetched block stays where there is no room to decode it",
+        _SCHEDULER,
+        "            self._is_emptied_again = True\n            self._blocks.drop_unpinned()\n",
+        "            self._is_emptied_again = True\n",
     ),
     (
         "the pins of a former head stay",
@@ -90,15 +96,15 @@ BY_HAND = (
     ),
     (
         "a holder that is gone keeps its slabs",
-        _SCHEDULER,
+        "dataplane/scheduler/deliveries.py",
         "if loan.holder == event.holder",
         "if loan.holder != event.holder",
     ),
     (
         "pins stay after a slab was assembled",
         _TASKS,
-        "        task.delivery.assembling_count -= 1\n        self.unpin(task)\n",
-        "        task.delivery.assembling_count -= 1\n",
+        "        is_to_be_made = self._elsewhere.ended(task, event)\n        self.unpin(task)\n",
+        "        is_to_be_made = self._elsewhere.ended(task, event)\n",
     ),
     (
         "what is assembled has no pins",
@@ -109,8 +115,8 @@ BY_HAND = (
     (
         "the slot of what nobody wants any more is lost",
         _TASKS,
-        "        if task.phase is SlabPhase.GONE:\n            self._free_slot(task)\n",
-        "        if task.phase is SlabPhase.GONE:\n            pass\n",
+        "            self._elsewhere.leave(task)\n            self._free_slot(task)\n            self._excerpts",
+        "            self._elsewhere.leave(task)\n            self._excerpts",
     ),
     (
         "the slot of what is dropped while it is written is free at once",
@@ -121,7 +127,7 @@ BY_HAND = (
     (
         "what is made again later does not see blocks that go",
         _TASKS,
-        "            task.assembled, task.phase = None, SlabPhase.WAITING\n            self._waiting.add(task)\n",
+        "            task.assembled, task.phase = None, SlabPhase.WAITING\n            self._wait(task)\n",
         "            task.assembled, task.phase = None, SlabPhase.WAITING\n",
     ),
     (
@@ -211,8 +217,14 @@ BY_HAND = (
     (
         "a block that was fetched is decoded without its bytes being kept",
         _BLOCKS,
-        "            self._allocator.free(block.raw.offset)\n            block.raw = None\n",
-        "            block.raw = None\n",
+        "        elif raw is not None:\n            self._allocator.free(raw.offset)",
+        "        elif False:\n            self._allocator.free(raw.offset)",
+    ),
+    (
+        "bytes that are being sent to a neighbour are freed",
+        _BLOCKS,
+        "        if raw is not None and block.lent:\n",
+        "        if raw is not None and block.lent < 0:\n",
     ),
     (
         "restart indexes take room from the one task that needs all of the arena",

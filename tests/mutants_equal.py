@@ -150,7 +150,7 @@ EQUAL = (
         "it is over with the first look, and it takes four to want more",
     ),
     (
-        _SCHEDULER + "scheduler.py",
+        _SCHEDULER + "planning.py",
         "if room >= count:",
         "if (room > count):",
         "one plan fewer ahead, of sixteen that are enough",
@@ -180,7 +180,7 @@ EQUAL = (
         "at one moment of a clock that counts nanoseconds",
     ),
     (
-        _SCHEDULER + "scheduler.py",
+        _SCHEDULER + "streams.py",
         "ranked.sort(key=lambda rank: rank[:2])",
         "ranked.sort(key=lambda rank: rank[:3])",
         "no two tasks have the same number",
@@ -193,18 +193,18 @@ EQUAL = (
     ),
     (
         _SCHEDULER + "room.py",
-        "limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)",
-        "limit = -2 if greedy else self._uses.use_of(block.dataset, block.index)",
+        "limit = -1 if greedy else max(self._uses.use_of(block.dataset, block.index), away)",
+        "limit = -2 if greedy else max(self._uses.use_of(block.dataset, block.index), away)",
         "any number does that is below zero",
     ),
     (
-        _SCHEDULER + "blocks.py",
+        _SCHEDULER + "eviction_orders.py",
         "block, _ = next(farthest, (None, 0))",
         "block, _ = next(farthest, (None, 1))",
         "nobody looks at it",
     ),
     (
-        _SCHEDULER + "blocks.py",
+        _SCHEDULER + "eviction_orders.py",
         "_DIRECT_BLOCKS_MAX = 4096",
         "_DIRECT_BLOCKS_MAX = 16 * (4096)",
         "a bound that tests make smaller",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scheduler_fed import Feeder
 from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
@@ -65,11 +67,17 @@ class Consumer:
         """The time at which it acts next, if time decides the order of events."""
         self.pause = (0.0, 1.0)
         self.next_step = at.first_step
+        self.feeder: Feeder | None = None
+        if walk.is_fed:
+            self.feeder = Feeder(walk, random.Random(f"{number} {place.spec.seed} fed"))
         self._steps = self._expected()
         before = after.number if after is not None else None
         opened = events.StreamStarted(number, place.delivery_id, walk, number, before)
         run.consumers.append(self)
         run.tell(opened)
+        if random.Random(f"{number} {place.spec.seed}").random() < 0.5:
+            order, _ = self.world.order(place.spec, at.epoch + 1)
+            run.tell(events.NextOrderKnown(number, order))
 
     def _expected(self) -> list[tuple[int, int, list[list[int]]]]:
         """(rows, valid rows, samples) of each of its steps, by step; None where it has none."""
@@ -90,7 +98,15 @@ class Consumer:
 
     @property
     def is_done(self) -> bool:
-        return self.ended or self.error is not None or not self.is_open
+        is_through = self.feeder is not None and self.feeder.is_through
+        return self.ended or is_through or self.error is not None or not self.is_open
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether it waits for few slabs, and will get another one."""
+        if self.feeder is not None and self.feeder.is_fed_up and self.asked >= self.feeder.count:
+            return False
+        return not self.is_done and self.asked < 2
 
     @property
     def is_stopped(self) -> bool:
@@ -104,6 +120,8 @@ class Consumer:
 
     def ask(self) -> None:
         assert self.is_open
+        if self.feeder is not None:
+            self.feeder.feed(self.asked)
         self.asked += 1
         self.request_id += 1
         self.run.tell(events.Requested(self.number, self.request_id))
@@ -112,14 +130,17 @@ class Consumer:
         assert self.is_open, "an answer after the stream was closed"
         self.asked -= 1
         body = effect.body
+        if self.feeder is not None:
+            self.next_step = self.feeder.next_step
         if isinstance(body, DataplaneError):
             self.error = body
-            if isinstance(body, Unplanned):
+            if isinstance(body, Unplanned) and self.feeder is None:
                 behind = self.at.cursor + self.next_step * self.place.spec.global_batch
                 assert behind == self.walk.position, "an error before what was planned"
             if isinstance(body, BudgetTooSmall) and "its slab has" in str(body):
                 self._check_size(body)
         elif isinstance(body, messages.EndOfStream):
+            assert self.feeder is None, "what is fed does not end"
             assert self.next_step >= self.walk.step_count, "scheduler 1: the end comes too early"
             assert self.planned
             self.ended = True
@@ -157,6 +178,9 @@ class Consumer:
             offset += slab_bytes(batch, self.row_bytes)
             self.next_step += self.at.step_stride
         assert slab.batches
+        assert slab.bytes_used == offset
+        if self.feeder is not None:
+            self.feeder.came(slab.batches)
 
     def release(self, which: int = 0) -> None:
         slab, content = self.held[which]
@@ -184,6 +208,7 @@ class Consumer:
             events.StreamClosed(number),
             events.Requested(number, 1),
             events.StreamAdopted(number),
+            events.NextOrderKnown(number, self.walk.order),
             events.StreamRefused(number, LeaseFenced("another member has its place")),
         )
         of_place = (

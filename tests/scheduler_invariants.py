@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from scheduler_makers import has_maker, is_elsewhere
 from scheduler_shares import (
     PLANNED_AHEAD,
     count_of_slots,
@@ -44,10 +45,12 @@ class Invariants:
         keys = {w.dataset_id: w.blocks.marks.keys.tolist() for w in self._worlds}
         self._check_blocks(keys)
         pins: _Pins = {w.dataset_id: Counter() for w in self._worlds}
-        used: _Used = {delivery_id: [] for delivery_id in self._scheduler._deliveries}
+        used: _Used = {delivery_id: [] for delivery_id in self._scheduler._deliveries.by_id}
         self._check_assembling(pins, used)
         self._check_tasks(keys, pins, used)
         self._check_excerpts(pins)
+        for block in self._scheduler._borrowed._borrowed.values():
+            pins[block.dataset.dataset_id][block.index] += block.lent
         self._check_slots(used)
         self._check_emptied()
         for world in self._worlds:
@@ -113,8 +116,9 @@ class Invariants:
             dataset_id, phase = block.dataset.dataset_id, block.phase
             assert block.key == key, "blocks 4"
             assert table._blocks[dataset_id, block.index] is block, "blocks 4"
-            order = table._uses if block.regions else table._direct
-            assert table._uses_of[key] is order, "next_use: blocks in memory, and those without"
+            orders = table._orders
+            order = orders.uses if block.regions else orders._direct
+            assert orders._uses_of[key] is order, "next_use: blocks in memory, and those without"
             is_ready = phase is BlockPhase.READY
             assert keys[dataset_id][block.index] == (key if is_ready else 0), "blocks 4"
             assert is_ready or block.restart_indexes is None, "blocks 5"
@@ -122,8 +126,9 @@ class Invariants:
             ready[dataset_id] += is_ready
             raw, decoded, restart_indexes = block.raw, block.decoded, block.restart_indexes
             if phase is BlockPhase.FETCHING:
-                assert raw is not None, "blocks 2"
-                raw_bytes += raw.length
+                into = raw or decoded
+                assert into is not None, "blocks 2"
+                raw_bytes += into.length
                 fetching += 1
             owned += [
                 (r.offset, r.length) for r in (raw, decoded, restart_indexes) if r is not None
@@ -133,6 +138,7 @@ class Invariants:
         assert decoding == table._decoding, "blocks 1"
         for dataset_id, found in keys.items():
             assert len(found) - found.count(0) == ready[dataset_id], "blocks 4"
+        owned += [(r.offset, r.length) for r in table._lent_raw.values()]
         end = taken = 0
         for offset, length in sorted(owned):
             assert offset >= end, "blocks 2: two owners"
@@ -153,7 +159,8 @@ class Invariants:
             self._count_pins(pins, task)
             slab = task.shared
             is_copy = slab is not None and slab.made is not None
-            expected = [] if is_copy else self._whole_blocks_of(task)
+            needs_none = is_copy or is_elsewhere(self._scheduler, task)
+            expected = [] if needs_none else self._whole_blocks_of(task)
             assert pinned == expected, "slab_tasks 1"
             if slab is None:
                 continue
@@ -191,16 +198,18 @@ class Invariants:
         blocks that are not ready, and of the waiting tasks only the head has pins.
         """
         scheduler, waiting_count, ready_now = self._scheduler, 0, set[int]()
-        for delivery in scheduler._deliveries.values():
+        for delivery in scheduler._deliveries.by_id.values():
             assert all(s is scheduler._streams.find(s.stream_id) for s in delivery.streams)
         for stream in scheduler._streams._streams.values():
             datasets, stride = stream.delivery.datasets, stream.walk.stream.step_stride
             ready = [key for each in datasets.datasets for key in keys[each.dataset_id]]
             slots, step = used[stream.delivery.delivery_id], None
             for task in stream.tasks:
-                self._times.task(task)
+                mine = not is_elsewhere(scheduler, task)
+                self._times.task(task, needs_blocks=mine)
                 batches = task.plan.batches
-                assert step in {None, batches[0].step}, "slab_tasks 3: a batch is missing"
+                is_next = stream.walk.is_fed or step in {None, batches[0].step}
+                assert is_next, "slab_tasks 3: a batch is missing"
                 step = batches[-1].step + stride
                 if task.slot is not None:
                     slots.append(task.slot.offset)
@@ -214,7 +223,7 @@ class Invariants:
                 if task.phase is not SlabPhase.WAITING:
                     assert not task.missing, "slab_tasks 4"
                     assert not task.idle, "slab_tasks 4"
-                if task.phase is SlabPhase.WAITING:
+                if task.phase is SlabPhase.WAITING and mine:
                     needed = datasets.parts(task.plan.blocks)
                     waiting_count += len(needed)
                     lacking = {block for block in self._whole_blocks_of(task) if not ready[block]}
@@ -245,12 +254,15 @@ class Invariants:
     def _check_ahead(self, stream: StreamState) -> None:
         """Every stream is planned ahead, and free slots go to the streams that may have them."""
         layout, tasks = stream.delivery.slots.layout, stream.tasks
-        if not stream.planning and not stream.planned_all:
-            assert len(tasks) + planned_together(len(tasks)) > PLANNED_AHEAD + layout.ahead_slots
+        if not stream.planning and not stream.planned_all and stream.walk.waiting_count:
+            together = min(planned_together(len(tasks)), stream.walk.waiting_count)
+            assert len(tasks) + together > PLANNED_AHEAD + layout.ahead_slots
         if not stream.delivery.slots.free_count:
             return
         for task in tasks:
             if task.phase is SlabPhase.WAITING and not task.oversize:
+                if is_elsewhere(self._scheduler, task) and not has_maker(self._scheduler, task):
+                    return  # nobody can make it now
                 slab = self._scheduler._shared.find(task)
                 if (slab is None and not task.missing) or (
                     slab is not None and slab.made is not None
@@ -267,6 +279,8 @@ class Invariants:
         assert task.phase not in {SlabPhase.READY, SlabPhase.FAILED}, "scheduler 1"
         if task.phase is not SlabPhase.WAITING or task.missing or is_ahead(stream):
             return
+        if is_elsewhere(self._scheduler, task) and not has_maker(self._scheduler, task):
+            return
         group, shared = stream.delivery.group, self._scheduler._shared
         slab = shared._slabs.get((group, _key(task))) if group is not None else None
         if slab is not None and slab.made is None and not task.oversize:
@@ -282,7 +296,7 @@ class Invariants:
 
     def _check_slots(self, used: _Used) -> None:
         """slab_tasks 2: a slot is free, or one slab has it."""
-        for delivery_id, delivery in self._scheduler._deliveries.items():
+        for delivery_id, delivery in self._scheduler._deliveries.by_id.items():
             slots, mine = delivery.slots, used[delivery_id]
             for loan in delivery.lent.values():
                 assert loan.task.slot is not None, "slab_tasks 2"
@@ -290,3 +304,24 @@ class Invariants:
             assert len(set(mine)) == len(mine), "slab_tasks 2: two slabs in one slot"
             count = slots.layout.slot_count - slots.free_count + (not slots.zone_is_free)
             assert count == len(mine), "slab_tasks 2: a slot that nobody has"
+
+    def check_end(self) -> None:
+        """Check that nothing is left when all is closed.
+
+        Raises:  AssertionError: something is.
+        """
+        scheduler, blocks = self._scheduler, self._scheduler._blocks
+        assert blocks._allocator.free_bytes == blocks._allocator.size_bytes
+        assert not blocks._blocks
+        assert not blocks._by_key
+        assert not blocks._orders._uses_of
+        assert not blocks._again._counts
+        assert not blocks._orders.uses._residents
+        assert not blocks._orders._direct._residents
+        assert not blocks.in_flight_count
+        assert not scheduler._tasks._waiting._waiting
+        assert not scheduler._excerpts.is_open
+        assert not scheduler._excerpts.copying_count
+        assert not scheduler._tasks.assembling_count
+        assert not scheduler._deliveries.by_id
+        assert not scheduler._deliveries.groups

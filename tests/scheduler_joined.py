@@ -55,6 +55,8 @@ class Joined:
         following = itertools.islice(blocks.places.following(first), effect.block - first)
         assert effect.block in list(following), "joined 2"
         waiting = self._scheduler._tasks._waiting.of_block(blocks, effect.block)
+        asks = self._scheduler._asks
+        waiting = waiting or (effect.dataset_id, effect.block) in asks._waiting
         assert waiting, "blocks 6: a block that nobody needs is read"
 
     def ended(self, key: int) -> None:

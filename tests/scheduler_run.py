@@ -7,8 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 from scheduler_consumers import Consumer, Place
+from scheduler_disk import Disk
+from scheduler_fed import walk_of
 from scheduler_invariants import Invariants
+from scheduler_makers import Makers
 from scheduler_mixture import Mixture, arena_of_passes
+from scheduler_neighbours import Neighbours
 from scheduler_traffic import Traffic
 from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
 
@@ -21,7 +25,7 @@ from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.records import Delivery
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.walk import SlabSizes, Walk
+from dataplane.scheduler.walk import SlabSizes
 
 STALL_S = 1000.0
 PACES = ((0.0001, 0.001), (0.01, 0.05), (0.5, 5.0))
@@ -34,7 +38,7 @@ class Run:
     and consumer has its own speed, and events happen when they are due; otherwise in any order.
     `restless` is how often consumers come, go and change places. With `is_mixed`, there is also an
     order over all worlds. With `is_large`, no arena holds all blocks of a batch, but each holds the
-    rows of a batch beside a block.
+    rows of a batch beside a block. `makers`: other nodes make "some" of the slabs, or "all".
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class Run:
         stall_s: float = STALL_S,
         is_mixed: bool = False,
         is_large: bool = False,
+        makers: str = "",
+        cache_bytes: int = 0,
     ) -> None:
         self.chance, self.hoard = chance, hoard
         self.is_timed, self.restless, self.is_large = is_timed, restless, is_large
@@ -63,16 +69,17 @@ class Run:
         arena_bytes = int(max(self.most.values()) * (factor or drawn))
         if is_large:
             arena_bytes = arena_of_passes([*self.worlds.values()], chance)
-        arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
+        arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE if makers != "all" else 0
         for world in self.worlds.values():
             world.keep_restart_indexes(arena_bytes)
         self.outside = Outside(arena_bytes, self.worlds, self.row_bytes)
         self.outside.chance = chance
         waits = (events.PlanSteps, events.Fetch, events.DecodeBlock, events.AssembleSlab)
-        waits += (events.CopyKept, events.ExtractRows)
+        waits += (events.CopyKept, events.ExtractRows, *[events.MakeElsewhere] * bool(makers))
         self.outside.pace = {kind: chance.choice(PACES) for kind in waits}
-        fetches, workers = chance.choice([1, 2, 8]), Autoscaler(1, 4, 2)
-        self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s)
+        fetches = chance.choice([1, 2, 8])
+        workers = Autoscaler(0, 0, 0) if makers == "all" else Autoscaler(1, 4, 2)
+        self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s, cache_bytes)
         self.outside.find = self.scheduler.block
         worlds = [*self.worlds.values()]
         self.traffic = Traffic(self.scheduler, fetches, stall_s)
@@ -84,6 +91,9 @@ class Run:
         self.notes: list[events.Note] = []
         self.sizes: list[int] = []
         self.layout = self._layout()
+        self.neighbours = Neighbours(self)
+        self.may_feed: Callable[[], bool] = bool
+        self.makers, self.disk = Makers(self, makers), Disk(self, cache_bytes)
 
     def narrow(self) -> None:
         """There may be batches that fit into no slot, nor into the zone."""
@@ -126,14 +136,20 @@ class Run:
                     )
                 case events.Note():
                     self.notes.append(effect)
-                    told = ("blocks are read again", "the block arena is smaller")
+                    told = ("blocks ", "the block arena is smaller", "the disk ")
                     assert effect.is_failure == effect.event.startswith(told)
                 case events.ResizePool():
                     self.sizes.append(effect.count)
+                case events.LendBlock() | events.OnlyDecoded() | events.RefuseAsk():
+                    if (sent := self.neighbours.answered(effect)) is not None:
+                        self.outside.later(effect, sent)
+                case events.MakeElsewhere():
+                    self.outside.later(effect, self.makers.asked(effect))
                 case events.ClearRestartIndexes():
                     self.outside.part(effect.region)[:] = bytes(effect.region.length)
                 case _:
-                    self.outside.ask(effect)
+                    self.disk.ask(effect)
+        self.makers.after(event)
         self.invariants.check()
         for consumer in self.consumers:
             if consumer.held:
@@ -187,22 +203,20 @@ class Run:
         chance, spec = self.chance, place.spec
         order, _ = place.world.order(spec, at.epoch)
         most = chance.choice([1, 4, 16]) if not self.consumers else 8
-        is_aligned = place.group is not None
-        sizes = SlabSizes(4 if is_aligned else most, 16, 0)
-        walk = Walk(spec, order, at, sizes, is_ahead=after is not None, is_aligned=is_aligned)
+        sizes = SlabSizes(most if place.group is None else 4, 16, 0)
+        is_ahead, is_light = after is not None, self.makers.are_all
+        walk = walk_of(self.may_feed, place, order, at, sizes, is_ahead=is_ahead, is_light=is_light)
         is_worth = any(one.keeps_restart_indexes for one in place.world.datasets.datasets)
         walk.crops = chance.random() < (0.8 if is_worth else 0.2)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
-        number = len(self.consumers) + 1
-        consumer = Consumer(self, number, place, at, walk, patience, self.row_bytes, after)
+        many = len(self.consumers)
+        consumer = Consumer(self, many + 1, place, at, walk, patience, self.row_bytes, after)
         consumer.pause = chance.choice(PACES)
         return consumer
 
-    # -- chance ----------------------------------------------------------------------------------
-
     def actions(self) -> list[tuple[float, Callable[[], None]]]:
         """What may happen next, and when it is due."""
-        found: list[tuple[float, Callable[[], None]]] = []
+        found: list[tuple[float, Callable[[], None]]] = self.makers.actions()
         if pending := self.outside.pending:
             due = min(due for due, _ in pending) if self.is_timed else 0.0
             found += [(due, self.end_one)] * min(3, len(pending))
@@ -213,7 +227,7 @@ class Run:
             if first is not None and first.is_open and consumer.is_open:
                 if first.is_done:
                     found.append((at, first.close))
-            elif not consumer.is_done and consumer.asked < 2:
+            elif consumer.may_ask:
                 found.append((at, lambda one=consumer: self._pause(one, one.ask)))
             if len(consumer.held) > consumer.patience:
                 found.append((at, lambda one=consumer: self._pause(one, one.release)))
@@ -240,6 +254,9 @@ class Run:
             due, action = min(actions, key=lambda each: each[0])
             self.now = max(self.now, due)
         action()
+        if self.neighbours.chance:
+            self.neighbours.ask_one()
+        self.makers.act()
         if self.chance.random() < 0.7:
             self.settle()
         if self.chance.random() < 0.02:
@@ -280,7 +297,7 @@ class Run:
         if len(self.consumers) > 30 or not place.is_open:
             return
         one.leave()
-        if one.next_step >= one.walk.step_count:
+        if one.feeder is not None or one.next_step >= one.walk.step_count:
             return
         if at.step_stride > 1 or place.group is not None or self.chance.random() < 0.5:
             again = Stream(
@@ -358,7 +375,7 @@ class Run:
         deliveries: list[Delivery] = []
         for place in self.places:
             if place.is_open:
-                deliveries.append(self.scheduler._deliveries[place.delivery_id])
+                deliveries.append(self.scheduler._deliveries.by_id[place.delivery_id])
                 self.tell(events.DeliveryClosed(place.delivery_id))
         for world in self.worlds.values():
             self.tell(events.DatasetForgotten(world.blocks))
@@ -367,6 +384,8 @@ class Run:
             self.end_one()
             self.settle()
         self.traffic.check_end(len(self.outside.pending))
+        self.neighbours.check_end()
+        self.disk.check_end()
         left = [world.blocks.account for world in self.worlds.values()]
         untold = np.array([[each.read_bytes, each.disk_us] for each in left]).sum(0)
         assert (self.traffic.told + untold == self.outside.done).all(), "account: told once"
@@ -376,18 +395,5 @@ class Run:
             assert delivery.slots.zone_is_free
             assert not delivery.lent
             assert not delivery.assembling_count
-        blocks = self.scheduler._blocks
-        assert blocks._allocator.free_bytes == blocks._allocator.size_bytes
-        assert not blocks._blocks
-        assert not blocks._by_key
-        assert not blocks._uses_of
-        assert not blocks._again._counts
-        assert not blocks._uses._residents
-        assert not blocks._direct._residents
-        assert not blocks.in_flight_count
-        assert not self.scheduler._tasks._waiting._waiting
-        assert not self.scheduler._excerpts.is_open
-        assert not self.scheduler._excerpts.copying_count
-        assert not self.scheduler._tasks.assembling_count
-        assert not self.scheduler._deliveries
-        assert not self.scheduler._groups
+        self.invariants.check_end()
+        self.makers.check_end()

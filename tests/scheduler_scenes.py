@@ -9,6 +9,8 @@ from scheduler_world import Unplanned
 
 from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
 
+DISKS = (0, 0, 20_000, 100_000, 1 << 30)
+
 
 def several(run: Run) -> None:
     """Some deliveries, with peers that share slabs or do not."""
@@ -64,11 +66,16 @@ def history(seed: int) -> Run:
         stall_s=chance.choice([2.0, STALL_S]),
         is_mixed=is_mixed,
         is_large=is_large,
+        makers={2: "all", 4: "some"}.get(seed % 5, ""),
+        cache_bytes=(disk := random.Random(f"disk {seed}")).choice(DISKS),
     )
+    feeds = random.Random(f"fed {seed}")
+    is_often = feeds.choice([0.0, 0.0, 0.3, 1.0])
+    run.may_feed = lambda: feeds.random() < is_often
+    run.disk.begin(disk)
     allowed: list[type[DataplaneError]] = []
     allowed += [BudgetTooSmall] * (is_tight and not is_large) + [LeaseFenced] * (run.restless > 0)
-    is_narrow = chance.random() < 0.15
-    if is_narrow:
+    if chance.random() < 0.15:
         run.narrow()
         allowed.append(BudgetTooSmall)
     scene = chance.choice((several, several, jobs, alike))
@@ -85,6 +92,12 @@ def history(seed: int) -> Run:
     if chance.random() < 0.1:
         run.outside.unplanned = 0.1
         allowed.append(Unplanned)
+    if chance.random() < 0.4:
+        run.neighbours.chance = chance.choice([0.05, 0.5])
+        run.outside.elsewhere = chance.choice([0.0, 0.2, 0.7])
+    if run.makers.is_on and chance.random() < 0.15:
+        run.makers.broken = 0.02
+        allowed.append(StoreDenied)
     for consumer in run.consumers:
         consumer.stopped = chance.random() < 0.05
     for _ in range(chance.choice([0, 0, 0, 1, 3])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -56,6 +57,13 @@ def depth_of(task: SlabTask) -> tuple[int, int]:
     return before + stream.tasks.index(task), task.number
 
 
+def _depth_before(task: SlabTask, now: float) -> tuple[int, int]:
+    """The same without those of its stream that were cut off others at this moment."""
+    depth, number = depth_of(task)
+    earlier = itertools.takewhile(lambda each: each is not task, task.stream.tasks)
+    return depth - sum(each.stamps.planned == now for each in earlier), number
+
+
 def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
     """Plans are split only if the arena could not hold their blocks, or excerpts if those are made.
 
@@ -86,9 +94,10 @@ def check_makes(scheduler: Scheduler, effects: Sequence[events.Effect]) -> None:
     Raises:  AssertionError: one does.
     """
     making = scheduler._tasks._assembling
-    makes = [e for e in effects if isinstance(e, events.AssembleSlab | events.CopyKept)]
+    kinds = (events.AssembleSlab, events.CopyKept, events.MakeElsewhere)
+    makes = [e for e in effects if isinstance(e, kinds)]
     tasks = [making[each.number] for each in makes]
-    depths = [depth_of(task) for task in tasks]
+    depths = [_depth_before(task, scheduler._time.now) for task in tasks]
     assert depths == sorted(depths), "what is needed later is made first"
     for task in tasks:
         stream = task.stream

@@ -27,13 +27,15 @@ class _Seen:
     is_gathered: bool = False
     fetched: float = 0.0
     gathered: float = 0.0
+    wanted: float = 0.0
     slotted: float = 0.0
     started: float = 0.0
     made: float = 0.0
 
     def stages(self, now: float) -> list[float]:
         """In seconds: the end of each is the latest of the ends up to it."""
-        ends = (self.fetched, self.gathered, self.slotted, self.started, self.made, now)
+        room = min(self.slotted, self.wanted or self.slotted)
+        ends = (self.fetched, self.gathered, room, self.started, self.made, now)
         reached = itertools.accumulate((self.planned, *ends), max)
         return [b - a for a, b in itertools.pairwise([min(at, now) for at in reached])]
 
@@ -89,9 +91,12 @@ class Times:
                 self._blocks[effect.key] = dataset_id, effect.block
                 self._reads[dataset_id] += 1
                 self._read_at[dataset_id] = self.now
-            case events.AssembleSlab():
-                self._tasks[effect.number].slotted = self.now
-                if effect.keep is not None:
+            case events.AssembleSlab() | events.MakeElsewhere():
+                seen = self._tasks[effect.number]
+                seen.slotted = self.now
+                if isinstance(effect, events.MakeElsewhere):
+                    seen.wanted = seen.wanted or self.now
+                if isinstance(effect, events.AssembleSlab) and effect.keep is not None:
                     self._keeps[effect.number] = effect.keep.offset
             case events.CopyKept():
                 seen = self._tasks[effect.number]
@@ -109,15 +114,18 @@ class Times:
                 assert np.abs(expected - stages).max() <= 1, "account: the stages of a slab"
                 self.told += np.array([times.reading, times.decoding]) / _US_A_S
 
-    def task(self, task: SlabTask) -> None:
-        """One that is in its stream after an event.
+    def task(self, task: SlabTask, *, needs_blocks: bool) -> None:
+        """One that is in its stream after an event; it needs none if another node makes it.
 
         Raises:  AssertionError: it has a stamp of another time.
         """
         seen = self._tasks.get(task.number)
         if seen is None:
             seen = self._tasks[task.number] = _Seen(self.now)
-        is_gathered = task.phase is SlabPhase.WAITING and not task.missing
+        maker = task.maker
+        if maker is not None and not maker.name and not needs_blocks and not seen.wanted:
+            seen.wanted = self.now
+        is_gathered = needs_blocks and task.phase is SlabPhase.WAITING and not task.missing
         # Within one event, it may get its last block and lose another.
         had_all = task.phase is SlabPhase.WAITING and task.stamps.gathered_from == self.now
         if had_all or (is_gathered and not seen.is_gathered):

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
+from scheduler_evictions import Before, check_evicted
 from scheduler_joined import Joined
-from scheduler_numbers import is_of, number_of
+from scheduler_makers import stage_elsewhere
+from scheduler_numbers import is_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times
+from scheduler_uses import ExactUses
 
 from dataplane.model import Region
-from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.restart_indexes import restart_index_bytes
 
-_NEVER = 1 << 62
 _WORKERS, _WORKERS_MAX = 2, 4
-
-
-class _Before(Struct, frozen=True):
-    """What could be evicted before an event. `is_alone`: no slab is kept, which would change how
-    far a walk has come while it is decided.
-    """
-
-    evictable: dict[int, CachedBlock]
-    is_alone: bool
-    emptied_for: SlabTask | None
 
 
 class Traffic:
@@ -64,12 +54,14 @@ class Traffic:
         self._closed: set[int] = set()
         self._dropped: set[int] = set()
         self._streams: dict[int, events.StreamStarted] = {}
-        self._makes: dict[int, events.AssembleSlab] = {}
-        self._spans: dict[int, tuple[list[int], list[int]]] = {}
+        self._makes: dict[int, tuple[int, int, Sequence[int]]] = {}
+        """The batches, bytes and keys of each slab that is made."""
+        self._uses = ExactUses(scheduler)
+        self._guests: set[int] = set()
 
     # -- events ----------------------------------------------------------------------------------
 
-    def before(self, event: events.Event, now: float) -> _Before | None:
+    def before(self, event: events.Event, now: float) -> Before | None:
         """Call it before each event, and pass the result to `after`."""
         self.times.before(event, now)
         self._is_settling = isinstance(event, events.Settled)
@@ -96,6 +88,8 @@ class Traffic:
             case events.BlockFetched():
                 self._joined.ended(event.key)
                 self._end(event.key)
+                if event.is_guest:
+                    self._guests.add(event.key)
             case events.BlockDecoded():
                 is_local = len(self._busy["block", event.key]) == 1
                 if is_local and isinstance(event.result, tasks.Decoded) and not event.result.stored:
@@ -105,11 +99,13 @@ class Traffic:
                 self._learn(event)
                 self._busy.pop(("slab", event.number), None)
                 del self._making[event.number]
-                made = self._makes.pop(event.number, None)
-                self._in_use.subtract(made.keys if made is not None else ())
+                _, _, keys = self._makes.pop(event.number, (0, 0, ()))
+                self._in_use.subtract(keys)
             case events.RowsExtracted():
                 del self._busy["excerpts", event.number]
                 self._in_use[self._copying.pop(event.number)] -= 1
+            case events.SendingEnded():
+                del self._busy["given", event.number]
             case events.Settled():
                 return self._snapshot()
         return None
@@ -124,31 +120,33 @@ class Traffic:
     def _learn(self, event: events.SlabAssembled) -> None:
         """What a slab tells of the sizes of batches."""
         task, result = self._scheduler._tasks._assembling[event.number], event.result
-        is_wanted = task.phase is not SlabPhase.GONE and not task.stream.walk.is_aligned
+        walk = task.stream.walk
+        is_wanted = task.phase is not SlabPhase.GONE and not (walk.is_aligned or walk.is_fed)
         if is_wanted and isinstance(result, tasks.Assembled) and result.batch_count:
-            made = self._makes[event.number]
-            is_cut = result.batch_count < len(made.plan.batches)
+            count, slab_bytes, _ = self._makes[event.number]
+            is_cut = result.batch_count < count
             self._sizes[task.stream.stream_id].fitted(
-                result.batch_count, result.bytes_used, made.slab.length, cut=is_cut
+                result.batch_count, result.bytes_used, slab_bytes, cut=is_cut
             )
 
     def _end(self, key: int) -> None:
         del self._loading[key]
         del self._busy["block", key]
 
-    def _snapshot(self) -> _Before | None:
+    def _snapshot(self) -> Before | None:
         """What blocks 3 needs."""
         emptied_for = self._scheduler._emptied_for
-        if self._scheduler._groups:
-            return None if emptied_for is None else _Before({}, False, emptied_for)
+        if self._scheduler._deliveries.groups:
+            return None if emptied_for is None else Before({}, set(), False, emptied_for)
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
-        return _Before({k: b for k, b in evictable.items() if b.regions}, True, emptied_for)
+        lent = {*self._scheduler._blocks.holdings._lent}
+        return Before({k: b for k, b in evictable.items() if b.regions}, lent, True, emptied_for)
 
     # -- effects ---------------------------------------------------------------------------------
 
     def after(
-        self, event: events.Event, before: _Before | None, effects: list[events.Effect]
+        self, event: events.Event, before: Before | None, effects: list[events.Effect]
     ) -> None:
         """Check the effects of each event.
 
@@ -181,12 +179,13 @@ class Traffic:
         self._planning.add(effect.stream_id)
         stream = self._scheduler._streams._streams[effect.stream_id]
         count = len(stream.tasks)
-        assert effect.count == planned_together(count)
+        is_fed = stream.walk.is_fed and effect.count <= len(stream.walk.taken)
+        assert effect.count == planned_together(count) or (is_fed and not stream.walk.fed)
         most = self._scheduler._passes.plans_ahead(stream)
         assert most == PLANNED_AHEAD or self._scheduler._excerpts.is_open
         assert count + effect.count <= most + stream.delivery.slots.layout.ahead_slots
 
-    def _effects(self, before: _Before | None, effects: list[events.Effect]) -> None:
+    def _effects(self, before: Before | None, effects: list[events.Effect]) -> None:
         gone: list[int] = []
         for effect in effects:
             self.times.effect(effect, self._lent_by(effect))
@@ -212,9 +211,11 @@ class Traffic:
                     gone = []  # for the room of excerpts
                 case events.ExtractRows():
                     self._extract(effect)
-                case events.AssembleSlab() | events.CopyKept():
+                case events.AssembleSlab() | events.CopyKept() | events.MakeElsewhere():
                     gone = []
                     self._make(effect)
+                case events.LendBlock():
+                    self._busy["given", effect.number] = [effect.region]
                 case events.Send() | events.Stalled():
                     self._answer(effect)
                 case events.DropDelivery():
@@ -227,7 +228,7 @@ class Traffic:
     def _lent_by(self, effect: events.Effect) -> SlabTask | None:
         if not isinstance(effect, events.Send) or not isinstance(effect.body, messages.Slab):
             return None
-        delivery = self._scheduler._deliveries[self._streams[effect.stream_id].delivery_id]
+        delivery = self._scheduler._deliveries.by_id[self._streams[effect.stream_id].delivery_id]
         return delivery.lent[effect.body.slab_id].task
 
     def _check_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
@@ -271,14 +272,17 @@ class Traffic:
         assert not self._in_use[key], "slab_tasks 1: forgotten while rows are gathered from it"
         self._forgotten.add(key)
 
-    def _make(self, effect: events.AssembleSlab | events.CopyKept) -> None:
+    def _make(self, effect: events.AssembleSlab | events.CopyKept | events.MakeElsewhere) -> None:
         assert effect.number not in self._making, "scheduler 6"
         assert effect.delivery_id not in self._closed, "a slab that nobody wants"
         self._making[effect.number] = effect.delivery_id
         if isinstance(effect, events.CopyKept):
             self._busy["slab", effect.number] = [effect.kept]
             return
-        self._makes[effect.number] = effect
+        if isinstance(effect, events.MakeElsewhere):
+            self._makes[effect.number] = effect.steps.count, effect.slab.length, ()
+            return
+        self._makes[effect.number] = len(effect.plan.batches), effect.slab.length, effect.keys
         self._in_use.update(effect.keys)
         if effect.keep is not None:
             self._check_free(effect.keep)
@@ -318,6 +322,11 @@ class Traffic:
         stream = self._scheduler._streams._streams[effect.stream_id]
         task = stream.tasks[0] if stream.tasks else None
         slab = None if task is None else self._scheduler._shared.find(task)
+        elsewhere = None if task is None else stage_elsewhere(self._scheduler, task)
+        if elsewhere is not None:
+            assert effect.stage.startswith(elsewhere)
+            assert not effect.missing
+            return
         if task is None:
             expected = "plan"
         elif task.phase is not SlabPhase.WAITING:
@@ -354,45 +363,14 @@ class Traffic:
         if self._scheduler._emptied_for is head:
             assert is_of(head, effect), "scheduler 2: it was emptied for another task"
 
-    # -- eviction --------------------------------------------------------------------------------
-
     def _check_evicted(
-        self, before: _Before, gone: list[int], effect: events.Fetch | events.DecodeBlock
+        self, before: Before, gone: list[int], effect: events.Fetch | events.DecodeBlock
     ) -> None:
-        """blocks 3: what went for this block is needed last; and later than it, unless it is the
-        head's.
-        """
-        mine = self._use(effect.dataset_id, effect.block)
-        going = [self._use(*self._blocks[key]) for key in gone if key in self._blocks]
-        head = self._scheduler._head
-        if head is None or not is_of(head, effect):
-            assert all(use > mine or use == _NEVER for use in going), "blocks 3: needed sooner"
-        staying = [
-            self._use(block.dataset.dataset_id, block.index)
-            for key, block in before.evictable.items()
-            if key not in self._forgotten and key != effect.key and block.is_evictable
-        ]
-        assert min(going, default=_NEVER) >= max(staying, default=0), (
-            "blocks 3: another is needed later"
-        )
+        names = {key: (b.dataset.dataset_id, b.index) for key, b in before.evictable.items()}
+        names |= {**self._blocks, effect.key: (effect.dataset_id, effect.block)}
 
-    def _use(self, dataset_id: int, block: int) -> int:
-        """How far away the block is needed again, at the soonest. Slabs are handed over before
-        anything is evicted.
-        """
-        soonest = _NEVER
-        for stream in self._scheduler._streams._streams.values():
-            datasets, position = stream.delivery.datasets, stream.position
-            number = number_of(datasets, dataset_id, block)
-            if number is not None:
-                first, last = self._span(stream.walk.order, int(datasets.starts[-1]))
-                if last[number] >= position:
-                    soonest = min(soonest, max(first[number] - position, 0))
-        return soonest
+        def use_of(key: int) -> int:
+            return self._uses.use(*names[key], is_guest=key in self._guests)
 
-    def _span(self, order: SampleOrder, block_count: int) -> tuple[list[int], list[int]]:
-        found = self._spans.get(id(order))
-        if found is None:
-            first, last = order.block_span(np.arange(block_count))
-            found = self._spans[id(order)] = first.tolist(), last.tolist()
-        return found
+        went = [key for key in gone if key in self._blocks]
+        check_evicted(self._scheduler, before, went, effect, use_of, self._forgotten)

@@ -71,6 +71,21 @@ def test_what_a_process_has_when_it_settles_is_not_looked_at_again() -> None:
     assert threshold > 700
 
 
+def test_between_start_and_settling_nothing_is_looked_at() -> None:
+    code = (
+        "import gc\n"
+        "from dataplane import collector\n"
+        "looked = []\n"
+        "collector.start()\n"
+        "gc.callbacks.append(lambda phase, facts: looked.append(phase))\n"
+        "import dataplane.node.server\n"
+        "collector.settle()\n"
+        "print(len(looked), gc.isenabled())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert done.stdout.split() == [b"0", b"True"]
+
+
 def test_a_node_settles_when_it_serves() -> None:
     code = (
         "import gc\n"

@@ -19,6 +19,7 @@ from dataplane.model import (
     ListPolicy,
     StackSpec,
     TruncationSide,
+    View,
 )
 
 F = "0123456789abcdef" * 2
@@ -110,6 +111,16 @@ GOLDEN = {
         JobSpec(F, column_options=ColumnOptions(codes=("country", "kind"))),
         "8ca5e30a871958ca8edc02d9d93505be",
     ),
+    "condition": (
+        JobSpec(F, view=View(where="lang == 'en' and score > 0.5")),
+        "f9b14391d687cfcea9b8b5863e0db257",
+    ),
+    "sample": (JobSpec(F, view=View(sample=429496729)), "8902136a33a69abd82e2e4164d5c57ac"),
+    "split": (
+        JobSpec(F, view=View(split_from=4252017623, split_to=1 << 32)),
+        "4acdad596ccf966a6fd5ea881ccdedfd",
+    ),
+    "limit": (JobSpec(F, view=View(limit=1000)), "8f1368491bdc69c07933afc8679906eb"),
     "all of them": (
         JobSpec(
             F,

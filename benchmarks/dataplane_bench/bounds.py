@@ -15,7 +15,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dataplane_bench import processes
-from dataplane_bench.model import BenchCase, ColumnType, DatasetPlace, StorageKind, Workload
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    DatasetPlace,
+    StorageKind,
+    Workload,
+)
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import TrialFailed
 
@@ -33,12 +40,19 @@ JPEG_DECODE = "jpeg_decode_per_s"
 JPEG_CROP = "jpeg_decode_resize_per_s"
 LISTS = "padded_lists_per_s"
 STRINGS = "string_rows_per_s"
+PACKS = "packs_gb_per_s"
+TOKENS = "tokenised_texts_per_s"
 S3 = "s3_gb_per_s"
 
 
 def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
     """The measurements that cases of this workload need."""
     found = [MEMCPY, PAGE_CACHE]
+    match workload.delivery:
+        case BatchKind.PACKED:
+            return (*found, PACKS)
+        case BatchKind.TOKENISED:
+            return (*found, PARQUET, TOKENS)
     match workload.shape:
         case "tokens":
             found += [GATHER, PARQUET]
@@ -110,6 +124,8 @@ def bound_of(
         ("gather of whole rows, one core", _samples(found, TABLE_GATHER, fixed)),
         ("gather and padding of lists, one core", found.get(LISTS, math.inf)),
         ("making strings, one core", found.get(STRINGS, math.inf)),
+        ("gather of tokens, one core", _samples(found, PACKS, 4 * workload.length)),
+        (f"tokenizer x {cores} cores", found.get(TOKENS, math.inf) * cores),
     ]
     if store is StorageKind.S3:
         shards = workload.shards

@@ -204,7 +204,7 @@ def _delays(told: str) -> tuple[float, ...]:
 
 def _needs_extra() -> None:
     # Only look for them: importing takes seconds, and wrong arguments should be reported at once.
-    for name in ("boto3", "cv2", "plotly", "simplejpeg", "torch"):
+    for name in ("boto3", "cv2", "plotly", "simplejpeg", "tokenizers", "torch"):
         if find_spec(name) is None:
             raise ConfigError(
                 f"the benchmark needs {name}: install the extras, pip install '.[torch,bench]'"

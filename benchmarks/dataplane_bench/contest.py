@@ -19,7 +19,15 @@ from typing import Any, Protocol
 
 from dataplane_bench import bounds, machine
 from dataplane_bench.cores import CoreIds
-from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Settings, StorageKind, Workload
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    DatasetPlace,
+    Mode,
+    Settings,
+    StorageKind,
+    Workload,
+)
 from dataplane_bench.peers.registry import HARNESS, REFERENCE, adapter
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import CaseResult, HardwareBound, SystemResult, Tried
@@ -122,7 +130,7 @@ class Contest:
 
     def _runner(self, entry: Entry, case: BenchCase, workload: Workload) -> _Runner:
         system = adapter(entry.name)
-        refused = system.refuses(workload, case)
+        refused = _lacks(system, workload) or system.refuses(workload, case)
         if not refused and case.mode is Mode.FIRST and case.served and not hasattr(system, "serve"):
             refused = "it has no daemon"
         return _Runner(
@@ -195,13 +203,11 @@ class Contest:
             self._show.trial(f"{_where(case, workload)}: {one.entry.name}, every byte of an epoch")
             self._digests[key] = self._trial(one.entry, whole, workload, one.settings, self._timing)
         found = self._digests[key]
-        is_same = found["digest"] == truth["digest"]
-        one.now(digest=found["digest"], same_samples=is_same)
-        if not is_same:
-            self._show.note(
-                f"{one.result.title}: not the source's samples in {_where(case, workload)}"
-                f" ({found['sample_count']:,} instead of {truth['sample_count']:,})"
-            )
+        fault = _fault(found, truth, workload)
+        one.now(digest=found["digest"], same_samples=not fault, facts=found["facts"])
+        if fault:
+            where = _where(case, workload)
+            self._show.note(f"{one.result.title}: not the source's samples in {where} ({fault})")
 
     def truth(self, workload: Workload) -> dict[str, Any]:
         """The checksum of the source's samples, and the size of their batches."""
@@ -253,6 +259,31 @@ class Contest:
             self.measured.setdefault(bounds.measured_name(name, case), []).append(value)
         for name, value in bounds.bound_of(workload, case.store, found):
             limits.setdefault(name, []).append(value)
+
+
+_LACKS = {
+    BatchKind.MIXED: "it mixes no sources",
+    BatchKind.PACKED: "it packs no documents",
+    BatchKind.TOKENISED: "its adapter tokenises no texts",
+}
+
+
+def _lacks(system: Any, workload: Workload) -> str:
+    """Why a system does not deliver what a trainer wants of these samples; "" if it does."""
+    delivers = getattr(system, "delivers", (BatchKind.STORED,))
+    return "" if workload.delivery in delivers else _LACKS[workload.delivery]
+
+
+def _fault(found: Mapping[str, Any], truth: Mapping[str, Any], workload: Workload) -> str:
+    """What is wrong with the samples of an epoch; "" if nothing is."""
+    if workload.delivery is BatchKind.MIXED:
+        return str(found["facts"]["fault"])
+    if found["digest"] == truth["digest"]:
+        return ""
+    if workload.delivery is BatchKind.PACKED:
+        found, truth = found["facts"], truth["facts"]
+        return f"{found['documents']:,} documents instead of {truth['documents']:,}"
+    return f"{found['sample_count']:,} instead of {truth['sample_count']:,}"
 
 
 def _where(case: BenchCase, workload: Workload) -> str:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from dataplane_bench import bounds
 from dataplane_bench.model import ColumnType, DatasetPlace, Workload
+from dataplane_bench.peers.tokenising import THREADS, tokenising
 from dataplane_bench.trial import wire
 
 _PASSES_MIN = 3
@@ -35,6 +36,7 @@ _SOURCE_BYTES = 64 << 20
 _GET_BYTES, _GETS_AT_ONCE, _GETS = 8 << 20, 16, 32
 _JPEGS = 24
 _DRAWS = 16
+_TEXTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,23 @@ def string_rows(subject: Subject) -> float:
     return 1 / seconds
 
 
+def packs(subject: Subject) -> float:
+    """GB/s of one core taking tokens by packs into a warm buffer, as if none had two documents."""
+    column = subject.workload.of_kind(ColumnType.RAGGED)[0]
+    tokens = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
+    length = subject.workload.length
+    rows = np.resize(tokens, (max(len(tokens) // length, 1), length))
+    return _row_gather(rows, subject.seconds) / 1e9
+
+
+def tokenised_texts(subject: Subject) -> float:
+    """Texts/s of one core that tokenises them."""
+    os.environ[THREADS] = "false"
+    tokenise = tokenising(subject.workload)
+    texts = _start(subject, ["text"])["text"].slice(0, _TEXTS).to_pylist()
+    return best_rate(lambda: tokenise(texts), len(texts), subject.seconds)
+
+
 def s3(subject: Subject) -> float:
     """GB/s of several concurrent ranged GETs, whose bytes are discarded."""
     import obstore
@@ -228,6 +247,8 @@ MEASURES: dict[str, Callable[[Subject], float]] = {
     bounds.JPEG_CROP: jpeg_crop,
     bounds.LISTS: padded_lists,
     bounds.STRINGS: string_rows,
+    bounds.PACKS: packs,
+    bounds.TOKENS: tokenised_texts,
     bounds.S3: s3,
 }
 

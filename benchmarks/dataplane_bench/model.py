@@ -9,6 +9,7 @@ A B C.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,14 +46,34 @@ class WorkloadColumn:
         return np.dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
+class BatchKind(enum.StrEnum):
+    """What a batch is made of."""
+
+    STORED = "stored"  # samples as they are stored
+    MIXED = "mixed"  # samples of several parts, in proportion to their weights
+    PACKED = "packed"  # packs: rows of `length` tokens, each of some whole documents
+    TOKENISED = "tokenised"  # a text's first `length` tokens, padded with 0, and how many they are
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadPart:
+    """A source of a mixture: `sample_count` samples, of which a batch has the share `weight`."""
+
+    name: str
+    weight: float
+    sample_count: int
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Samples that a trainer reads in shuffled batches of `batch_size`.
 
     The source is a folder of Parquet shards `shard-00000.parquet`, … with exactly these columns,
-    without nulls. Every system but Dataplane converts it once into its own best format.
+    without nulls; with `parts`, a folder of such shards for each of them. Every system but
+    Dataplane converts it once into its own best format.
     `step_ms` is the length of the trainer's step for which stall shares are reported. `fingerprint`
-    identifies the samples: equal rows have an equal fingerprint.
+    identifies the samples: equal rows have an equal fingerprint. `length` is that of the rows of
+    tokens that are made of texts or documents, 0 where samples are delivered as they are stored.
     """
 
     name: str
@@ -64,11 +85,41 @@ class Workload:
     step_ms: float
     urls: tuple[str, ...] = ()
     """The user's own shards, of which `source` is a copy; empty for generated samples."""
+    delivery: BatchKind = BatchKind.STORED
+    length: int = 0
+    parts: tuple[WorkloadPart, ...] = ()
 
     @property
     def shards(self) -> list[Path]:
         """The source's shards, in order."""
-        return sorted(self.source.glob("*.parquet"))
+        folders = [self.source / part.name for part in self.parts] or [self.source]
+        return [shard for folder in folders for shard in sorted(folder.glob("*.parquet"))]
+
+    @property
+    def batch_columns(self) -> tuple[WorkloadColumn, ...]:
+        """The columns of a batch."""
+        match self.delivery:
+            case BatchKind.PACKED:
+                return tuple(
+                    WorkloadColumn(name, ColumnType.FIXED, "int32", (self.length,))
+                    for name in ("tokens", "position_ids", "document_ids")
+                )
+            case BatchKind.TOKENISED:
+                tokens = WorkloadColumn("tokens", ColumnType.FIXED, "int32", (self.length,))
+                count = WorkloadColumn("token_count", ColumnType.FIXED, "int32")
+                return (*self.of_kind(ColumnType.FIXED), tokens, count)
+            case _:
+                return self.columns
+
+    def alone(self, part: WorkloadPart) -> Workload:
+        """One part of a mixture as a workload of its own."""
+        return dataclasses.replace(
+            self,
+            source=self.source / part.name,
+            sample_count=part.sample_count,
+            delivery=BatchKind.STORED,
+            parts=(),
+        )
 
     def of_kind(self, kind: ColumnType) -> tuple[WorkloadColumn, ...]:
         return tuple(column for column in self.columns if column.kind is kind)

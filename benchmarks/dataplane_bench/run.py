@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import dataclasses
 import datetime as dt
 import fcntl
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -25,7 +27,7 @@ from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
 from dataplane_bench.scenarios.base import Scale, Scenario
-from dataplane_bench.scenarios.registry import OTHERS, SCENARIOS, WORKLOADS
+from dataplane_bench.scenarios.registry import MADE, OTHERS, SCENARIOS, WORKLOADS
 from dataplane_bench.trial.launch import Timing
 from dataplane_bench.workloads.generate import generated
 from dataplane_bench.workloads.own import own
@@ -84,7 +86,7 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
         wanted = tuple(line for case in wanted for line in _lines(case, options))
         found[name] = tuple(dict.fromkeys((*found.get(name, ()), *wanted)))
     if workload:
-        shapes = {scenario.name for scenario in WORKLOADS} - {workload}
+        shapes = {scenario.name for scenario in (*WORKLOADS, *MADE)} - {workload}
         found = {name: cases for name, cases in found.items() if name not in shapes}
     if not found:
         raise ConfigError(
@@ -118,7 +120,7 @@ def _cases(name: str, options: Options, workload: str) -> tuple[BenchCase, ...]:
             field="scenario",
         )
     scenario = SCENARIOS[name]
-    default = name if scenario in WORKLOADS else options.workload
+    default = name if scenario in (*WORKLOADS, *MADE) else options.workload
     return scenario.cases(Scale(workload or default, options.ranks))
 
 
@@ -162,6 +164,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     began = time.monotonic()
     created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     systems, missing = entries(options.peers)
+    _compile()
     mine = _own(options, root, show) if options.urls else None
     plan = chosen(options, mine.shape if mine else "")
     workloads = _workloads(options, plan, mine, root, show)
@@ -201,6 +204,16 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
         missing=missing,
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def _compile() -> None:
+    """Compile our modules, as an installation of a wheel does: from a checkout where Python may not
+    write them, each of our processes would do so at its start.
+    """
+    for package in ("dataplane", "dataplane_torch"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            compileall.compile_dir(folder, quiet=2)
 
 
 def _result(scenario: Scenario, cases: Sequence[CaseResult]) -> ScenarioResult:

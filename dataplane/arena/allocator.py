@@ -11,11 +11,15 @@ Invariants:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dataplane.errors import ClosedError
 
 GRANULE_BYTES = 4096
+_SPARE_PARTS = 8
+"""A brief allocation fills the smallest gap if that leaves at most an eighth of its length free;
+otherwise it is cut from the largest gap.
+"""
 
 
 def rounded(length: int) -> int:
@@ -36,15 +40,22 @@ class Allocator:
         self.high_water = 0
         self._insert(0, self.size_bytes)
 
-    def allocate(self, length: int) -> int | None:
-        """The offset of `length` bytes, or None if no free extent is that long."""
+    def allocate(self, length: int, *, is_brief: bool = False) -> int | None:
+        """The offset of `length` bytes, or None if no free extent is that long. `is_brief`: they
+        are free again before most others, so they are taken from the other end.
+        """
         need = rounded(length)
         where = bisect.bisect_left(self._by_length, (need, 0))
         if where == len(self._by_length):
             return None
         size, at = self._by_length[where]
+        if is_brief and size > need + need // _SPARE_PARTS:
+            size, at = self._by_length[-1]
         self._remove(at)
-        if size > need:
+        if is_brief:
+            self._insert(at, size - need)
+            at += size - need
+        else:
             self._insert(at + need, size - need)
         self._taken[at] = need
         self.free_bytes -= need
@@ -53,7 +64,7 @@ class Allocator:
 
     def trial(self) -> FreeTrial:
         """A trial, to see which extents would be free if some were freed."""
-        return FreeTrial(self._taken, self._lengths, self._starts)
+        return FreeTrial(self._taken, self._lengths, self._starts, self._by_length[-2:])
 
     def free(self, offset: int) -> None:
         """Give an extent back.
@@ -105,10 +116,17 @@ class FreeTrial:
     """
 
     def __init__(
-        self, taken: Mapping[int, int], lengths: Mapping[int, int], starts: Mapping[int, int]
+        self,
+        taken: Mapping[int, int],
+        lengths: Mapping[int, int],
+        starts: Mapping[int, int],
+        largest: Sequence[tuple[int, int]],
     ) -> None:
-        """`taken` and `lengths` map starts of extents to lengths; `starts` is the reverse."""
+        """`taken` and `lengths` map starts of extents to lengths; `starts` maps the ends of free
+        extents to their starts. `largest` are (length, start) of up to two free extents.
+        """
         self._taken, self._lengths, self._starts = taken, lengths, starts
+        self._largest = [*largest]
         self._ends_now: dict[int, int] = {}
         self._starts_now: dict[int, int] = {}
 
@@ -132,4 +150,19 @@ class FreeTrial:
             else:
                 break
         self._ends_now[start], self._starts_now[end] = end, start
+        apart = [each for each in self._largest if not start <= each[1] < end]
+        self._largest = sorted([*apart, (end - start, start)])[-2:]
         return end - start
+
+    def has_room(self, first: int, second: int = 0) -> bool:
+        """Whether both lengths would find room at once. It may say no if they would, where the two
+        largest free extents have become one.
+        """
+        need, other = rounded(first), rounded(second) if second else 0
+        lengths = [length for length, _ in self._largest]
+        if not lengths:
+            return False
+        if lengths[-1] >= need + other:
+            return True
+        fits = lengths[-1] >= max(need, other) and lengths[0] >= min(need, other)
+        return fits and len(lengths) > 1

@@ -29,6 +29,7 @@ from dataplane.units import ways_to_set
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
 _MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 PIECE_BYTES = 64 << 10
@@ -147,6 +148,10 @@ class Arena:
         # Another thread may have just done so.
         end = max(self._allocated.rfind(0, first, end), first) + 1
         start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, self.size_bytes)
+        if pages.shared_huge_pages() == "advise":
+            # Only page faults look at the advice: fallocate would take small pages.
+            with contextlib.suppress(OSError):
+                pages.advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
         try:
             os.posix_fallocate(self.fd, start, stop - start)
         except OSError as error:

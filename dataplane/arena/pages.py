@@ -6,12 +6,19 @@ keep all memory of an arena alive, even memory that it never reads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import re
 import weakref
+from functools import cache
+from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE
+HUGE_BYTES = 2 << 20
+SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MADV_HUGEPAGE = 14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -29,12 +36,44 @@ _MAP_NORESERVE = 0x4000
 
 
 def map_shared(fd: int, size_bytes: int) -> int:
-    """The address of a writable shared mapping of a file.
+    """The address of a writable shared mapping of a file. If the kernel has huge pages for it, it
+    uses them.
 
     Raises:  OSError.
     """
     flags = mmap.PROT_READ | mmap.PROT_WRITE
-    return _map(None, size_bytes, flags, mmap.MAP_SHARED, fd)
+    if size_bytes < HUGE_BYTES:
+        return _map(None, size_bytes, flags, mmap.MAP_SHARED, fd)
+    # A huge page of the file must begin at a multiple of its size in memory, too.
+    size = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    spare = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    start = _map(None, size + HUGE_BYTES, _PROT_NONE, spare, -1)
+    address = -(-start // HUGE_BYTES) * HUGE_BYTES
+    try:
+        _map(address, size_bytes, flags, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        unmap(start, size + HUGE_BYTES)
+        raise
+    if address > start:
+        unmap(start, address - start)
+    unmap(address + size, start + HUGE_BYTES - address)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        advise(address, size, _MADV_HUGEPAGE)
+    return address
+
+
+@cache
+def shared_huge_pages() -> str:
+    """When the kernel uses huge pages for shared memory: "always", "within_size", "advise",
+    "never", "deny" or "force"; "never" if it has none.
+
+    Source: Documentation/admin-guide/mm/transhuge.rst of Linux.
+    """
+    try:
+        chosen = re.search(r"\[(\w+)\]", SHARED_HUGE_PAGES.read_text())
+    except OSError:
+        return "never"
+    return chosen[1] if chosen else "never"
 
 
 def unmap(address: int, size_bytes: int) -> None:

@@ -27,7 +27,7 @@ class Stage(enum.Enum):
     DECODE = "decode"
     ASSEMBLE = "assemble"
     WORKERS = "workers"
-    """The workers are busy with other jobs."""
+    """The workers are busy with other jobs, or no other node makes slabs for one without any."""
     ROOM = "delivery memory"
     NODE = "node"
     CONSUMER = "consumer"

@@ -19,7 +19,7 @@ from dataplane.client.wire import NoAnswer, Wire
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError, PeerLost, VersionMismatch
 from dataplane.rpc import local, names
-from dataplane.rpc.messages import Hello, Welcome
+from dataplane.rpc.messages import DatasetSource, Hello, Welcome
 
 START_TIMEOUT_S = 60.0
 
@@ -37,8 +37,9 @@ class Endpoint(Protocol):
         """The node's name in messages."""
         ...
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
+    def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
         """Try once. Returns a connection on which the node has sent its Welcome, and the Welcome.
+        This dataset is to be opened there.
 
         Raises:  PeerLost: there is no node, or it is gone. It has the noun `status` if a node
         exited by itself during its start, so that another one would fail too.
@@ -66,7 +67,7 @@ class Embedded(Struct, frozen=True):
         """The node, as shown to people."""
         return "the node of this run on this host"
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
+    def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
         """Connect, or bind the socket name and start a node on it.
 
         Raises:  PeerLost: the node ended during its start (with its last output); or it does not
@@ -76,7 +77,7 @@ class Embedded(Struct, frozen=True):
             sock = local.connect(self.name, _left(deadline))
         except PeerLost as error:
             try:
-                return self._start(deadline, notice)
+                return self._start(deadline, notice, source)
             except FileExistsError:
                 raise error from None
         return _welcomed(sock, deadline, self.name, notice)
@@ -90,13 +91,15 @@ class Embedded(Struct, frozen=True):
             last_error=str(error),
         )
 
-    def _start(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
+    def _start(
+        self, deadline: float, notice: Notice, source: DatasetSource
+    ) -> tuple[Wire, Welcome]:
         listener = local.listen(self.name)
         try:
             # Before the exec, so that the kernel ends this call whenever the child ends.
             sock = local.connect(self.name, _left(deadline))
             try:
-                node = start_node(listener, self.command)
+                node = start_node(listener, self.command, source)
             except BaseException:
                 sock.close()
                 raise
@@ -129,7 +132,12 @@ class Served(Struct, frozen=True):
         """The node, as shown to people."""
         return f"a node of service {self.address} on this host"
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
+    def reach(
+        self,
+        deadline: float,
+        notice: Notice,
+        source: DatasetSource,  # noqa: ARG002
+    ) -> tuple[Wire, Welcome]:
         """Connect.
 
         Raises:  PeerLost: no node serves here.

@@ -7,15 +7,20 @@ connections wait in its backlog while the child still imports.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.rpc.messages import DatasetSource
+from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TAIL_BYTES = 4096
 _EXIT_WAIT_S = 5.0
@@ -78,17 +83,20 @@ def node_command() -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", "dataplane.node")
 
 
-def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess:
-    """Start a node on this listening socket; only the child keeps a copy of it.
+def start_node(
+    listener: socket.socket, command: tuple[str, ...], source: DatasetSource
+) -> NodeProcess:
+    """Start a node on this listening socket; only the child keeps a copy of it. It begins to open
+    this dataset while it starts.
 
     The child's stderr is a memfd until it serves, so that its last output can be reported; then it
     switches to ours, passed as --stderr-fd.
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
-        stderr_fd = _our_stderr()
+        stderr_fd, opening_fd = _our_stderr(), _written(msgspec.json.encode(source))
         try:
-            handed_down = (listener.fileno(), stderr_fd)
+            handed_down = (listener.fileno(), stderr_fd, opening_fd)
             process = subprocess.Popen(
                 [
                     *command,
@@ -96,6 +104,8 @@ def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess
                     str(handed_down[0]),
                     "--stderr-fd",
                     str(handed_down[1]),
+                    "--opening-fd",
+                    str(handed_down[2]),
                     "--embedded",
                 ],
                 stdin=subprocess.DEVNULL,
@@ -104,17 +114,36 @@ def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess
                 pass_fds=handed_down,
                 # No BLAS threads, which numpy would start at import, one per core: a node
                 # multiplies no matrices.
-                env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
+                env={
+                    "OPENBLAS_NUM_THREADS": "1",
+                    **os.environ,
+                    # Its workers import the user's functions from where we would.
+                    IMPORT_PATH_VARIABLE: json.dumps([*map(_absolute, sys.path)]),
+                },
                 start_new_session=True,
             )
         finally:
             os.close(stderr_fd)
+            os.close(opening_fd)
     except OSError as error:
         os.close(log_fd)
         raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
     # A thread collects the child whenever it ends, also while the trainer does other things.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).absolute())
+
+
+def _written(content: bytes) -> int:
+    """A file without a name that has this content."""
+    fd = os.memfd_create("dataplane-opening", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _our_stderr() -> int:

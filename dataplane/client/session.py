@@ -36,6 +36,7 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
+from dataplane.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
 
@@ -93,6 +94,23 @@ class Session:
             state = RunState.of(job, 0, 0)
             self._state = job, state
         return dataclasses.replace(state, epoch=epoch, cursor=cursor).normalised(job.spec)
+
+    def ledger(self, epoch: int, cursor: int) -> str:
+        """The job's ledger at this place, as JSON lines."""
+        from dataplane.ledger import Ledger
+
+        source, job = self.request.source, self.job
+        return Ledger(
+            self.request.job_id,
+            tuple(map(unsigned, source.urls)),
+            job.spec,
+            job.sample_count,
+            self.request.topology.dp_size,
+            source.format,
+            epoch,
+            cursor,
+            job.dataset,
+        ).to_lines()
 
     def tally(self) -> Tally:
         """A tally for a new stream; the counts of closed streams are kept as one sum."""
@@ -180,13 +198,14 @@ class Session:
         now = time.monotonic()
         until = now + self._patience_s() if deadline is None else deadline
         patience = Patience(until, now + self._open_timeout_s)
-        place = self.request.topology
+        place, mixture = self.request.topology, self.request.mixture
+        early = self.request.source if mixture is None else mixture.sources[0].source
         about = {"job": self.request.job_id, "rank": place.rank, "dp_rank": place.dp_rank}
         notice = Notice(self.endpoint.whom, **about)
         starts_left = 1 if self._job is None else _STARTS_MAX
         while True:
             try:
-                wire, welcome = self.endpoint.reach(patience.until, notice)
+                wire, welcome = self.endpoint.reach(patience.until, notice, early)
                 notice.over()
                 return self._opened(wire, welcome, patience, now)
             except PeerLost as error:
@@ -254,7 +273,8 @@ class Session:
             raise DataStallError(
                 f"node {node_id} did not open job {job!r} over {urls} within "
                 f"{patience.waited_s:.0f} s: `dataplane status` and its log say what it waits for;"
-                " if the shards have no index of their own, run `dataplane index` on them once",
+                " if the shards have no index of their own, or the job has a condition, run"
+                " `dataplane index` on them once, with the same --where",
                 stage="open",
                 job=job,
                 shard=urls,

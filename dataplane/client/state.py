@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from dataplane.client.digest import RowsDigest
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import DatasetIdentity, End
@@ -22,6 +23,9 @@ from dataplane.units import whole
 
 STATE_VERSION = 2
 _FROM_THE_DATASET = frozenset({"lanes", "window", "ramp"})
+_SHARES = frozenset({"sample", "split_from", "split_to"})
+_ROWS = _SHARES | {"where", "limit", "pack"}
+_ABOUT_ROWS = _ROWS | {"dataset"}
 _SHOWN_LENGTH_MAX = 120
 
 
@@ -33,7 +37,7 @@ class RunState:
     `dataset` are None in states of older versions. `pixels` names the software that decoded the
     images, "" without images or if unknown. `in_last_step`: the state is the start of an epoch, and
     was taken in the last step of the one before. `order` is the version of the order; states of
-    version 1 do not name theirs.
+    version 1 do not name theirs. `digest` covers the rows of all steps so far, if it is known.
     """
 
     spec_digest: str
@@ -45,6 +49,7 @@ class RunState:
     pixels: str = ""
     in_last_step: bool = False
     order: int = ORDER_VERSION
+    digest: RowsDigest | None = None
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -69,6 +74,8 @@ class RunState:
             saved["pixels"] = self.pixels
         if self.in_last_step:
             saved["in_last_step"] = True
+        if self.digest is not None:
+            saved["digest"] = self.digest.to_dict(self.epoch, self.cursor)
         return saved
 
     @property
@@ -128,9 +135,10 @@ class RunState:
                 f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
             )
         order = _number(saved, "order") if version > 1 else 1
+        rows = saved.get("digest")
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
-            order,
+            order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -145,7 +153,10 @@ class RunState:
             return False
         has_other_order = job.spec.shuffle and self.order != ORDER_VERSION
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
-        if has_other_order or any(problem.field == "dataset" for problem in problems):
+        if any(problem.field in _ROWS for problem in problems):
+            # Another view has another number of rows.
+            problems = [each for each in problems if each.field != "dataset"]
+        if has_other_order or any(problem.field in _ABOUT_ROWS for problem in problems):
             # Options whose defaults follow from the dataset, by a rule of the order's version.
             problems = [each for each in problems if each.field not in _FROM_THE_DATASET]
         if has_other_order and not problems:
@@ -214,7 +225,8 @@ class RunState:
             saved = self.options.get(name, default)
             found = facts.get(name, value)
             if saved != found:
-                texts = _shown(saved), _shown(value if _is_hash(found) else found)
+                shown = _share if name in _SHARES else _shown
+                texts = shown(saved), shown(value if _is_hash(found) else found)
                 yield _Problem(name, *texts, f"{name}: {texts[0]} in the state, {texts[1]} here")
 
     def _unknown(self, job: JobOpened) -> _Problem:
@@ -240,6 +252,11 @@ class _Problem(Struct, frozen=True):
 
 def _is_hash(fact: object) -> bool:
     return isinstance(fact, str) and fact.startswith("#")
+
+
+def _share(value: object) -> str:
+    """A number of units of 2**-32."""
+    return f"{value / 2**32:.9g}" if isinstance(value, int) and value else "not given"
 
 
 def _shown(value: object) -> str:

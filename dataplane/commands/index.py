@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,9 +18,13 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
     urls_argument,
+    view_options,
     workers_option,
 )
 from dataplane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dataplane.model import View
 
 SUFFIX = ".manifest"
 
@@ -33,7 +39,13 @@ SUFFIX = ".manifest"
     metavar="A,B,…",
     help="Also find and store the distinct values of these columns, for codes=.",
 )
+@click.option(
+    "--pack",
+    metavar="COLUMN,length=N,…",
+    help="Also count and store the packs of this column, for pack=.",
+)
 @format_option
+@view_options
 @workers_option
 @setting_options("cache_dir")
 @json_option
@@ -42,8 +54,10 @@ def index(
     urls: tuple[str, ...],
     *,
     settings: Settings,
+    view: View,
     target: str | None,
     codes: str | None,
+    pack: str | None,
     format_name: str,
     workers: int,
     as_json: bool,
@@ -53,8 +67,10 @@ def index(
     The manifest lists shards with size and ETag, and their blocks with sample counts. It is stored
     in the cache folder, where `serve` and trainers find it; -o also writes it to a file, which can
     be used in place of a dataset's URL. An interrupted run continues where it stopped. --codes
-    reads the columns that jobs need as codes (DataLoader(codes=…)); otherwise each node reads them
-    when such a job is first opened.
+    reads the columns that jobs need as codes (DataLoader(codes=…)), --pack the one whose rows they
+    pack (DataLoader(pack=Pack("tokens", length=4096))), and --where, --sample and --split count the
+    rows of jobs with the same (DataLoader(where=…)); otherwise each node does this when such a job
+    is first opened.
 
     URLs may have globs and braces; a folder means all shards below it.
 
@@ -62,23 +78,41 @@ def index(
     Examples:
       dataplane index s3://bucket/train/
       dataplane index 's3://bucket/train-{000..127}.tfrecord' -o train.manifest
+      dataplane index s3://bucket/train/ --where "lang == 'en'" -o train.manifest
       dataplane index 'shards/*.records' --format tfrecord --workers 32
+      dataplane index s3://bucket/tokens/ --pack tokens,length=4096 -o tokens.manifest
     """
     if target is not None:
         _check_target(Path(target))
     from dataplane.commands.datasets import facts, opened
+    from dataplane.index.viewing import with_view
+    from dataplane.plan.views import filters
     from dataplane.settings import node_config
 
-    manifest = opened(urls, format_name, workers, node_config(settings))
+    config = node_config(settings)
+    of_view = opened(urls, format_name, workers, config, view)
+    manifest = of_view.whole or of_view
     if codes is not None:
         from dataplane.commands.codes import with_codes
 
         manifest = with_codes(manifest, codes.split(","), format_name, settings)
+    of_packs: dict[str, object] = {}
+    if pack is not None:
+        from dataplane.commands.packs import with_packs
+
+        counted = with_packs(of_view, pack, format_name, settings, view)
+        of_packs = counted.facts()
+        manifest = replace(manifest, pack_counts=counted.whole.pack_counts)
     if target is not None:
+        if filters(view) and not view.limit:
+            manifest = with_view(manifest, of_view, view)
         _write(Path(target), manifest.to_bytes())
-    found = facts(manifest)
+    found = facts(of_view)
     found |= {f"values of {name}": len(one) for name, one in sorted(manifest.categories.items())}
-    found |= {"manifest": target} if target is not None else {}
+    _show({**found, **of_packs, **({} if target is None else {"manifest": target})}, as_json)
+
+
+def _show(found: dict[str, object], as_json: bool) -> None:
     if as_json:
         output.write_json(found)
     else:

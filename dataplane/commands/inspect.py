@@ -14,10 +14,12 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
     urls_argument,
+    view_options,
     workers_option,
 )
 
 if TYPE_CHECKING:
+    from dataplane.model import View
     from dataplane.plan.manifest import Manifest
 
 CELL_CHARACTERS_MAX = 60
@@ -35,6 +37,7 @@ VALUES_SHOWN = 16
     help="Number of samples to show, from the first on.",
 )
 @format_option
+@view_options
 @workers_option
 @setting_options("cache_dir")
 @json_option
@@ -43,6 +46,7 @@ def inspect(
     urls: tuple[str, ...],
     *,
     settings: Settings,
+    view: View,
     row_count: int,
     format_name: str,
     workers: int,
@@ -50,24 +54,27 @@ def inspect(
 ) -> None:
     """Show a dataset: schema, shards, blocks, samples, and the first samples.
 
-    If the dataset is not indexed yet, it is indexed first. In JSON, the keys are schema (column to
-    type), not_supported (column to reason), shards, blocks, samples (counts), rows (the first
-    samples), format, bytes, fingerprint. Values are exact: times in ISO 8601 with all their digits.
+    If the dataset is not indexed yet, it is indexed first. --where, --sample, --split and --limit
+    show only a part of it, as a loader with these arguments would read it. In JSON, the keys are
+    schema (column to type), not_supported (column to reason), shards, blocks, samples (counts), of
+    (samples of the whole dataset, with such a part), rows (the first samples), format, bytes,
+    fingerprint. Values are exact: times in ISO 8601 with all their digits.
 
     \b
     Examples:
       dataplane inspect s3://bucket/train/
       dataplane inspect shard.tar --rows 1
+      dataplane inspect s3://bucket/train/ --where "lang == 'en'" --split validation:0.01
       dataplane inspect train.manifest --json
     """
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
     from dataplane.settings import node_config
 
-    manifest = opened(urls, format_name, workers, node_config(settings))
+    manifest = opened(urls, format_name, workers, node_config(settings), view)
     schema = schema_of(manifest)
     refused = {field.name: why for field in schema if (why := unsupported(field))}
-    rows = first_rows(manifest, row_count)
+    rows = first_rows(manifest, row_count, view)
     if as_json:
         types = {field.name: str(field.type) for field in schema}
         found = {"schema": types, "not_supported": refused, **facts(manifest), "rows": rows}
@@ -84,11 +91,11 @@ def inspect(
     )
     if rows:
         output.stdout().print()
-        cells = [[_short(value) for value in row.values()] for row in rows]
+        cells = [[short(value) for value in row.values()] for row in rows]
         output.write_table(list(rows[0]), cells, f"first {len(rows)} samples")
 
 
-def first_rows(manifest: Manifest, count: int) -> list[dict[str, object]]:
+def first_rows(manifest: Manifest, count: int, view: View) -> list[dict[str, object]]:
     """The first samples in the dataset's own order, each as column -> value as JSON has it, without
     the columns that are not supported.
     """
@@ -102,13 +109,14 @@ def first_rows(manifest: Manifest, count: int) -> list[dict[str, object]]:
     for block in range(manifest.block_count):
         if len(rows) >= count or not names:
             break
-        batch = read_block(manifest, block, schema, names).slice(0, count - len(rows))
+        batch = read_block(manifest, block, schema, names, view=view)
+        batch = batch.slice(0, count - len(rows))
         columns = [shown(column) for column in batch.columns]
         rows += [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return rows
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A value's text, cut to the width of a table column."""
     if isinstance(value, dict) and value.keys() == {"bytes", "hex"}:
         return f"{value['bytes']:,} bytes {value['hex']}…"

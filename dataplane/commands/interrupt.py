@@ -11,8 +11,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
+
+SIGNAL_CHECK_S = 0.2
+"""A wait without an end can miss a signal: one that arrives just before the main thread sleeps, or
+that the kernel hands to another thread, does not wake it. So it wakes by itself, and looks."""
 
 
 def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +33,8 @@ def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
                 ended.set_exception(error)
 
         threading.Thread(target=carry_out, name="dataplane-command", daemon=True).start()
+        while not ended.done():
+            wait([ended], timeout=SIGNAL_CHECK_S)
         return ended.result()
 
     return wrapped

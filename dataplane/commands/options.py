@@ -32,7 +32,10 @@ class Manner:
 
 # The options of a node that a command line may set when it starts one.
 NODE_SETTINGS = (
+    "data_listen",
+    "peer_tls",
     "cache_dir",
+    "cache_bytes",
     "block_arena_bytes",
     "delivery_bytes_per_rank",
     "slab_bytes",
@@ -97,6 +100,51 @@ def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_envvar=True,
         help="Number of reads in flight at once.",
     )(command)
+
+
+def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--where`, `--sample`, `--split` and `--limit`, as a loader has them. The command is called
+    with `view`.
+    """
+
+    @functools.wraps(command)
+    def chosen(
+        *,
+        where: str | None,
+        sample: float | None,
+        split: str | None,
+        limit: int | None,
+        **given: Any,
+    ) -> Any:
+        from dataplane.transforms.view_options import view_of
+
+        parts = None if split is None else _split_of(split)
+        view = view_of(where=where, sample=sample, split=parts, limit=limit)
+        return command(view=view, **given)
+
+    made: Callable[..., Any] = chosen
+    for flag, metavar, kind, text in (
+        ("--limit", "ROWS", int, "Only so many rows, the first ones of the others."),
+        (
+            "--split",
+            "NAME:SHARE",
+            str,
+            "Only a part: train:0.99, validation:0.01, my:0.98:0.99.",
+        ),
+        ("--sample", "SHARE", float, "Only this share of the rows, by a hash of each row."),
+        ("--where", "CONDITION", str, "Only rows where this is true: \"lang == 'en'\"."),
+    ):
+        made = click.option(flag, metavar=metavar, type=kind, help=text)(made)
+    return made
+
+
+def _split_of(text: str) -> tuple[object, ...]:
+    """The argument split= of a loader."""
+    name, *shares = text.split(":")
+    try:
+        return (name, *map(float, shares))
+    except ValueError:
+        return (text,)
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:

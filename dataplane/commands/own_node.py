@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from dataplane.rpc.messages import OpenJob
 
 
+_OPEN_TIMEOUT_S = 7 * 86400.0
+"""Opening may read a whole column of a dataset."""
+
+
 def own_session(request: OpenJob, settings: Settings) -> Session:
     """A session with a node started here, which gets the settings of this command line and ends
     with the command.
@@ -30,4 +34,5 @@ def own_session(request: OpenJob, settings: Settings) -> Session:
     ]
     run = identity.node_name(identity.launch_identity({}))
     name = names.embedded_name(os.getuid(), VERSION, run)
-    return Session(Embedded(name, ("env", *given, *node_command())), request)
+    node = Embedded(name, ("env", *given, *node_command()))
+    return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S)

@@ -17,11 +17,14 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
     urls_argument,
+    view_options,
     workers_option,
 )
-from dataplane.model import End
+from dataplane.model import End, View
 
 if TYPE_CHECKING:
+    from dataplane.commands.plan_reads import PredictedReads
+    from dataplane.config import JobSpec
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation, HostFigures
     from dataplane.plan.manifest import Manifest
@@ -67,47 +70,67 @@ class Question:
     show_default=True,
     help="What happens to samples that do not fill the last global batch.",
 )
+@click.option("--pack", metavar="COLUMN,length=N,…", help="Samples are packs of this column.")
 @format_option
+@view_options
 @workers_option
-@setting_options("cache_dir")
+@setting_options("cache_dir", "cache_bytes", "block_arena_bytes")
 @json_option
 @interruptible
 def plan(
     urls: tuple[str, ...],
     *,
     settings: Settings,
+    view: View,
     format_name: str,
     workers: int,
     as_json: bool,
     end: str,
+    pack: str | None,
     **asked: int | None,
 ) -> None:
     """Explain an epoch: steps, which host reads what, memory of open windows, shuffle quality.
 
-    Only the dataset's index is read. The order depends only on seed and epoch, never on ranks;
-    lanes and window determine its cost and the quality of the shuffle.
+    Only the dataset's index is read, and with --pack the column of tokens, once. The order depends
+    only on seed and epoch, never on ranks; lanes and window determine its cost and the quality of
+    the shuffle.
 
     \b
     Examples:
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane plan train.manifest --dp-size 512 --global-batch 4096 --lanes 1024 --json
       dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
+      dataplane plan tokens.manifest --global-batch 1024 --pack tokens,length=4096
     """
     from dataplane.commands.datasets import opened
+    from dataplane.commands.plan_reads import predicted_reads
+    from dataplane.config import JobSpec
     from dataplane.settings import node_config
 
     question = Question(end=End(end), **asked)  # type: ignore[arg-type]
-    manifest = opened(urls, format_name, workers, node_config(settings))
+    config = node_config(settings)
+    manifest = opened(urls, format_name, workers, config, view)
+    of_packs: dict[str, object] = {}
+    spec = JobSpec(manifest.fingerprint, view=view)
+    if pack is not None:
+        from dataplane.commands.packs import with_packs
+
+        counted = with_packs(manifest, pack, format_name, settings, view)
+        manifest, of_packs = counted.packs, counted.facts()
+        spec = counted.spec()
     order, cluster, found = explained(manifest, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
+    reads = predicted_reads(manifest, _spec(spec, order, question), cluster, config, order.epoch)
     if as_json:
-        output.write_json({**dataclasses.asdict(found), "hosts": hosts})
+        told = None if reads is None else dataclasses.asdict(reads)
+        output.write_json({**dataclasses.asdict(found), "hosts": hosts, "reads": told, **of_packs})
         return
-    output.write_table(("", "", ""), _lines(manifest, found, question.global_batch))
-    output.stdout().print()
-    headings = ("hosts", "ranks", "lanes a rank", "open windows", "reads", "times its share")
-    rows = [_host_row(each) for each in found.by_host_count]
-    output.write_table(headings, rows, "what each host takes, for so many hosts")
+    lines = _lines(manifest, found, question.global_batch)
+    lines += [(name, output.show(value), "with --pack") for name, value in of_packs.items()]
+    output.write_table(("", "", ""), lines)
+    _show_host_counts(found)
+    if reads is not None:
+        _show_reads(reads)
     output.stdout().print()
     of_hosts = ("host", "ranks", "begins with")
     output.write_table(of_hosts, [tuple(host.values()) for host in hosts], "who reads what")
@@ -138,6 +161,52 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
     )
     cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
     return order, cluster, explain(manifest, order, cluster, question.global_batch, question.end)
+
+
+def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
+    """The job, as a node would get it, with all columns, or those of packs."""
+    return dataclasses.replace(
+        spec,
+        seed=order.seed,
+        shuffle=order.shuffle,
+        lanes=order.lanes,
+        window=order.window,
+        global_batch=question.global_batch,
+        end=question.end,
+        ramp=order.ramp,
+    )
+
+
+def _show_host_counts(found: Explanation) -> None:
+    output.stdout().print()
+    headings = ("hosts", "ranks", "lanes a rank", "open windows", "reads", "times its share")
+    rows = [_host_row(each) for each in found.by_host_count]
+    output.write_table(headings, rows, "what each host takes, for so many hosts")
+
+
+def _show_reads(reads: PredictedReads) -> None:
+    size = output.approximate_bytes
+    rows = []
+    ways = [("alone", reads.alone)]
+    if reads.with_neighbours is not None:
+        ways.append(("with neighbours", reads.with_neighbours))
+    for way, found in ways:
+        about = "about " if found.is_sampled else ""
+        least = "at least " if found.is_too_small else about
+        for name, epoch in (("first", found.epochs[0]), ("later", found.epochs[-1])):
+            hits = f"{about}{epoch.hit_rate:.1%}"
+            disk = f"{about}{size(epoch.disk_bytes)}" if reads.cache_bytes else None
+            rows.append((way, name, hits, disk, f"{least}{size(epoch.origin_bytes)}"))
+    output.stdout().print()
+    room = size(reads.arena_bytes)
+    room += f" of memory and {size(reads.cache_bytes)} of disk" if reads.cache_bytes else ""
+    title = f"what all hosts read from storage, each with {room} for blocks"
+    output.write_table(("hosts", "epoch", "blocks in memory", "from disk", "reads"), rows, title)
+    if any(found.is_too_small for _, found in ways):
+        output.warn(
+            "the open windows do not fit into the memory for blocks, so blocks are read several "
+            "times: raise block_arena_bytes, or choose a shorter window or fewer lanes"
+        )
 
 
 def _host_row(each: HostFigures) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -108,10 +109,13 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
         raise click.UsageError("--join only works with --node: add --node, or leave --join out")
     node = None if only_coordinator else node_config(settings)
     listen = "" if only_node else str(settings["listen"].value)
+    security = security_given(settings, listens=not only_node and not listen.startswith("unix:"))
+    if node is not None and node.peer_tls:
+        security.check_peer_tls()
     return ServeRole(
         listen=listen,
         named=str(settings["service"].value),
-        security=security_given(settings, listens=not only_node and not listen.startswith("unix:")),
+        security=security,
         database=Path(str(settings["state_dir"].value), "coordinator.sqlite"),
         lease_s=float(settings["lease_s"].value),
         node=node,
@@ -128,7 +132,7 @@ async def _run(service: ServeRole) -> int:
                 if service.node is None:
                     await stop.wait()
                 else:
-                    await _run_node(service.node, coordination, service.named or joined, stop)
+                    await _run_node(service, coordination, joined, stop)
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
@@ -178,6 +182,7 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer
     from dataplane.rpc.calls import CoordinatorClient
+    from dataplane.security import neighbour_keys
 
     if not service.listen:
         assert service.node is not None
@@ -187,7 +192,12 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
         finally:
             await client.close()
         return
-    config = CoordinatorConfig(VERSION, str(service.database), service.lease_s)
+    config = CoordinatorConfig(
+        VERSION,
+        str(service.database),
+        service.lease_s,
+        key_file=str(service.database.with_name(neighbour_keys.OWN_NAME)),
+    )
     server = CoordinatorServer(config, service.listen, service.security)
     listening = await server.start()
     _announce(f"coordinator {listening}")
@@ -202,11 +212,13 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
 
 
 async def _run_node(
-    config: NodeConfig, coordination: Coordination, named: str, stop: asyncio.Event
+    service: ServeRole, coordination: Coordination, joined: str, stop: asyncio.Event
 ) -> None:
     from dataplane.node.server import run_node
     from dataplane.rpc import local, names
 
+    config, named = service.node, service.named or joined
+    assert config is not None
     _check_nameable(named)
     name = names.served_name(os.getuid(), named)
     try:
@@ -217,18 +229,38 @@ async def _run_node(
             service=named,
         ) from error
     with listener:
-        await run_node(config, listener, coordination, stop, partial(_serving, named))
+        data_listener = await asyncio.to_thread(_data_listener, service, joined)
+        ready = partial(_serving, named)
+        await run_node(config, listener, coordination, stop, ready, data_listener=data_listener)
+
+
+def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:
+    from dataplane.node.data_port import open_data_port
+
+    assert service.node is not None
+    security = service.security
+    return open_data_port(
+        service.node.data_listen,
+        service.named if service.listen and _is_everywhere(joined) else joined,
+        is_own=bool(service.listen),
+        is_safe=service.node.peer_tls or security.insecure or security.tls is None,
+    )
 
 
 def _check_nameable(named: str) -> None:
-    parsed = address.parse(named)
-    if isinstance(parsed, address.TcpAddress) and parsed.host in ("0.0.0.0", "::"):  # noqa: S104
+    if _is_everywhere(named):
+        port = named.rpartition(":")[2]
         raise ConfigError(
             f"{named} means every address of this host, so trainers cannot use it to find the "
-            f"node: pass an address that they can use with --service HOST:{parsed.port}",
+            f"node: pass an address that they can use with --service HOST:{port}",
             key="service",
             found=named,
         )
+
+
+def _is_everywhere(where: str) -> bool:
+    parsed = address.parse(where)
+    return isinstance(parsed, address.TcpAddress) and parsed.host in ("0.0.0.0", "::")  # noqa: S104
 
 
 def _serving(named: str) -> None:

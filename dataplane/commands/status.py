@@ -22,7 +22,13 @@ from dataplane.commands.options import (
     security_given,
     setting_options,
 )
-from dataplane.rpc.membership import JobStatus, MemberStatus, StatusRequest, StatusResponse
+from dataplane.rpc.membership import (
+    JobStatus,
+    MemberStatus,
+    NodeStatus,
+    StatusRequest,
+    StatusResponse,
+)
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.
@@ -42,7 +48,7 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 def status(
     settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool
 ) -> None:
-    """Show jobs, their ranks, and nodes; and the stores that do not answer them.
+    """Show jobs, their ranks, and nodes; where blocks came from; and stores that do not answer.
 
     ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
     coordinator on this machine.
@@ -91,7 +97,9 @@ async def _watch(ask: Ask) -> None:
 
 
 def render(found: StatusResponse) -> Group:
-    """Tables of jobs, ranks and nodes, and of the stores that nodes wait for."""
+    """Tables of jobs, ranks and nodes, of where blocks came from, of the nodes that make slabs for
+    others, and of the stores that nodes wait for.
+    """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
         [_job_row(job) for job in found.jobs],
@@ -114,6 +122,18 @@ def render(found: StatusResponse) -> Group:
         chain.from_iterable(_member_rows(job) for job in found.jobs),
         "ranks",
     )
+    parts: list[Table | Text] = []
+    nodes, blocks, away = _of_nodes(found.nodes)
+    for one in (jobs, ranks, nodes, blocks, _makers(found), away):
+        if one.row_count:
+            parts += [one, Text()]
+    about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
+    parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
+    return Group(*parts)
+
+
+def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
+    """Nodes, where their blocks came from, and the stores that they wait for."""
     nodes = output.table(
         ("node", "host", "pid", "version", "longest hold", "read", "read twice", "seen"),
         [
@@ -127,26 +147,65 @@ def render(found: StatusResponse) -> Group:
                 _share(node.reads.hedged_bytes, node.reads.read_bytes),
                 f"{node.last_seen_s:.1f} s ago",
             )
-            for node in found.nodes
+            for node in found
         ],
         "nodes",
+    )
+    blocks = output.table(
+        ("node", "data address", "origin", "neighbours", "disk", "memory", "lent"),
+        [
+            (
+                node.node_id,
+                node.data_address or None,
+                *(
+                    output.approximate_bytes(count) if count else None
+                    for count in (
+                        node.reads.read_bytes,
+                        node.reads.neighbour_bytes,
+                        node.reads.disk_bytes,
+                        node.reads.memory_bytes,
+                        node.reads.lent_bytes,
+                    )
+                ),
+            )
+            for node in found
+            if node.data_address or node.reads.disk_bytes
+        ],
+        "where blocks came from",
     )
     away = output.table(
         ("node", "store", "away s", "error"),
         [
             (node.node_id, one.store, one.away_s, one.error)
-            for node in found.nodes
+            for node in found
             for one in node.stores_away
         ],
         "stores that do not answer",
     )
-    parts: list[Table | Text] = []
-    for one in (jobs, ranks, nodes, away):
-        if one.row_count:
-            parts += [one, Text()]
-    about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
-    parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
-    return Group(*parts)
+    return nodes, blocks, away
+
+
+def _makers(found: StatusResponse) -> Table:
+    """The nodes that make slabs for jobs on others, and those that are short of workers."""
+    makes: dict[str, list[str]] = {}
+    wants: dict[str, dict[str, None]] = {}
+    for job in found.jobs:
+        for maker in job.nodes:
+            if maker.worker_count:
+                makes.setdefault(maker.node_id, []).append(job.job_id)
+        for one in _present(job):
+            wants.setdefault(one.node_id, {})[job.job_id] = None
+    rows = []
+    for node in found.nodes:
+        made_for = makes.get(node.node_id, ())
+        wanted_for = wants.get(node.node_id, ()) if node.is_short else ()
+        if made_for or wanted_for:
+            shown = (", ".join(jobs) or None for jobs in (made_for, wanted_for))
+            count, size = node.reads.made_slabs, node.reads.made_bytes
+            made = (f"{count:,}", output.approximate_bytes(size)) if count else (None, None)
+            rows.append((node.node_id, str(node.worker_count), *shown, *made))
+    columns = ("node", "workers", "makes slabs for", "wants slabs for", "made", "bytes")
+    return output.table(columns, rows, "slabs from other nodes")
 
 
 def _share(part: int, whole: int) -> str | None:

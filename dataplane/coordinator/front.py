@@ -12,11 +12,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from dataplane import background
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.journal import Journal
+from dataplane.coordinator.keyed import KeyedNodes
 from dataplane.coordinator.records import Answer, Event, Tick
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY
@@ -24,10 +28,13 @@ from dataplane.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
+    JobNodes,
     JoinRequest,
     JoinResponse,
     LeaveRequest,
     LeaveResponse,
+    LedgerRequest,
+    LedgerResponse,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
@@ -44,7 +51,8 @@ LEASE_S_MIN = 0.1
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
     """One coordinator. A crash may lose progress that is younger than `progress_flush_s`, which the
-    next heartbeat restores; joins and leaves are never lost.
+    next heartbeat restores; joins and leaves are never lost. `key_file` has the secret of the keys
+    of neighbours, and is created if it does not exist; "": a secret of this process.
     """
 
     version: str
@@ -52,6 +60,7 @@ class CoordinatorConfig:
     lease_s: float = 30.0
     progress_flush_s: float = 5.0
     protocol: int = PROTOCOL_VERSION
+    key_file: str = ""
 
 
 def steady_wall_clock() -> Callable[[], float]:
@@ -76,14 +85,22 @@ class Coordinator:
         self._clock = clock or steady_wall_clock()
         self._journal = Journal(config.database)
         self._state: CoordinatorState | None = None
+        self._keyed: KeyedNodes | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._flushed_at = 0.0
 
     async def start(self) -> None:
         """Read the store. Every member with a place gets a full lease from now on.
 
-        Raises:  ConfigError: the store is locked, damaged, or of a newer version.
+        Raises:  ConfigError: the store is locked, damaged, or of a newer version; the secret of
+        the keys cannot be read, or others can read it.
         """
+        keys = None
+        if self.config.key_file:
+            from dataplane.security.neighbour_keys import keys_in
+
+            keys = await asyncio.to_thread(keys_in, Path(self.config.key_file))
+        self._keyed = KeyedNodes(keys)
         records = await self._journal.open()
         self._state = CoordinatorState(
             coordinator_id=self.coordinator_id,
@@ -92,6 +109,8 @@ class Coordinator:
             lease_s=self.config.lease_s,
             now=self._clock(),
             records=records,
+            # A secret of this process lasts as long as this id.
+            salt=keys.salt if keys is not None else self.coordinator_id.encode(),
         )
         self._ticking = background.start("coordinator's clock", self._keep_ticking())
 
@@ -114,11 +133,15 @@ class Coordinator:
 
     async def join(self, request: JoinRequest) -> JoinResponse:
         """As `Coordination.join`."""
-        return await self._ask(request, JoinResponse)
+        answer = await self._ask(request, JoinResponse)
+        return replace(answer, nodes=self._with_key(answer.nodes)) if answer.nodes else answer
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         """As `Coordination.heartbeat`."""
-        return await self._ask(request, HeartbeatResponse)
+        answer = await self._ask(request, HeartbeatResponse)
+        return (
+            replace(answer, jobs=tuple(map(self._with_key, answer.jobs))) if answer.jobs else answer
+        )
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
         """As `Coordination.leave`."""
@@ -127,6 +150,10 @@ class Coordinator:
     async def status(self, request: StatusRequest) -> StatusResponse:
         """As `Coordination.status`."""
         return await self._ask(request, StatusResponse)
+
+    async def ledger(self, request: LedgerRequest) -> LedgerResponse:
+        """As `Coordination.ledger`."""
+        return await self._ask(request, LedgerResponse)
 
     async def tick(self) -> None:
         """Let time pass: end expired leases, and write progress that has waited long enough."""
@@ -145,6 +172,10 @@ class Coordinator:
             raise answer
         assert isinstance(answer, expected)
         return answer
+
+    def _with_key(self, nodes: JobNodes) -> JobNodes:
+        assert self._keyed is not None, "it has started"
+        return self._keyed.of(nodes)
 
     def _decide(self, event: Event) -> tuple[Answer, bool]:
         if self._state is None:

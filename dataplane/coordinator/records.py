@@ -8,14 +8,18 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.model import Topology
+from dataplane.ledger import LedgerEntry
+from dataplane.model import DatasetIdentity, Topology
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,
     JoinResponse,
+    KnownNodes,
     LeaveRequest,
     LeaveResponse,
+    LedgerRequest,
+    LedgerResponse,
     NodeReads,
     RegisterNodeRequest,
     RegisterNodeResponse,
@@ -41,7 +45,8 @@ class Phase(enum.StrEnum):
 class Job(Struct, frozen=True):
     """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
     this generation has reported; `active_at` is when a member last came or went. `pixels` names the
-    software that decodes images on every node of the job, "" without images.
+    software that decodes images on every node of the job, "" without images. `urls`, `format` and
+    `identity` are the dataset as the first member declared it.
     """
 
     job_id: str
@@ -55,6 +60,9 @@ class Job(Struct, frozen=True):
     cursor: int = 0
     active_at: float = 0.0
     pixels: str = ""
+    urls: tuple[str, ...] = ()
+    format: str = ""
+    identity: DatasetIdentity | None = None
 
 
 class Member(Struct, frozen=True):
@@ -89,8 +97,18 @@ class Incarnation(Struct, frozen=True):
     generation: int
 
 
+class LedgerRecord(Struct, frozen=True):
+    """One entry of a job's ledger; its name is the entry's number."""
+
+    job_id: str
+    name: str
+    entry: LedgerEntry
+
+
 class NodeRecord(Struct, frozen=True):
-    """A node as it registered, when it was last heard from, and what it reported then."""
+    """A node as it registered, when it was last heard from, and what it reported then. If it
+    `is_short`, its jobs want makers.
+    """
 
     request: RegisterNodeRequest
     seen_at: float
@@ -98,9 +116,11 @@ class NodeRecord(Struct, frozen=True):
     loop_holds: int = 0
     longest_hold_s: float = 0.0
     reads: NodeReads = field(default_factory=NodeReads)
+    known: tuple[KnownNodes, ...] = ()
+    is_short: bool = False
 
 
-Record = Job | Member | Incarnation
+Record = Job | Member | Incarnation | LedgerRecord
 
 
 class Keep(Struct, frozen=True):
@@ -132,19 +152,30 @@ def key_of(write: Write) -> Key:
             return (Member, job_id, member_id)
         case Incarnation(job_id=job_id, name=name):
             return (Incarnation, job_id, name)
+        case LedgerRecord(job_id=job_id, name=name):
+            return (LedgerRecord, job_id, name)
 
 
 class Tick(Struct, frozen=True):
     """Time has passed; nothing else happened."""
 
 
-Event = RegisterNodeRequest | JoinRequest | HeartbeatRequest | LeaveRequest | StatusRequest | Tick
+Event = (
+    RegisterNodeRequest
+    | JoinRequest
+    | HeartbeatRequest
+    | LeaveRequest
+    | StatusRequest
+    | LedgerRequest
+    | Tick
+)
 Answer = (
     RegisterNodeResponse
     | JoinResponse
     | HeartbeatResponse
     | LeaveResponse
     | StatusResponse
+    | LedgerResponse
     | DataplaneError
     | None
 )

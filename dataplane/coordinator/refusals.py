@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.rpc.bounds import URLS_MAX, check_name
+from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
 
 _PIXELS_LENGTH_MAX = 1024
 _TEXT_LENGTH_MAX = 1024
 _STORES_MAX = 64
+_KNOWN_MAX = 4096
+_ARENA_BYTES_MAX = 1 << 50
+_WORKER_COUNT_MAX = 1 << 16
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
 
@@ -51,6 +54,19 @@ def check_node(node: RegisterNodeRequest) -> None:
     check_name("node_id", node.node_id)
     check_name("host", node.host, needed=False)
     check_name("version", node.version, needed=False)
+    if node.data_address:
+        check_data_address(node.data_address)
+    if node.arena_bytes > _ARENA_BYTES_MAX:
+        raise ConfigError(
+            f"arena_bytes is {node.arena_bytes}: {_ARENA_BYTES_MAX} at most", field="arena_bytes"
+        )
+    if node.worker_count > _WORKER_COUNT_MAX:
+        raise ConfigError(
+            f"worker_count is {node.worker_count}: {_WORKER_COUNT_MAX} at most",
+            field="worker_count",
+        )
+    check_name("only_job", node.only_job, needed=False)
+    check_name("disk_id", node.disk_id, needed=False)
 
 
 def check_heartbeat(request: HeartbeatRequest) -> None:
@@ -65,6 +81,10 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
     for away in request.stores_away:
         check_name("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
         check_name("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
+    if len(request.known) > _KNOWN_MAX:
+        raise ConfigError(f"{len(request.known)} known: {_KNOWN_MAX} at most", field="known")
+    for known in request.known:
+        check_name("job_id", known.job_id)
     for progress in request.members:
         check_name("bound", progress.bound, needed=False)
 

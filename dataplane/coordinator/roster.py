@@ -18,7 +18,21 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import replace
 
 from dataplane.coordinator.layout import Seats
-from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase, Write
+from dataplane.coordinator.ledger import JobLedger
+from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.neighbours import JobNeighbours
+from dataplane.coordinator.records import (
+    Forget,
+    Incarnation,
+    Job,
+    Keep,
+    LedgerRecord,
+    Member,
+    Phase,
+    Record,
+    Write,
+)
+from dataplane.ledger import LedgerEntry
 
 GONE_MAX = 1024
 INCARNATIONS_MAX = 1024
@@ -31,10 +45,13 @@ class Roster:
         self,
         job: Job,
         now: float,
+        makers: Makers,
         incarnations: Iterable[Incarnation] = (),
         members: Iterable[Member] = (),
+        ledger: Iterable[LedgerEntry] = (),
     ) -> None:
         self.job = job
+        self.ledger = JobLedger(job.job_id, ledger)
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
@@ -44,6 +61,7 @@ class Roster:
         self._last_gone: dict[int, str] = {}
         self._joined_count: Counter[int] = Counter()
         self.seats = Seats()
+        self.neighbours = JobNeighbours(makers)
         self._present: set[int] = set()
         self._missing: tuple[int, ...] | None = None
         self._order = 0
@@ -89,6 +107,7 @@ class Roster:
     def begin(self, job: Job, now: float) -> list[Write]:
         """Start a new generation: no member of the old one remains."""
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
+        writes += self.ledger.ended(self.job, "a newer launch", now)
         writes.append(Keep(job))
         if job.incarnation not in self._incarnations or job.incarnation != self.job.incarnation:
             self._incarnations[job.incarnation] = job.generation
@@ -97,6 +116,7 @@ class Roster:
         self.members, self._joined, self._gone, self._last_gone = {}, {}, {}, {}
         self._joined_count, self._present, self.seats = Counter(), set(), Seats()
         self._missing, self.incomplete_since = None, now
+        self.neighbours.clear()
         if len(self._incarnations) > INCARNATIONS_MAX:
             oldest = min(self._incarnations, key=self._incarnations.__getitem__)
             del self._incarnations[oldest]
@@ -115,6 +135,8 @@ class Roster:
             oldest = next(name for name in self._gone if not self._is_last_gone(name))
             del self.members[oldest], self._gone[oldest]
             writes.append(Forget(Member, self.job.job_id, oldest))
+        if self.is_idle:
+            writes += self.ledger.ended(self.job, phase.value, now)
         return writes
 
     def refresh(self, member: Member) -> None:
@@ -123,6 +145,9 @@ class Roster:
         if member.phase is Phase.JOINED and known.topology != member.topology:
             self.seats.remove(known)
             self.seats.add(member)
+        if member.phase is Phase.JOINED and known.node_id != member.node_id:
+            self.neighbours.remove(known.node_id)
+            self.neighbours.add(member.node_id)
         self.members[member.member_id] = member
 
     def remove(self) -> list[Write]:
@@ -131,6 +156,7 @@ class Roster:
         return [
             *(Forget(Member, job_id, name) for name in self.members),
             *(Forget(Incarnation, job_id, name) for name in self._incarnations),
+            *self.ledger.remove(),
             Forget(Job, job_id),
         ]
 
@@ -142,6 +168,7 @@ class Roster:
         was_complete, was_joined = self.is_complete, name in self._joined
         if was_joined:
             self.seats.remove(self.members[name])
+            self.neighbours.remove(self.members[name].node_id)
         for one in (self.members, self._joined, self._gone):
             one.pop(name, None)
         self.members[name] = member
@@ -149,6 +176,7 @@ class Roster:
         if member.phase is Phase.JOINED:
             self._joined[name] = None
             self.seats.add(member)
+            self.neighbours.add(member.node_id)
             self._joined_count[dp_rank] += not was_joined
         else:
             self._gone[name] = None
@@ -161,3 +189,35 @@ class Roster:
         if was_complete and not self.is_complete:
             self.incomplete_since = now
         self._missing = None
+
+
+def restored(
+    records: Iterable[Record], now: float, deadline: float, makers: Makers
+) -> dict[str, Roster]:
+    """The jobs of a store. Every member with a place keeps it until `deadline`, in lease time."""
+    jobs: dict[str, Job] = {}
+    members: dict[str, list[Member]] = {}
+    incarnations: dict[str, list[Incarnation]] = {}
+    ledgers: dict[str, list[LedgerEntry]] = {}
+    for record in records:
+        match record:
+            case Job():
+                jobs[record.job_id] = record
+            case Member():
+                leased = replace(record, deadline=deadline)
+                members.setdefault(record.job_id, []).append(leased)
+            case Incarnation():
+                incarnations.setdefault(record.job_id, []).append(record)
+            case LedgerRecord():
+                ledgers.setdefault(record.job_id, []).append(record.entry)
+    return {
+        job_id: Roster(
+            job,
+            now,
+            makers,
+            incarnations.get(job_id, ()),
+            members.get(job_id, ()),
+            ledgers.get(job_id, ()),
+        )
+        for job_id, job in jobs.items()
+    }

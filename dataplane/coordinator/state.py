@@ -24,22 +24,26 @@ Invariants:
    the last seconds of it; the next heartbeat brings them back.)
 8. A repeated event changes nothing but the lease.
 9. Everything is bounded: members that are gone, launches, silent nodes, idle jobs.
+10. The nodes of a job are told to a node only in the answer to the join of its first member, or as
+   nodes.py says.
 
 Lease time runs with the clock but takes no step longer than `lease_s / 3`; ticks make it run.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from dataplane.coordinator import layout, refusals, view
+from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.nodes import Nodes
 from dataplane.coordinator.records import (
     Answer,
     Decision,
     Event,
-    Incarnation,
     Job,
     Keep,
     Member,
@@ -49,7 +53,7 @@ from dataplane.coordinator.records import (
     Tick,
     Write,
 )
-from dataplane.coordinator.roster import Roster
+from dataplane.coordinator.roster import Roster, restored
 from dataplane.errors import DataplaneError
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -58,6 +62,7 @@ from dataplane.rpc.membership import (
     JoinResponse,
     LeaveRequest,
     LeaveResponse,
+    LedgerRequest,
     MemberProgress,
     MemberVerdict,
     RegisterNodeRequest,
@@ -65,7 +70,6 @@ from dataplane.rpc.membership import (
     StatusRequest,
 )
 
-NODE_KEPT_S = 24 * 3600.0
 JOB_KEPT_S = 30 * 24 * 3600.0
 _DATASET_LENGTH_MAX = 1024
 # The phase of a member that was lost, or left on purpose, and the phases before.
@@ -85,21 +89,25 @@ class CoordinatorState:
         lease_s: float,
         now: float,
         records: Iterable[Record] = (),
+        salt: bytes = b"",
     ) -> None:
+        """`salt` is in the versions of the nodes of jobs; up to 64 bytes, no secret."""
         self._coordinator_id = coordinator_id
         self._version = version
         self._protocol = protocol
         self._lease_s = lease_s
         self._now = now
         self._clock = 0.0
-        self._nodes: dict[str, NodeRecord] = {}
-        self._jobs = _restored(records, now, deadline=lease_s)
+        self._makers = Makers(lease_s)
+        self._jobs = restored(records, now, lease_s, self._makers)
+        self._nodes = Nodes(self._jobs, self._makers, salt, lease_s)
         self._writes: list[Write] = []
 
     def decide(self, event: Event, now: float) -> Decision:
         """The decision for this event at this time: an answer or a refusal, and what to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
         self._now = now
+        self._makers.settle(self._clock)
         self._writes = []
         try:
             answer = self._answer(event)
@@ -120,6 +128,8 @@ class CoordinatorState:
                 return self._leave(event)
             case StatusRequest():
                 return self._status(event)
+            case LedgerRequest():
+                return view.ledger(event.job_id, self._jobs)
             case Tick():
                 self._tick()
                 return None
@@ -127,12 +137,16 @@ class CoordinatorState:
     # -- nodes -----------------------------------------------------------------------------------
 
     def _register(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
-        refusals.check_node(request)
-        refusal = refusals.version_mismatch(request, self._version, self._protocol)
+        self._check(request)
+        node = NodeRecord(request, self._now, is_short=not request.worker_count)
+        self._nodes.heard(node, self._clock)
+        return RegisterNodeResponse(self._lease_s, self._coordinator_id)
+
+    def _check(self, node: RegisterNodeRequest) -> None:
+        refusals.check_node(node)
+        refusal = refusals.version_mismatch(node, self._version, self._protocol)
         if refusal is not None:
             raise refusal
-        self._nodes[request.node_id] = NodeRecord(request, self._now)
-        return RegisterNodeResponse(self._lease_s, self._coordinator_id)
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -141,13 +155,17 @@ class CoordinatorState:
         roster = self._jobs.get(request.job_id)
         if roster is None:
             job = _first_generation(request, self._now)
-            roster = self._jobs[request.job_id] = Roster(job, self._now)
+            roster = self._jobs[request.job_id] = Roster(job, self._now, self._makers)
             self._writes += roster.begin(job, self._now)
         else:
             self._expire(roster)
             self._admit(roster, request)
         self._seat(roster, request)
-        return JoinResponse(roster.job.generation, self._lease_s)
+        self._nodes.want_makers(request.node_id, (request.job_id,), self._clock)
+        # Further members of a node would make a launch of n nodes cost n^2 for each of them.
+        is_first = roster.neighbours.has_one_of(request.node_id)
+        nodes = self._nodes.of(roster, self._clock) if is_first else None
+        return JoinResponse(roster.job.generation, self._lease_s, nodes)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""
@@ -199,11 +217,8 @@ class CoordinatorState:
         shown = {one.member_id: one for one in (*first, *roster.joined_first(layout.ROWS_MAX))}
         members = list(shown.values())[: layout.ROWS_MAX]
         digest = roster.job.spec.digest()
-        return layout.who_said_what(request, members, digest, self._host_of, roster.joined_count)
-
-    def _host_of(self, node_id: str) -> str:
-        node = self._nodes.get(node_id)
-        return node.request.host or node_id if node is not None else node_id
+        hosts = self._nodes.host_of
+        return layout.who_said_what(request, members, digest, hosts, roster.joined_count)
 
     def _refresh(self, roster: Roster, member: Member) -> None:
         known = roster.members[member.member_id]
@@ -215,17 +230,25 @@ class CoordinatorState:
 
     def _heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         refusals.check_heartbeat(request)
-        self._register(request.node)
+        self._check(request.node)
         node_id = request.node.node_id
-        self._nodes[node_id] = NodeRecord(
+        node = NodeRecord(
             request.node,
             self._now,
             request.stores_away,
             request.loop_holds,
             request.longest_hold_s,
             request.reads,
+            request.known,
+            is_short=request.is_short or not request.node.worker_count,
         )
-        return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
+        self._nodes.heard(node, self._clock)
+        verdicts = tuple(self._renew(node_id, one) for one in request.members)
+        renewed = [one.error is None for one in verdicts]
+        jobs = dict.fromkeys(one.job_id for one in itertools.compress(request.members, renewed))
+        self._nodes.want_makers(node_id, jobs, self._clock)
+        told, left = self._nodes.news(request, jobs, self._clock)
+        return HeartbeatResponse(verdicts, told, left)
 
     def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:
         roster = self._jobs.get(progress.job_id)
@@ -247,6 +270,8 @@ class CoordinatorState:
         if reported > (roster.job.epoch, roster.job.cursor):
             roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
             self._writes.append(Keep(roster.job))
+        if member.phase is Phase.JOINED:
+            self._writes += roster.ledger.reading(roster.job, progress, member.node_id, self._now)
         if reported < (member.epoch, member.cursor):
             return member
         return replace(
@@ -292,9 +317,7 @@ class CoordinatorState:
             if roster.is_idle and self._now - roster.job.active_at > JOB_KEPT_S:
                 self._writes += roster.remove()
                 del self._jobs[job_id]
-        for node_id, node in list(self._nodes.items()):
-            if self._now - node.seen_at > NODE_KEPT_S:
-                del self._nodes[node_id]
+        self._nodes.forget_silent(self._now)
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -304,7 +327,8 @@ class CoordinatorState:
             version=self._version,
             coordinator_id=self._coordinator_id,
             rosters=self._jobs,
-            nodes=self._nodes.values(),
+            nodes=self._nodes.records.values(),
+            nodes_of=lambda roster: self._nodes.of(roster, self._clock),
             clock=self._clock,
             now=self._now,
         )
@@ -321,6 +345,9 @@ def _first_generation(request: JoinRequest, now: float) -> Job:
         incarnation=request.incarnation,
         active_at=now,
         pixels=request.pixels,
+        urls=request.urls,
+        format=request.format,
+        identity=request.identity,
     )
 
 
@@ -335,23 +362,3 @@ def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
     if request.topology.dp_size != job.dp_size:
         found.append(("dp_size", str(job.dp_size), str(request.topology.dp_size)))
     return found
-
-
-def _restored(records: Iterable[Record], now: float, deadline: float) -> dict[str, Roster]:
-    """The jobs of a store. Every member with a place keeps it for a full lease from now on."""
-    jobs: dict[str, Job] = {}
-    members: dict[str, list[Member]] = {}
-    incarnations: dict[str, list[Incarnation]] = {}
-    for record in records:
-        match record:
-            case Job():
-                jobs[record.job_id] = record
-            case Member():
-                leased = replace(record, deadline=deadline)
-                members.setdefault(record.job_id, []).append(leased)
-            case Incarnation():
-                incarnations.setdefault(record.job_id, []).append(record)
-    return {
-        job_id: Roster(job, now, incarnations.get(job_id, ()), members.get(job_id, ()))
-        for job_id, job in jobs.items()
-    }

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import sqlite3
+import types
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -28,6 +29,7 @@ from dataplane.coordinator.records import (
     Incarnation,
     Job,
     Keep,
+    LedgerRecord,
     Member,
     Record,
     Write,
@@ -49,10 +51,16 @@ CREATE TABLE members (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
 CREATE TABLE incarnations (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
                            PRIMARY KEY (job, name)) WITHOUT ROWID;
 """
+# Tables that came later: an older release leaves them alone.
+_LATER_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ledger (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
+                                   PRIMARY KEY (job, name)) WITHOUT ROWID;
+"""
 _TABLES: dict[type[Record], str] = {
     Job: "jobs",
     Member: "members",
     Incarnation: "incarnations",
+    LedgerRecord: "ledger",
 }
 
 
@@ -148,6 +156,7 @@ class JobStore:
                     expected=SCHEMA_VERSION,
                     found=version,
                 )
+            self._db.execute(_LATER_SCHEMA)
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise self._damaged(str(verdict))
@@ -252,6 +261,8 @@ def _restored(hint: Any, plain: Any) -> Any:
     """The value of this type, from its JSON form `plain`: Structs and dataclasses are objects,
     tuples lists, and enums their values.
     """
+    if isinstance(hint, types.UnionType):  # a value or None
+        return None if plain is None else _restored(typing.get_args(hint)[0], plain)
     if isinstance(hint, type) and (issubclass(hint, Struct) or is_dataclass(hint)):
         hints = _hints(hint)
         return hint(**{name: _restored(hints[name], part) for name, part in plain.items()})

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import ConfigError
-from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, StatusResponse
+from dataplane.rpc.membership import (
+    JobNodes,
+    JobStatus,
+    LedgerResponse,
+    MemberStatus,
+    NodeStatus,
+    StatusResponse,
+)
 
 _SHOWN_MAX = 10
 
@@ -21,6 +28,7 @@ def status(
     coordinator_id: str,
     rosters: Mapping[str, Roster],
     nodes: Iterable[NodeRecord],
+    nodes_of: Callable[[Roster], JobNodes | None],
     clock: float,
     now: float,
 ) -> StatusResponse:
@@ -28,22 +36,43 @@ def status(
 
     Raises:  ConfigError: no job has that name.
     """
-    if job_id and job_id not in rosters:
-        known = ", ".join(sorted(rosters)[:_SHOWN_MAX]) or "none"
-        more = f" and {len(rosters) - _SHOWN_MAX} more" if len(rosters) > _SHOWN_MAX else ""
-        raise ConfigError(f"no job is called {job_id!r}; there are: {known}{more}", job=job_id)
-    chosen = [rosters[job_id]] if job_id else [rosters[name] for name in sorted(rosters)]
+    chosen = [named(job_id, rosters)] if job_id else [rosters[name] for name in sorted(rosters)]
     return StatusResponse(
         version=version,
         coordinator_id=coordinator_id,
-        jobs=tuple(_job(roster, clock) for roster in chosen),
+        jobs=tuple(_job(roster, nodes_of(roster), clock) for roster in chosen),
         nodes=tuple(
             _node(node, now) for node in sorted(nodes, key=lambda node: node.request.node_id)
         ),
     )
 
 
-def _job(roster: Roster, clock: float) -> JobStatus:
+def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
+    """A job's ledger.
+
+    Raises:  ConfigError: no job has that name.
+    """
+    roster = named(job_id, rosters)
+    job = roster.job
+    return LedgerResponse(
+        job.job_id, job.urls, job.format, job.spec, job.sample_count, job.dp_size, job.epoch,
+        job.cursor, job.identity, tuple(roster.ledger.entries),
+    )  # fmt: skip
+
+
+def named(job_id: str, rosters: Mapping[str, Roster]) -> Roster:
+    """The job of this name.
+
+    Raises:  ConfigError: there is none.
+    """
+    if job_id not in rosters:
+        known = ", ".join(sorted(rosters)[:_SHOWN_MAX]) or "none"
+        more = f" and {len(rosters) - _SHOWN_MAX} more" if len(rosters) > _SHOWN_MAX else ""
+        raise ConfigError(f"no job is called {job_id!r}; there are: {known}{more}", job=job_id)
+    return rosters[job_id]
+
+
+def _job(roster: Roster, told: JobNodes | None, clock: float) -> JobStatus:
     job = roster.job
     members = sorted(roster.members.values(), key=lambda one: (one.topology.rank, one.order))
     return JobStatus(
@@ -59,6 +88,8 @@ def _job(roster: Roster, clock: float) -> JobStatus:
         members=tuple(_member(member, clock) for member in members),
         epoch=job.epoch,
         cursor=job.cursor,
+        nodes=() if told is None else told.nodes,
+        nodes_version=0 if told is None else told.version,
     )
 
 
@@ -89,5 +120,6 @@ def _node(node: NodeRecord, now: float) -> NodeStatus:
     away = tuple(replace(one, away_s=one.away_s + silent_s) for one in node.stores_away)
     return NodeStatus(
         asked.node_id, asked.host, asked.pid, asked.version, silent_s, away,
-        node.loop_holds, node.longest_hold_s, node.reads,
+        node.loop_holds, node.longest_hold_s, node.reads, asked.data_address, node.known,
+        asked.worker_count, node.is_short,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A fetcher: a process that reads ranges of shards from object stores into the node's arenas.
+"""A fetcher: a process that reads ranges of shards from object stores, and slabs from makers, into
+the node's arenas.
 
 Reading from a store takes processor time, most of it for TLS, in threads that share one interpreter
 lock. In processes of their own they take none of the node's time, and as many processors as the
@@ -12,7 +13,8 @@ Invariants:
 3. Each read ends with one message, whatever the store raises.
 4. A read that takes much longer than others is asked for a second time, over another connection
    and into other memory. The first answer counts (`store/race.py`). Nothing is asked for again
-   while a store does not answer or has asked to slow down.
+   while a store does not answer or has asked to slow down. The second request always goes to the
+   store, also if the first one went to a neighbour.
 5. It exits when its socket closes, so fetchers do not outlive their node.
 """
 
@@ -34,10 +36,17 @@ from functools import partial
 from msgspec import Struct, field
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, PeerLost, StoreError
+from dataplane.config import PeerTls
+from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
+from dataplane.fetcher.neighbours import NeighbourReads
+from dataplane.fetcher.slabs import MadeSlabs
 from dataplane.machine import collect_rarely
+from dataplane.model import BlockForm
+from dataplane.neighbours.line_tls import LineTls
+from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches, local, tasks
 
 # Imported here, so that the fork server does it once for all fetchers.
@@ -63,15 +72,27 @@ class _Read(Struct, eq=False):
 
     order: fetches.ReadRange
     race: Race = field(default_factory=Race)
+    started: float = math.inf
     began: float = math.inf
+    """The request that is under way: to the neighbour, or to the store."""
+    is_asking: bool = False
+    """Whether that is to the neighbour."""
     is_hedged: bool = False
+    answer: Answer | None = None
+    """The neighbour's, if it ends the first request."""
+    store_reads: int = 0
 
 
 class Reads:
     """The reads of this process. `make_stores` gets what the stores report to."""
 
     def __init__(
-        self, sock: socket.socket, arenas: dict[int, Arena], make_stores: MakeStores
+        self,
+        sock: socket.socket,
+        arenas: dict[int, Arena],
+        make_stores: MakeStores,
+        kept_folder: str = "",
+        tls: PeerTls | None = None,
     ) -> None:
         self._sock = sock
         self._arenas = arenas
@@ -79,6 +100,10 @@ class Reads:
         self._threads = ThreadPoolExecutor(READS_MAX, "dataplane-fetch")
         self._hedges = ThreadPoolExecutor(_HEDGES_MAX, "dataplane-hedge")
         self._hedging = Hedging()
+        line_tls = None if tls is None else LineTls(tls)
+        self._neighbours = NeighbourReads(line_tls)
+        self._slabs = MadeSlabs(self._tell, line_tls)
+        self._disk = Disk(kept_folder, arenas[tasks.BLOCK_ARENA], self._tell)
         self._lock = threading.Lock()
         self._reading: dict[int, _Read] = {}
         self._trouble: dict[str, str] = {}
@@ -95,20 +120,27 @@ class Reads:
         looked = 0.0
         while True:
             with self._lock:
-                is_idle = not self._reading and not self._trouble
+                is_idle = not self._reading and not self._trouble and self._slabs.is_idle
+            is_idle = is_idle and self._disk.is_idle
             is_asked = bool(poll.poll(None if is_idle else _LOOK_S * 1000))
             if (now := time.monotonic()) - looked >= _LOOK_S:
                 looked = now
                 self._look()
+                self._slabs.look(now)
+                self._disk.look()
             if is_asked:
-                self._begin(local.receive(self._sock, fetches.ToFetcher)[0].body)
+                said, descriptors = local.receive(self._sock, fetches.ToFetcher)
+                self._begin(said.body, *descriptors)
 
     def close(self) -> None:
         """Wait for the reads that are under way."""
         self._threads.shutdown()
         self._hedges.shutdown()
+        self._disk.close()
+        self._neighbours.close()
+        self._slabs.close()
 
-    def _begin(self, body: fetches.ToFetcherBody) -> None:
+    def _begin(self, body: fetches.ToFetcherBody, *descriptors: int) -> None:
         if isinstance(body, fetches.ReadRange):
             read = _Read(body)
             with self._lock:
@@ -116,6 +148,14 @@ class Reads:
             self._threads.submit(self._serve, read)
         elif isinstance(body, fetches.CopyPreamble):
             self._threads.submit(self._serve_copy, body)
+        elif isinstance(body, fetches.DiskBody):
+            self._disk.begin(body)
+        elif isinstance(body, fetches.ReadSlab):
+            self._slabs.begin(body)
+        elif isinstance(body, fetches.AttachDelivery):
+            self._slabs.attach(body.arena_id, *descriptors)
+        elif isinstance(body, fetches.DetachDelivery):
+            self._slabs.detach(body.arena_id)
         elif isinstance(body, fetches.StorePause):
             pause = Pause(body.store, body.level, body.left_s)
             self._note(pause)
@@ -124,21 +164,45 @@ class Reads:
     def _serve(self, read: _Read) -> None:
         """In a thread: make a read, and report its end, unless a second request did."""
         order = read.order
-        read.began = time.monotonic()
+        read.started = read.began = time.monotonic()
         arena = self._arenas[order.arena_id]
 
         def work() -> None:
             for target in order.targets:
                 arena.prepare(target.into.offset, target.into.length)
             with contextlib.ExitStack() as views, raced(read.race):
-                self._fill(order, *_parts(order, arena, views))
+                parts = [*_parts(order, arena, views)]
+                if order.neighbour is None or not self._ask(read, order.neighbour, parts[0]):
+                    self._fill(read, *parts)
 
         try:
             error = _outcome(order.url, work)
             read.race.claim()
         except EndedEarlyError:
             return
-        self._ended(read, error)
+        self._ended(read, error, read.answer)
+
+    def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: memoryview) -> bool:
+        """Whether the neighbour's answer ends this read; if not, the store is to be read.
+
+        Raises:  NeighbourGone: only a neighbour has these bytes.
+        """
+        read.is_asking = True
+        try:
+            answer = self._neighbours.read(neighbour, into, read.race)
+        except NeighbourGone:
+            if neighbour.form is BlockForm.DECODED:
+                raise
+            return False
+        finally:
+            read.began, read.is_asking = time.monotonic(), False
+        if answer.outcome is not Outcome.REFUSED:
+            read.answer = answer
+            return True
+        if neighbour.form is BlockForm.DECODED:
+            who = neighbour.node_id
+            raise NeighbourGone(f"the node {who} refused the decoded block", peer=who)
+        return False
 
     def _serve_copy(self, order: fetches.CopyPreamble) -> None:
         error = _outcome("a preamble", partial(self._copy, order))
@@ -150,7 +214,7 @@ class Reads:
         """
         order = read.order
         body = memoryview(bytearray(order.length))
-        if _outcome(order.url, lambda: self._fill(order, body)) is not None:
+        if _outcome(order.url, lambda: self._fill(read, body)) is not None:
             return  # the first request will report why
         try:
             is_first = read.race.overtake(_END_S)
@@ -161,16 +225,32 @@ class Reads:
                 copy_into(body, *_parts(order, self._arenas[order.arena_id], views))
             self._ended(read, None)
 
-    def _ended(self, read: _Read, error: DataplaneError | None) -> None:
-        took_s, length = time.monotonic() - read.began, read.order.length
+    def _ended(
+        self, read: _Read, error: DataplaneError | None, answer: Answer | None = None
+    ) -> None:
+        """It is over. `answer` is the neighbour's, if the bytes do not come from the store."""
+        now, length = time.monotonic(), read.order.length
         with self._lock:
             del self._reading[read.order.number]
-            if error is None:
-                self._hedging.ended(length, took_s)
-        cpu_s, hedged_bytes = time.process_time(), length if read.is_hedged else 0
-        self._tell(fetches.ReadEnded(read.order.number, error, took_s, cpu_s, hedged_bytes))
+            if error is None and answer is None:
+                self._hedging.ended(length, now - read.began)
+        given = answer is not None and answer.outcome is Outcome.GIVEN
+        self._tell(
+            fetches.ReadEnded(
+                read.order.number,
+                error,
+                now - read.started,
+                time.process_time(),
+                hedged_bytes=max(0, read.store_reads - (answer is None)) * length,
+                neighbour_bytes=length if given else 0,
+                decoded_bytes=answer.length if answer is not None and not given else 0,
+            )
+        )
 
-    def _fill(self, order: fetches.ReadRange, *into: memoryview) -> None:
+    def _fill(self, read: _Read, *into: memoryview) -> None:
+        order = read.order
+        with self._lock:
+            read.store_reads += 1
         fill(self._stores.connect(order.url), order.url, order.offset, order.etag, *into)
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
@@ -202,12 +282,15 @@ class Reads:
                 self._hedges.submit(self._hedge, read)
 
     def _is_to_hedge(self, read: _Read, now: float) -> bool:
-        length = read.order.length
+        length, neighbour = read.order.length, read.order.neighbour
+        if read.is_hedged or now < self._slow_until:
+            return False
+        if neighbour is not None and read.is_asking:
+            is_raw = neighbour.form is BlockForm.RAW
+            return is_raw and self._neighbours.is_to_hedge(neighbour, length, read.began, now)
         with self._lock:
             is_late = now - read.began >= self._hedging.late_s(length)
-            if read.is_hedged or not is_late or now < self._slow_until:
-                return False
-            return self._hedging.spend(length)
+            return is_late and self._hedging.spend(length)
 
     def _observe(self, outage: Outage) -> None:
         seen = (outage.store, outage.since, outage.error, outage.asked, outage.until)
@@ -268,8 +351,8 @@ def run(sock: socket.socket) -> None:
         ids = (tasks.BLOCK_ARENA, tasks.PREAMBLE_ARENA)
         arenas = {
             number: Arena.attach(fd, os.fstat(fd).st_size)
-            for number, fd in zip(ids, descriptors, strict=True)
-        }
+            for number, fd in zip(ids, descriptors, strict=False)
+        }  # the third one is the lock of the folder of blocks on disk, held as long as this process
 
         def stores(observe: Observe, share: Share) -> Stores:
             policy = None
@@ -281,7 +364,7 @@ def run(sock: socket.socket) -> None:
                 start.budget_s, start.request_timeout_s, observe, share=share, policy=policy
             )
 
-        reads = Reads(sock, arenas, stores)
+        reads = Reads(sock, arenas, stores, start.kept_folder, start.tls)
         if start.store:
             reads.prepare(start.store)
         reads.serve()

@@ -41,7 +41,7 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head
-from dataplane.formats.source import PROBE_BYTES, Memory, Source, Window
+from dataplane.formats.source import PROBE_BYTES, ByteSource, Memory, Window
 from dataplane.formats.splice import spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
@@ -75,7 +75,7 @@ class ArrowIpc:
         window = Window(shard)
         start = bytes(window.view(0, 512))
         footer: ArrowFooter | None = None
-        source: Source = window
+        source: ByteSource = window
         if start.startswith(MAGIC):
             footer = file_footer(shard)
             source = read_together(shard, window, footer)

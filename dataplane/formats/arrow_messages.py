@@ -19,7 +19,7 @@ from dataplane.formats.flatbuf import (
     footer_is_big_endian,
     message_head,
 )
-from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, Parts, Source, Window
+from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, ByteSource, Parts, Window
 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
@@ -100,7 +100,7 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
         )
 
 
-def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> Source:
+def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> ByteSource:
     """The metadata of large record batches, read in parallel: the latency of each read equals the
     transfer time of a MiB.
     """
@@ -112,7 +112,7 @@ def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> So
     return Parts(shard, window, [*places, (mark, end - mark)])
 
 
-def messages_of(source: Source, at: int, end: int, *, file: bool) -> Iterator[Message]:
+def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterator[Message]:
     """The messages between two offsets, up to the end-of-stream mark.
 
     Raises:  CorruptShard: damaged, truncated, or more data after the mark.
@@ -158,7 +158,7 @@ def messages_of(source: Source, at: int, end: int, *, file: bool) -> Iterator[Me
         )
 
 
-def whole_messages(source: Source, at: int, end: int) -> Iterator[Message]:
+def whole_messages(source: ByteSource, at: int, end: int) -> Iterator[Message]:
     """The messages of a piece that may end without a mark."""
     for message in messages_of(source, at, end, file=True):
         yield message

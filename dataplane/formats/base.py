@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 from msgspec import Struct
@@ -61,6 +61,20 @@ class ShardIndex(Struct, frozen=True):
     preamble: Region
     zero_copy: bool
     nulls: Sequence[int] = ()
+
+
+class ColumnBounds(Struct, frozen=True):
+    """What a shard says about the values of a column in one of its blocks. The values that are
+    neither null nor NaN lie from `lowest` to `highest`, which are themselves among them if they are
+    exact. None: unknown.
+    """
+
+    rows: int
+    null_count: int | None = None
+    lowest: Any = None
+    highest: Any = None
+    is_exact: bool = False
+    may_be_nan: bool = False
 
 
 class RawBlock(Struct, frozen=True):

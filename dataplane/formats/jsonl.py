@@ -39,8 +39,8 @@ from dataplane.formats.jsonnulls import from_parser, parser_type
 from dataplane.formats.nulls import counted
 from dataplane.formats.source import (
     BLOCK_BYTES,
+    ByteSource,
     Inflated,
-    Source,
     Window,
     block_source,
     holds_compressed,
@@ -74,7 +74,7 @@ class JsonLines:
         require_bytes(shard.url, shard.size_bytes, "JSON lines")
         window = Window(shard)
         compressed = is_compressed(bytes(window.view(0, 4)))
-        source: Source = Inflated(shard) if compressed else window
+        source: ByteSource = Inflated(shard) if compressed else window
         schema, sample = _sampled(source)
         blocks = tuple(_blocks(source))
         is_whole = sample.num_rows == sum(block.rows for block in blocks)
@@ -111,7 +111,7 @@ class JsonLines:
             return batch_of(arrays, schema, columns, block.rows)
 
 
-def _blocks(source: Source) -> Iterator[Block]:
+def _blocks(source: ByteSource) -> Iterator[Block]:
     """Runs of lines. Looks only at the places of newlines, and skips lines without content.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
@@ -154,7 +154,7 @@ def _block(rows: int, start: int, end: int) -> Block:
     return Block(rows, Region(start, end - start), GROWTH * (end - start) + ROW_BYTES * rows)
 
 
-def _sampled(source: Source) -> tuple[pa.Schema, pa.Table]:
+def _sampled(source: ByteSource) -> tuple[pa.Schema, pa.Table]:
     """The schema, and the first lines, from which it is inferred."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)

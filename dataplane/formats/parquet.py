@@ -11,13 +11,13 @@ Source:  https://parquet.apache.org/docs/file-format/
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
+from dataplane.formats.base import Block, ColumnBounds, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
     check_rows,
@@ -27,6 +27,7 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.parquet_bounds import bounds_of
 from dataplane.formats.parquet_facts import (
     BYTES,
     COLUMN_COUNT,
@@ -84,6 +85,13 @@ class Parquet:
             nulls = array("q", counter.counts(schema).tobytes())
         relaxed = dataset_schema(schema, shard.url)
         return ShardIndex(relaxed, blocks, footer, zero_copy=False, nulls=nulls)
+
+    def column_bounds(
+        self, url: str, preamble: memoryview, blocks: Sequence[int], names: Sequence[str]
+    ) -> list[Mapping[str, ColumnBounds]]:
+        """What the footer says about columns of these blocks of a shard."""
+        with foreign_faults(url, 0, "the Parquet footer is damaged"):
+            return bounds_of(_footers.of(url, preamble), blocks, names)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""

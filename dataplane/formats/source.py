@@ -28,7 +28,7 @@ PROBE_BYTES = 64 << 10
 _READS_AT_ONCE = 8
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes by offset, read forward: an offset never lies before that of an earlier view."""
 
     @property
@@ -51,7 +51,7 @@ class Window:
         return self._shard.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`; any order of offsets works, a forward one is fast."""
+        """As `ByteSource.view`; any order of offsets works, a forward one is fast."""
         length = max(0, min(length, self._shard.size_bytes - offset))
         end = self._start + len(self._held)
         if length and not self._start <= offset <= offset + length <= end:
@@ -83,7 +83,7 @@ class Parts:
         return self._rest.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`."""
+        """As `ByteSource.view`."""
         length = max(0, min(length, self._size - offset))
         part = bisect.bisect_right(self._starts, offset) - 1
         if part >= 0:
@@ -122,7 +122,7 @@ class Memory:
         return len(self._body)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`."""
+        """As `ByteSource.view`."""
         at = max(0, offset - self._base)
         return self._body[at : at + max(0, length)]
 
@@ -141,7 +141,7 @@ class Inflated:
         return self._url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`; drops the bytes before `offset`."""
+        """As `ByteSource.view`; drops the bytes before `offset`."""
         self._forget(offset)
         while self._start + len(self._held) < offset + length:
             piece = next(self._pieces, None)

@@ -31,9 +31,9 @@ from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
 from dataplane.formats.source import (
     BLOCK_BYTES,
+    ByteSource,
     Inflated,
     Memory,
-    Source,
     Window,
     block_source,
     holds_compressed,
@@ -72,7 +72,7 @@ class Tar:
         require_bytes(shard.url, shard.size_bytes, "tar")
         window = Window(shard)
         compressed = is_compressed(bytes(window.view(0, 4)))
-        source: Source = Inflated(shard) if compressed else window
+        source: ByteSource = Inflated(shard) if compressed else window
         head = Memory(shard.url, source.view(0, BLOCK_BYTES), 0)
         fields: dict[str, bool] = {}
         blocks: list[Block] = []
@@ -113,7 +113,7 @@ class Tar:
         return batch_of(arrays, schema, columns, block.rows)
 
 
-def samples(source: Source, at: int, end: int | None) -> Iterator[Sample]:
+def samples(source: ByteSource, at: int, end: int | None) -> Iterator[Sample]:
     """The samples of an archive, or of one block of it.
 
     Raises:  CorruptShard: as `members`, and if a sample has one field twice.

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dataplane.errors import CorruptShard
 from dataplane.formats.faults import corrupt, describe
-from dataplane.formats.source import Source
+from dataplane.formats.source import ByteSource
 
 RECORD = 512
 # Extended headers hold names; a megabyte is too long for a name.
@@ -45,7 +45,7 @@ class _Header(Struct, frozen=True):
     size: int
 
 
-def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
+def members(source: ByteSource, at: int, end: int | None) -> Iterator[TarMember]:
     """The regular files from `at` on, up to `end`, or up to the end mark if `end` is None.
 
     Raises:  CorruptShard: a header's checksum is wrong, a member does not fit, or no end mark.
@@ -93,7 +93,7 @@ def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
         start, extended = at, {}
 
 
-def _check_fits(source: Source, at: int, end: int, name: bytes) -> None:
+def _check_fits(source: ByteSource, at: int, end: int, name: bytes) -> None:
     """The member's last byte must be present; its padding may be missing only at the end."""
     if not len(source.view(end - 1, 1)):
         raise corrupt(
@@ -105,7 +105,7 @@ def _check_fits(source: Source, at: int, end: int, name: bytes) -> None:
         )
 
 
-def _check_padding(source: Source, at: int) -> None:
+def _check_padding(source: ByteSource, at: int) -> None:
     """Only zeros may follow the end mark: members after it would never be read."""
     rest = bytes(source.view(at, PADDING_BYTES_MAX))
     if rest.strip(b"\0"):
@@ -152,7 +152,7 @@ def _number(field: bytes) -> int:
     return int(digits, 8) if digits else 0
 
 
-def _extended(source: Source, header: _Header, body: int) -> dict[str, bytes]:
+def _extended(source: ByteSource, header: _Header, body: int) -> dict[str, bytes]:
     """What a pax or GNU extended header says about the next member."""
     if header.size > EXTENDED_BYTES_MAX:
         raise corrupt(

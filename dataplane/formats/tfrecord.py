@@ -34,9 +34,9 @@ from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
 from dataplane.formats.source import (
     BLOCK_BYTES,
+    ByteSource,
     Inflated,
     Memory,
-    Source,
     Window,
     block_source,
     holds_compressed,
@@ -67,7 +67,7 @@ class TfRecord:
         require_bytes(shard.url, shard.size_bytes, "TFRecord")
         window = Window(shard)
         compressed = _is_compressed(window.view(0, HEADER_BYTES))
-        source: Source = Inflated(shard) if compressed else window
+        source: ByteSource = Inflated(shard) if compressed else window
         sample = _sampled(source)
         schema, growth = sample.schema, sample.growth
         blocks: list[Block] = []
@@ -127,7 +127,7 @@ def _has_right_length(header: memoryview) -> bool:
 
 
 def _records(
-    source: Source, at: int, end: int | None, number: int = 0
+    source: ByteSource, at: int, end: int | None, number: int = 0
 ) -> Iterator[tuple[int, int]]:
     """The place of each payload; `end` is None if it is not known yet. The first record has number
     `number`.
@@ -172,7 +172,7 @@ def _records(
         number += 1
 
 
-def _check_payload(source: Source, at: int, stop: int) -> None:
+def _check_payload(source: ByteSource, at: int, stop: int) -> None:
     record = source.view(at, stop - at + TRAILER_BYTES)
     found = int.from_bytes(record[-TRAILER_BYTES:], "little")
     computed = _masked_crc(record[:-TRAILER_BYTES])
@@ -222,7 +222,7 @@ class _Sample(Struct, frozen=True):
         return found
 
 
-def _sampled(source: Source) -> _Sample:
+def _sampled(source: ByteSource) -> _Sample:
     """The facts from the first block's records."""
     head = source.view(0, BLOCK_BYTES)
     kinds: dict[bytes, int] = {}

@@ -31,6 +31,7 @@ from dataplane.errors import CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.source import read_in_threads
+from dataplane.index.block_counts import counts_of
 from dataplane.index.journal import encode_index
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -168,20 +169,25 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
         else:
             shard = _AskedShard(sock, order.task, body.url, body.size_bytes, body.parts)
             asked[order.task] = shard
-        threads.submit(_index, shard, body.format)
+        threads.submit(_index, shard, body)
 
 
-def _index(shard: _AskedShard | _LocalShard, format_name: str) -> None:
+def _index(shard: _AskedShard | _LocalShard, order: tasks.IndexShard | tasks.CountRows) -> None:
     try:
-        for body in _outcome(shard, format_name):
+        for body in _outcome(shard, order):
             local.send(shard.sock, tasks.FromIndexer(shard.task, body))
     except PeerLost:
         os._exit(0)
 
 
-def _outcome(shard: _AskedShard | _LocalShard, format_name: str) -> Iterator[tasks.FromIndexerBody]:
+def _outcome(
+    shard: _AskedShard | _LocalShard, order: tasks.IndexShard | tasks.CountRows
+) -> Iterator[tasks.FromIndexerBody]:
     try:
-        wire = encode_index(registry.by_name(format_name).index(shard))
+        if isinstance(order, tasks.CountRows):
+            wire = counts_of(shard, order)
+        else:
+            wire = encode_index(registry.by_name(order.format).index(shard))
         for at in range(0, len(wire), PART_BYTES):
             is_last = at + PART_BYTES >= len(wire)
             yield tasks.ShardIndexed(wire[at : at + PART_BYTES], more=not is_last)
@@ -195,7 +201,8 @@ def _outcome(shard: _AskedShard | _LocalShard, format_name: str) -> Iterator[tas
         if is_out_of_memory(error):
             yield tasks.OutOfMemory()
         else:
-            what = f"{shard.url}: cannot be indexed: {type(error).__name__}: {error}"
+            done = "indexed" if isinstance(order, tasks.IndexShard) else "counted"
+            what = f"{shard.url}: cannot be {done}: {type(error).__name__}: {error}"
             yield CorruptShard(what, shard=shard.url)
 
 

@@ -24,6 +24,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -99,7 +100,7 @@ class IndexJournal:
             if self._log is None:
                 flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
                 self._log = os.open(self._log_path, flags, 0o600)
-            _write(self._log, self._frames.of(key, index))
+            write_all(self._log, self._frames.of(key, index))
 
     def finish(
         self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
@@ -112,7 +113,7 @@ class IndexJournal:
             publish(self._folder / f"{key}.manifest", manifest.to_bytes())
             for path in {*self._found, self._log_path} - {kept}:
                 path.unlink(missing_ok=True)
-            manifests = sorted(self._folder.glob("*.manifest"), key=_written_at, reverse=True)
+            manifests = sorted(self._folder.glob("*.manifest"), key=written_at, reverse=True)
             for path in manifests[MANIFESTS_KEPT:]:
                 path.unlink(missing_ok=True)
 
@@ -125,7 +126,7 @@ class IndexJournal:
     def _sweep(self) -> None:
         """Remove files that a process killed during publishing may have left."""
         for path in self._folder.glob(".*.tmp"):
-            if time.time() - _written_at(path) > STALE_S:
+            if time.time() - written_at(path) > STALE_S:
                 path.unlink(missing_ok=True)
 
 
@@ -142,7 +143,8 @@ def cache_faults(folder: Path) -> Iterator[None]:
         ) from fault
 
 
-def _written_at(path: Path) -> float:
+def written_at(path: Path) -> float:
+    """When a file was last written; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -176,7 +178,7 @@ class _Frames:
             self._last = (index.schema, name)
             if name not in self._written:
                 self._written.add(name)
-                frames = _frame({"schema": name}, schema)
+                frames = frame({"schema": name}, schema)
         return frames + _shard_frame(key, index, self._last[1])
 
 
@@ -194,23 +196,26 @@ def _shard_frame(key: str, index: ShardIndex, schema_name: str) -> bytes:
     }
     columns = b"".join(np.array(block.columns, "<i8").tobytes() for block in index.blocks)
     nulls = np.array(index.nulls, "<i8").tobytes()
-    return _frame(facts, table.tobytes() + columns + nulls)
+    return frame(facts, table.tobytes() + columns + nulls)
 
 
-def _frame(facts: Mapping[str, object], body: bytes) -> bytes:
+def frame(facts: Mapping[str, object], body: bytes) -> bytes:
+    """A frame of a log: these facts, which are plain values, and bytes."""
     header = json.dumps(facts, separators=(",", ":")).encode()
     payload = _HEADER.pack(len(header)) + header + body
     return _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
 
 
-def _frames(content: bytes) -> Iterator[bytes]:
+def frames_in(content: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The facts and the bytes of each frame, up to the first that is torn or damaged."""
     at = 0
     while at + _FRAME.size <= len(content):
         length, crc = _FRAME.unpack_from(content, at)
         payload = content[at + _FRAME.size : at + _FRAME.size + length]
         if len(payload) < length or google_crc32c.value(payload) != crc:
             return
-        yield payload
+        end = _HEADER.size + _HEADER.unpack_from(payload)[0]
+        yield json.loads(payload[_HEADER.size : end]), payload[end:]
         at += _FRAME.size + length
 
 
@@ -223,9 +228,7 @@ def _schema(serialised: bytes) -> pa.Schema:
 def _read_log(content: bytes) -> dict[str, ShardIndex]:
     schemas: dict[str, pa.Schema] = {}
     found: dict[str, ShardIndex] = {}
-    for payload in _frames(content):
-        end = _HEADER.size + _HEADER.unpack_from(payload)[0]
-        facts, body = json.loads(payload[_HEADER.size : end]), payload[end:]
+    for facts, body in frames_in(content):
         if "schema" in facts:
             schemas[facts["schema"]] = _schema(body)
             continue
@@ -247,7 +250,8 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
     return found
 
 
-def _write(fd: int, content: bytes) -> None:
+def write_all(fd: int, content: bytes) -> None:
+    """Write it to a file, however often that takes."""
     view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
@@ -265,7 +269,7 @@ def publish(path: Path, content: bytes) -> None:
             raise
         return _publish_named(path, content)
     try:
-        _write(fd, content)
+        write_all(fd, content)
         path.unlink(missing_ok=True)
         # A directory makes Python call linkat, which alone can follow the link in /proc.
         with contextlib.suppress(FileExistsError):
@@ -280,7 +284,7 @@ def _publish_named(path: Path, content: bytes) -> None:
     try:
         fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            _write(fd, content)
+            write_all(fd, content)
         finally:
             os.close(fd)
         temporary.replace(path)

@@ -1,6 +1,7 @@
 """The processes of a node, started by exec: an embedded node, or its fork server.
 
-python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket
+python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket;
+                         --opening-fd N      a file that names the dataset that it opens first
 python -m dataplane.node --fork-server-fd N  forks workers and processes that index shards
 """
 
@@ -15,19 +16,24 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from dataplane import collector
+
 if TYPE_CHECKING:
     from dataplane.config import NodeConfig
+    from dataplane.node.early import EarlyOpening
     from dataplane.node.pool import WorkerPool
 
 
 def main() -> int:
     """Exit status 0: it ended normally."""
+    collector.start()
     parser = argparse.ArgumentParser(prog="python -m dataplane.node")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
     which.add_argument("--fork-server-fd", type=int)
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
+    parser.add_argument("--opening-fd", type=int)
     given = parser.parse_args()
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
@@ -40,28 +46,26 @@ def main() -> int:
         return 0
     # All that it imports, a node imports too.
     fork_server.acquire(given.stderr_fd, be_fork_server)
-    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
+    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, given.opening_fd))
     return 0
 
 
-async def _to_the_end(descriptor: int, stderr_fd: int | None) -> None:
+async def _to_the_end(descriptor: int, stderr_fd: int | None, opening_fd: int | None) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
-    status = await _embedded(descriptor, stderr_fd)
+    status = await _embedded(descriptor, stderr_fd, opening_fd)
     sys.stderr.flush()
     os._exit(status)
 
 
 def _started(stderr_fd: int | None) -> None:
     """During the start, stderr is a file, from which the waiting trainer reads errors."""
-    from dataplane import collector
-
     collector.settle()
     if stderr_fd is not None:
         sys.stderr.flush()
         os.dup2(stderr_fd, 2)
 
 
-async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
+async def _embedded(descriptor: int, stderr_fd: int | None, opening_fd: int | None) -> int:
     from dataplane import background
     from dataplane.errors import DataplaneError
     from dataplane.machine import raise_descriptor_limit
@@ -82,7 +86,8 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
         pool.start()
         try:
-            await _serve(config, descriptor, pool, stop, stderr_fd)
+            early = None if opening_fd is None else _early(config, opening_fd)
+            await _serve(config, descriptor, pool, stop, stderr_fd, early)
         finally:
             pool.close()
     except DataplaneError as error:
@@ -93,12 +98,25 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     return 0
 
 
+def _early(config: NodeConfig, descriptor: int) -> EarlyOpening:
+    """Begin to open the dataset, while this process still imports."""
+    import msgspec
+
+    from dataplane.node.early import EarlyOpening
+    from dataplane.rpc.messages import DatasetSource
+
+    with open(descriptor, "rb") as named:
+        source = msgspec.json.decode(named.read(), type=DatasetSource)
+    return EarlyOpening(config, source)
+
+
 async def _serve(
     config: NodeConfig,
     descriptor: int,
     pool: WorkerPool,
     stop: asyncio.Event,
     stderr_fd: int | None,
+    early: EarlyOpening | None,
 ) -> None:
     from dataplane.config import VERSION
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig
@@ -114,6 +132,7 @@ async def _serve(
             stop,
             ready=lambda: _started(stderr_fd),
             pool=pool,
+            early=early,
         )
     finally:
         await coordinator.close()

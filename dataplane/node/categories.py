@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +24,19 @@ import pyarrow as pa
 from msgspec import Struct, field
 
 from dataplane import background
-from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import TEXTS, texts
-from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, digest, publish
-from dataplane.model import ColumnSpec, Kind, Stream
-from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.node.delivery import DeliveryArena
+from dataplane.model import ColumnSpec, Kind
+from dataplane.node.dataset import dataset_of
 from dataplane.node.engine import Engine
-from dataplane.node.slab_sizes import slab_sizes
+from dataplane.node.own_slabs import own_slabs
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.sealed import sealed, unsealed
 from dataplane.rpc.convert import decode
-from dataplane.rpc.messages import Column, EndOfStream, FromNodeBody, Layout, Slab
-from dataplane.scheduler.walk import Walk
+from dataplane.rpc.messages import Column, Layout, Slab
 from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import is_null_name
@@ -51,7 +48,6 @@ VALUES_MAX = 1 << 20
 BYTES_MAX = 16 << 20
 _VERSION = 1
 _SLAB_BYTES = 1 << 20
-_SLOTS = 8
 _ROWS_MAX = 4096
 _FILES_KEPT = 256
 
@@ -83,7 +79,8 @@ class CategoryReader:
         if not codes:
             return {}
         await check(manifest, spec)
-        return await self.read(manifest, codes)
+        # Those of the whole dataset, so that all views of it have the same codes.
+        return await self.read(manifest.whole or manifest, codes)
 
     async def read(self, manifest: Manifest, columns: Sequence[str]) -> Categories:
         """The sorted values of each of these columns, in its canonical type, nulls left out.
@@ -96,6 +93,13 @@ class CategoryReader:
         missing = tuple(name for name in columns if name not in found)
         if not missing:
             return found
+        if not self._config.has_workers:
+            raise ConfigError(
+                f"columns {', '.join(missing)} are wanted as codes. A node finds their values with "
+                "its own workers, and this one has none (worker_count is 0): store them beside the "
+                f"dataset with `dataplane index --codes {','.join(missing)}`, or give it workers",
+                field="codes",
+            )
         return {**found, **await self._shared_pass(manifest, missing)}
 
     async def _shared_pass(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
@@ -145,49 +149,17 @@ class CategoryReader:
         values = {each.name: DistinctValues(each.name, types[each.name]) for each in specs}
         told = {"columns": list(columns), "samples": manifest.sample_count}
         _trace.noted("finding the values of columns", **told)
-        async with contextlib.aclosing(self._slabs(dataset, spec)) as slabs:
+        rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
+        spec = dataclasses.replace(spec, global_batch=rows)
+        order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
+        reading = own_slabs(self._engine, next(self._arena_ids), dataset, spec, order)
+        async with contextlib.aclosing(reading) as slabs:
             async for slab, content in slabs:
                 await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
         found = {name: await asyncio.to_thread(one.in_order) for name, one in values.items()}
         counts = {name: len(one) for name, one in found.items()}
         _trace.noted("found the values of columns", **told, values=counts)
         return found
-
-    async def _slabs(
-        self, dataset: Dataset, spec: JobSpec
-    ) -> AsyncGenerator[tuple[Slab, bytes], None]:
-        """All slabs of the dataset, in the order of its rows, and a copy of each."""
-        rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
-        spec = JobSpec(spec.fingerprint, global_batch=rows, column_options=spec.column_options)
-        sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
-        order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
-        layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
-        arena = Arena.create("dataplane-categories", layout.arena_bytes)
-        delivery = DeliveryArena(next(self._arena_ids), arena, layout, (dataset,))
-        self._engine.open_delivery(delivery)
-        holder = delivery.delivery_id
-        inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
-        walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
-        stream = self._engine.open_stream(
-            delivery, walk, lambda _, body: inbox.put_nowait(body), holder
-        )
-        try:
-            while True:
-                self._engine.request(stream, 1)
-                body = await inbox.get()  # the engine answers by its stall timeout
-                if isinstance(body, DataplaneError):
-                    raise body
-                if isinstance(body, EndOfStream):
-                    return
-                assert isinstance(body, Slab)
-                content = bytes(arena.view(body.region.offset, body.region.length))
-                self._engine.release(delivery, [body.slab_id])
-                yield body, content
-        finally:
-            self._engine.close_stream(stream)
-            self._engine.release_all(delivery, holder)
-            self._engine.close_delivery(delivery)
-            self._engine.forget_dataset(dataset)
 
     def _path(self, manifest: Manifest, column: str) -> Path:
         name = digest(_VERSION, manifest.fingerprint, column)

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.config import JobSpec
+from dataplane.index.projection import Projection
 from dataplane.model import Kind, Region
-from dataplane.node.projection import Projection
+from dataplane.node.job_columns import Columns, columns_of, row_bytes_of
+from dataplane.node.stored_rows import StoredRows, largest_stored, stored_rows
+from dataplane.plan.block_columns import scaled
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import NEVER, NullCounts
+from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.shards import starts_of
+from dataplane.plan.views import filters
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
+from dataplane.rpc.convert import encode
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.joined import BlockPlaces
 from dataplane.store.urls import FILE_PREFIX
-from dataplane.transforms.annotations import annotated
-from dataplane.transforms.codes import coded_columns, with_categories
+from dataplane.transforms.codes import with_categories
 from dataplane.transforms.columns import ColumnPlan, LeafPart
+from dataplane.transforms.functions import with_mapped
 from dataplane.transforms.leaves import value_type
-from dataplane.transforms.lists import LISTS
+from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
+from dataplane.transforms.row_filter import reads_columns
+from dataplane.worker.block_mapping import FOUND_COLUMNS
 from dataplane.worker.columns import Ints, RowLayout, offset_bytes
 from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
-from dataplane.worker.row_layout import plan_row_layout
-from dataplane.worker.stacking import StackedPlan, plan_stacked
+from dataplane.worker.stacking import StackedPlan
 
 # Blocks that could be used in place, without arena memory, are packed only if those of open windows
 # take at most this part of the arena, and if the other columns copied along are at most this many
@@ -42,6 +51,10 @@ _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
+# Blocks that a map has made differ from the first rows. What is too large costs nothing once a
+# block is decoded; a block that is larger is mapped again, but none is refused for it.
+_MAPPED_SHARE = 1.5
+_MAPPED_PARTS = 4
 
 
 class Dataset(Struct, frozen=True, eq=False, weakref=True):
@@ -52,9 +65,10 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
     `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes` the
     approximate size of one sample in a slab, at least one. `has_bytes`: a column may hold images.
     `kept_bytes` is what all blocks together would take of the arena.
-    `categories` are the values of columns that come as codes.
-
-    Shapes:  row_starts: int64[blocks + 1], the samples before each block.
+    `categories` are the values of columns that come as codes; `stored` the rows that blocks have
+    before the view. `digest`, of 16 bytes, is equal on all nodes whose blocks have equal bytes, as
+    they are read and once decoded.
+    Shapes:  row_starts: int64[blocks + 1], the rows before each block.
     """
 
     dataset_id: int
@@ -70,6 +84,14 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
     has_bytes: bool
     kept_bytes: int
     categories: Mapping[str, pa.Array]
+    digest: bytes
+    stored: StoredRows
+
+    @property
+    def column_count(self) -> int:
+        """How many columns its batches have."""
+        pack = self.message.view.pack
+        return len(self.columns.specs if pack is None else packed_columns(self.columns.specs, pack))
 
     def path(self, block: int) -> str | None:
         """The local file with the block, if the shard is one."""
@@ -84,7 +106,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return tasks.RawBlockRef(
             url=shards.urls[shard],
             index=shards.block_in_shard(shard, block),
-            rows=manifest.block_rows.item(block),
+            rows=row_counts(manifest).item(block),
             place=place,
             preamble_place=shards.preamble(shard),
             shard_bytes=shards.size_bytes.item(shard),
@@ -92,6 +114,8 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
             arena=arena,
             path=self.path(block) if arena is None else None,
             pieces=() if self.projection is None else self.projection.pieces(block, place),
+            shard=shard,
+            **self.stored.of_block(block),
         )
 
     def is_decoded(self, block: int) -> bool:
@@ -99,16 +123,18 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return self.blocks.needs_decode(block)
 
     def origin(self, block: int) -> tasks.Origin | None:
-        """Which samples the block has; needed only if they may be images."""
-        if not self.has_bytes:
+        """Which samples the block has; needed only if they may be images, or are packed."""
+        if not self.has_bytes and self.message.view.pack is None:
             return None
         shard = self._shard(block)
-        return tasks.Origin(self.manifest.shards.urls[shard], shard, self._first_row(block))
+        url, of_view = self.manifest.shards.urls[shard], self.stored.rows is not None
+        return tasks.Origin(url, shard, self._first_row(block), of_view)
 
     def place(self, block: int) -> WorkerPlace:
         """The block as errors name it."""
         index = self.manifest.block_in_shard(block)
-        return WorkerPlace(self.url(block), index, first_row=self._first_row(block))
+        first, of_view = self._first_row(block), self.stored.rows is not None
+        return WorkerPlace(self.url(block), index, first_row=first, of_view=of_view)
 
     def _first_row(self, block: int) -> int:
         """The index within its shard of the block's first sample."""
@@ -123,49 +149,40 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return self.manifest.block_shard.item(block)
 
 
-def _fixed_bytes(schema: pa.Schema) -> int:
-    """Bytes of a row over all columns with rows of fixed size."""
-    of_id: dict[int, int] = {}
-    size = 0
-    for kind in schema.types:
-        known = of_id.get(kind.id)
-        if known is None:
-            known = _row_bytes(kind)
-            if not pa.types.is_fixed_size_list(kind):  # its size is not in its id
-                of_id[kind.id] = known
-        size += known
-    return size
-
-
-def _row_bytes(kind: pa.DataType) -> int:
-    if pa.types.is_fixed_size_list(kind):
-        return int(kind.list_size) * _row_bytes(kind.value_type)
-    return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
+def _digest(manifest: Manifest, message: tasks.OpenDataset) -> bytes:
+    options = encode(replace(message, dataset_id=0, memory_bytes=0))
+    text = manifest.fingerprint.encode() + options
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection | None) -> int:
     size = int(_whole_bytes(manifest, projection).sum())
     mean = size // max(manifest.sample_count, 1)
     fixed = columns.fixed_bytes
+    if columns.mapped is not None:
+        return max(columns.mapped.row_bytes, fixed, 1)
     return max(fixed, 1) if columns.is_fixed else max(mean, fixed, 1)
 
 
-def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
-    """The bytes that need not be read, if not all columns are wanted."""
-    places = manifest.column_places
-    names = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
-    wanted = set(columns.leaves.top_level)
+def _projection(manifest: Manifest, columns: Sequence[str]) -> Projection | None:
+    """The bytes that need not be read, if only these columns are wanted."""
+    whole = manifest.whole or manifest
+    places, names = whole.column_places, pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
+    wanted = set(columns)
     if places is None or places.column_count != len(names) or wanted.issuperset(names):
         return None
     is_wanted = [name in wanted for name in names]
-    return Projection.of(places, manifest.block_length, manifest.block_decoded, is_wanted)
+    found = Projection.of(places, whole.block_length, whole.block_decoded, is_wanted)
+    return found if manifest.kept is None else found.of_blocks(manifest.kept)
 
 
 def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
     """The size of each block from the index; of only the wanted columns, if the index knows their
     sizes.
     """
-    return manifest.block_decoded if projection is None else projection.decoded
+    if projection is None or manifest.whole is None:
+        return manifest.block_decoded if projection is None else projection.decoded
+    return scaled(projection.decoded, row_counts(manifest), stored_rows(manifest))
 
 
 def _decoded_bytes(
@@ -175,13 +192,17 @@ def _decoded_bytes(
     projection: Projection | None = None,
 ) -> Ints:
     """Bytes of each block once decoded, as far as the index knows."""
-    size = _whole_bytes(manifest, projection)
-    if row_layout is not None and columns.is_fixed:
-        size = manifest.block_rows * columns.fixed_bytes  # only of requested columns
+    size, rows = _whole_bytes(manifest, projection), row_counts(manifest)
+    if columns.finds_columns:
+        size = rows * offset_bytes(FOUND_COLUMNS.types[0])
+    elif columns.mapped is not None:
+        size = (rows * columns.mapped.row_bytes * _MAPPED_SHARE).astype(np.int64)
+    elif row_layout is not None and columns.is_fixed:
+        size = rows * columns.fixed_bytes  # only of requested columns
     else:
-        size = size + manifest.block_rows * _wider_bytes(columns.plan.leaves)
+        size = size + rows * _wider_bytes(columns.plan.leaves)
     if row_layout is not None:
-        size = size + manifest.block_rows * row_layout.padding_bytes
+        size = size + rows * row_layout.padding_bytes
     return size + _stream_bytes(columns.plan)
 
 
@@ -193,11 +214,11 @@ def _wider_bytes(plan: ColumnPlan) -> int:
     size = 0
     for leaf, part, target in zip(plan.leaves, plan.parts, plan.schema.types, strict=True):
         if part is not LeafPart.VALUES:
-            size += _row_bytes(target)  # an additional column
+            size += row_bytes_of(target)  # an additional column
         elif offset_bytes(target):
             size += offset_bytes(target) - offset_bytes(leaf.type)
         elif pa.types.is_boolean(value_type(leaf.type)):
-            size += _row_bytes(target)
+            size += row_bytes_of(target)
     return size
 
 
@@ -225,70 +246,6 @@ def _places(manifest: Manifest, projection: Projection | None) -> BlockPlaces:
     return BlockPlaces(*at) if projection is None else projection.places(*at)
 
 
-def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
-    """The dataset's schema, with the facts that a job needs in addition to types."""
-    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-    return annotated(schema, spec.column_options, manifest.nulls)
-
-
-class Columns(Struct, frozen=True):
-    """The columns of a dataset as a job reads them; `schema` is that of the shards. `is_canonical`:
-    zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same size.
-    `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the layout of
-    packed rows.
-    """
-
-    schema: pa.Schema
-    plan: StackedPlan
-    is_canonical: bool
-    is_fixed: bool
-    fixed_bytes: int
-    row_layout: RowLayout | None
-
-
-def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
-    """Linear in the columns, and a few seconds for 100,000 of them.
-
-    Raises:  ConfigError: a column that is not there.
-    """
-    schema = _schema(manifest, spec)
-    plan = plan_stacked(schema, spec.column_options, manifest.shards.urls[0])
-    is_changed = plan.stacks or coded_columns(spec.column_options)
-    is_canonical = not is_changed and _is_as_stored(schema, plan.leaves, manifest.nulls)
-    is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
-    row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
-    return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, row_layout)
-
-
-def _is_as_stored(schema: pa.Schema, plan: ColumnPlan, nulls: NullCounts | None) -> bool:
-    """Whether the plan's columns are columns of the dataset in the form in which they lie in it, so
-    that nothing of them must be copied.
-    """
-    if not schema.equals(plan.schema):
-        stored = {field.name: _as_bytes(field.type) for field in schema}
-        if any(stored.get(field.name) != field.type for field in plan.schema):
-            return False
-    return _has_no_null_lists(plan, nulls)
-
-
-def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type to which texts are cast without a copy."""
-    if pa.types.is_string(kind):
-        return pa.binary()
-    return pa.large_binary() if pa.types.is_large_string(kind) else kind
-
-
-def _has_no_null_lists(plan: ColumnPlan, nulls: NullCounts | None) -> bool:
-    """Whether no list and no item of a list is null. Each worker would make its own copy of such
-    lists.
-    """
-    lists = [leaf for spec, leaf in zip(plan.specs, plan.leaves, strict=True) if spec.kind in LISTS]
-    if not lists or nulls is None:
-        return not lists
-    nodes = [node for leaf in lists for node in (*leaf.row_nodes, *range(*leaf.inner_nodes))]
-    return bool(np.isin(nulls.counts[nodes], (0, NEVER)).all())
-
-
 def can_pack(
     manifest: Manifest, spec: JobSpec, arena_bytes: int, known: Columns | None = None
 ) -> bool:
@@ -301,13 +258,39 @@ def can_pack(
     row_layout = columns.row_layout if spec.shuffle else None
     if row_layout is None:
         return False
-    if not (columns.is_canonical and manifest.shards.zero_copy.any()):
+    can_stay = columns.is_canonical and not filters(spec.view)
+    if not (can_stay and manifest.shards.zero_copy.any()):
         return True
     sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, row_layout))
     if sizes.sample_bytes > (1 + _OTHERS_MAX) * row_layout.row_bytes:
         return False
     needed = sizes.open_window_bytes(spec.window) * spec.lanes
     return needed * _ROOM_PARTS <= arena_bytes
+
+
+def _message(
+    dataset_id: int,
+    manifest: Manifest,
+    found: Columns,
+    spec: JobSpec,
+    schema: pa.Schema,
+    memory_bytes: int,
+    *,
+    packed: bool,
+) -> tasks.OpenDataset:
+    """What workers are told. Blocks do not depend on what is done with batches."""
+    is_random = found.mapped is not None and found.mapped.takes_generator
+    return tasks.OpenDataset(
+        dataset_id,
+        manifest.format,
+        with_mapped(schema, found.mapped).serialize().to_pybytes(),
+        pack=packed,
+        column_options=spec.column_options,
+        memory_bytes=memory_bytes,
+        view=dataclasses.replace(spec.view, collate=""),
+        finds_columns=found.finds_columns,
+        seed=spec.seed if is_random else 0,
+    )
 
 
 def dataset_of(
@@ -327,26 +310,25 @@ def dataset_of(
     Raises:  ConfigError: a column that is not there.
     """
     found = known or columns_of(manifest, spec)
-    columns, schema = found.plan, found.schema
+    columns = found.plan
     row_layout = found.row_layout if packed else None
-    direct = found.is_canonical and row_layout is None
-    projection = _projection(manifest, columns)
+    direct = found.is_canonical and row_layout is None and not filters(spec.view)
+    projection = _projection(manifest, reads_columns(spec.view, found.schema, found.top_level))
     decoded = _decoded_bytes(manifest, found, row_layout, projection)
+    if found.mapped is not None and arena_bytes:
+        decoded = np.minimum(decoded, arena_bytes // _MAPPED_PARTS)
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
     restart_indexes = restart_index_bytes(
         int(np.where(kept > 0, kept, manifest.block_length).sum())
     )
-    largest = int(marks.decoded.max(initial=0))
-    message = tasks.OpenDataset(
-        dataset_id,
-        manifest.format,
-        with_categories(schema, categories or {}).serialize().to_pybytes(),
-        pack=packed,
-        column_options=spec.column_options,
-        memory_bytes=0 if worker_bytes is None else worker_bytes.for_blocks_of(largest),
-    )
-    has_bytes = any(spec.kind is Kind.BYTES for spec in columns.specs)
+    largest = max(int(marks.decoded.max(initial=0)), largest_stored(manifest, projection))
+    if found.mapped is not None:
+        largest += int(_whole_bytes(manifest, projection).max(initial=0))
+    memory_bytes = 0 if worker_bytes is None else worker_bytes.for_blocks_of(largest)
+    schema = with_categories(found.schema, categories or {})
+    message = _message(dataset_id, manifest, found, spec, schema, memory_bytes, packed=packed)
+    has_bytes, digest = any(s.kind is Kind.BYTES for s in columns.specs), _digest(manifest, message)
     blocks = DatasetBlocks(
         dataset_id,
         redacted(manifest.urls[0]),
@@ -358,13 +340,14 @@ def dataset_of(
         and int(kept.sum()) + restart_indexes <= arena_bytes * _STAYING_SHARE,
         stream_bytes=_stream_bytes(columns),
         places=_places(manifest, projection),
+        digest=digest,
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, blocks, projection,
         largest_block=int((marks.raw + marks.decoded).argmax()),
-        row_starts=starts_of(manifest.block_rows),
+        row_starts=starts_of(row_counts(manifest)),
         row_bytes=_sample_bytes(manifest, found, projection),
         has_bytes=has_bytes,
         kept_bytes=int(kept.sum()),
-        categories=categories or {},
+        categories=categories or {}, digest=digest, stored=StoredRows.of(manifest, spec.view),
     )  # fmt: skip

@@ -15,18 +15,20 @@ from functools import partial
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.node.categories import Categories
-from dataplane.node.dataset import Dataset, can_pack, columns_of, dataset_of
+from dataplane.node.dataset import Dataset, can_pack, dataset_of
+from dataplane.node.job_columns import columns_of
 from dataplane.plan.manifest import Manifest
 from dataplane.redact import redacted, unsigned
 from dataplane.rpc.bounds import URLS_MAX
-from dataplane.transforms.images import delivered
+from dataplane.transforms.functions import MappedColumns
 from dataplane.transforms.lists import check_lists
 from dataplane.transforms.nulls import check_fills, check_nulls
+from dataplane.transforms.packing import delivered_columns
 from dataplane.worker.limits import WorkerBytes
 
 _URLS_SHOWN_MAX = 16
 _Signed = tuple[str, ...]
-_PlanKey = tuple[JobSpec, _Signed]
+_PlanKey = tuple[JobSpec, _Signed, bool | None]
 
 
 class Datasets:
@@ -54,28 +56,59 @@ class Datasets:
         """Raises:  ConfigError: as `open`."""
         await asyncio.to_thread(self._plan, 0, manifest, spec, {})
 
-    async def open(self, manifest: Manifest, spec: JobSpec, categories: Categories) -> Dataset:
-        """The dataset as a job with this spec reads it. `categories` are the values of codes.
+    async def can_pack_all(
+        self,
+        manifests: Sequence[Manifest],
+        specs: Sequence[JobSpec],
+        mapped: Sequence[MappedColumns | None],
+    ) -> bool:
+        """Whether packing pays for the blocks of all of these datasets.
+
+        Raises:  ConfigError: as `open`.
+        """
+        arena_bytes = self._config.block_arena_bytes
+        each = zip(manifests, specs, mapped, strict=True)
+        return await asyncio.to_thread(
+            lambda: all(
+                can_pack(manifest, spec, arena_bytes, columns_of(manifest, spec, one))
+                for manifest, spec, one in each
+            )
+        )
+
+    async def open(
+        self,
+        manifest: Manifest,
+        spec: JobSpec,
+        categories: Categories,
+        mapped: MappedColumns | None = None,
+        *,
+        packed: bool | None = None,
+    ) -> Dataset:
+        """The dataset as a job with this spec reads it. `categories` are the values of codes,
+        `mapped` the columns that its map makes. Its blocks are packed if that pays, unless `packed`
+        says so.
 
         Raises:  ConfigError: the columns are wrong.
         """
-        key = (spec, _signed(manifest))
+        key = (spec, _signed(manifest), packed)
         dataset = self._planned.get(key)
         if dataset is None:
             future = self._planning.get(key)
             if future is None:
                 loop, number = asyncio.get_running_loop(), self.new_id()
-                future = loop.run_in_executor(None, self._plan, number, manifest, spec, categories)
+                future = loop.run_in_executor(
+                    None, self._plan, number, manifest, spec, categories, mapped, packed
+                )
                 self._planning[key] = future
                 future.add_done_callback(partial(self._end_planning, key))
             dataset = await asyncio.shield(future)
-        dataset = self._planned[key] = self.keep(dataset, spec)
+        dataset = self._planned[key] = self.keep(dataset)
         return dataset
 
-    def keep(self, dataset: Dataset, spec: JobSpec) -> Dataset:
+    def keep(self, dataset: Dataset) -> Dataset:
         """The dataset to read: this one, unless an equal one is read already."""
         manifest = dataset.manifest
-        key = (spec.fingerprint, spec.column_options, _signed(manifest), dataset.message.pack)
+        key = dataset.digest, _signed(manifest)
         return self._read.setdefault(key, dataset)
 
     def forget(self, dataset: Dataset) -> None:
@@ -83,15 +116,23 @@ class Datasets:
         self._read = {key: each for key, each in self._read.items() if each is not dataset}
 
     def _plan(
-        self, number: int, manifest: Manifest, spec: JobSpec, categories: Categories
+        self,
+        number: int,
+        manifest: Manifest,
+        spec: JobSpec,
+        categories: Categories,
+        mapped: MappedColumns | None = None,
+        packed: bool | None = None,
     ) -> Dataset:
         config = self._config
-        columns = columns_of(manifest, spec)
+        columns = columns_of(manifest, spec, mapped)
+        if packed is None:
+            packed = can_pack(manifest, spec, config.block_arena_bytes, columns)
         dataset = dataset_of(
             number,
             manifest,
             spec,
-            packed=can_pack(manifest, spec, config.block_arena_bytes, columns),
+            packed=packed,
             worker_bytes=WorkerBytes.of(config),
             arena_bytes=config.block_arena_bytes,
             known=columns,
@@ -99,8 +140,9 @@ class Datasets:
         )
         check_fills(dataset.columns.leaves)
         check_lists(dataset.columns.specs, spec.column_options)
-        check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
-        delivered(dataset.columns.specs, spec.transforms)
+        if mapped is None:  # else its nulls are not those of the shards
+            check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
+        delivered_columns(dataset.columns.specs, spec)
         return dataset
 
     def _end_planning(self, key: _PlanKey, done: asyncio.Future[Dataset]) -> None:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.node.dataset import Dataset
+from dataplane.redact import redacted, unsigned
+from dataplane.rpc.messages import OpenJob
+from dataplane.scheduler import budgets
+from dataplane.scheduler.dataset import Ints
+
+
+class DelegatedJob(Struct, frozen=True):
+    """What a node has to know to make slabs of a job for another one: how to open it, the digest of
+    its spec, and the software that decodes its images, "" without any.
+    """
+
+    opening: OpenJob
+    digest: str
+    pixels: str
 
 
 class DeliveryArena(Struct, eq=False):
     """The memory, and how many members use it. The orders of its streams cover `datasets`, number
     their blocks consecutively, and need datasets with equal columns. Deliveries of one `group` have
-    equal slabs for equal steps; None if slabs are made only for this arena.
+    equal slabs for equal steps; None if slabs are made only for this arena. `job`: other nodes may
+    make slabs for it.
     """
 
     delivery_id: int
@@ -24,3 +42,65 @@ class DeliveryArena(Struct, eq=False):
     users: int = 0
     numa_node: int | None = None
     """Where its trainer runs, if that is bound to one NUMA node."""
+    job: DelegatedJob | None = None
+    is_light: bool = False
+    """Whether only other nodes can make its slabs."""
+    names_sources: bool = False
+    """Whether the last column of its batches says which of the datasets a sample is of."""
+
+    @property
+    def column_count(self) -> int:
+        """How many columns its batches have."""
+        return self.datasets[0].column_count + self.names_sources
+
+    def sources_of(self, blocks: Ints) -> tuple[int, ...]:
+        """The dataset of each block of its orders; () if nobody is told.
+
+        Shapes:  blocks: int64[n].
+        """
+        if not self.names_sources:
+            return ()
+        counts = [each.manifest.block_count for each in self.datasets]
+        return tuple(np.cumsum(counts).searchsorted(blocks, side="right").tolist())
+
+
+def delegated_job(
+    request: OpenJob, spec: JobSpec, pixels: str, *, has_workers: bool
+) -> DelegatedJob | None:
+    """What other nodes need to make slabs of this job; None if its urls are signed, since these are
+    for nobody else.
+
+    Raises:  ConfigError: other nodes cannot make what a node without workers has to deliver.
+    """
+    signed = [url for url in request.source.urls if unsigned(url) != url]
+    if signed and not has_workers:
+        raise ConfigError(
+            f"{redacted(signed[0])} is signed, and this node has no workers (worker_count is 0): a "
+            "signed url is sent to no other node. Use a url without a signature and credentials on "
+            "the nodes that make slabs, or give this node workers",
+            field="url",
+        )
+    return None if signed else DelegatedJob(request, spec.digest(), pixels)
+
+
+def delivery_bytes_max(config: NodeConfig) -> int:
+    """The most memory that one delivery arena may take, however large its batches are."""
+    return max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
+
+
+def delivery_memory(config: NodeConfig, layout: SlotLayout, batch_bytes: int) -> Arena:
+    """Memory for slabs whose batches take about so many bytes.
+
+    Raises:  BudgetTooSmall: it takes too much, or the machine has no memory.
+    """
+    budget = delivery_bytes_max(config)
+    if layout.arena_bytes > budget:
+        raise budgets.rank_takes_too_much(layout, batch_bytes, config.slab_bytes, budget)
+    arena = Arena.create("dataplane-delivery", layout.arena_bytes)
+    try:
+        # The other slots when they are used: mapping all of them takes a quarter of a second.
+        arena.reserve(0, layout.slot_bytes)
+    except BudgetTooSmall:
+        arena.close()
+        raise
+    return arena

@@ -21,9 +21,9 @@ from dataplane.rpc.messages import (
 )
 from dataplane.transforms.codes import shown_as
 from dataplane.transforms.columns import LeafPart, shown
-from dataplane.transforms.images import delivered
 from dataplane.transforms.leaves import Leaf, value_type
 from dataplane.transforms.lists import AS_THEY_ARE
+from dataplane.transforms.packing import delivered_columns
 from dataplane.worker.stacking import StackedPlan
 
 # An answer is one packet, far smaller than the limit.
@@ -84,7 +84,7 @@ def _described(
         if part is not LeafPart.IS_NULL
     }
     stacks = {stack.name: stack.columns for stack in plan.stacks}
-    for at, column in enumerate(delivered(plan.specs, spec.transforms)):
+    for at, column in enumerate(delivered_columns(plan.specs, spec)):
         length_max = plan.lists.get(at, AS_THEY_ARE).length_max
         if column.name in stacks:
             yield DescribedColumn(column, _types_of(stacks[column.name], leaves))

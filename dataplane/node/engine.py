@@ -17,7 +17,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -25,21 +24,26 @@ import numpy as np
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
-from dataplane.errors import BudgetTooSmall, DataplaneError
-from dataplane.model import Region
+from dataplane.errors import BudgetTooSmall, DataplaneError, NeighbourGone
 from dataplane.node.dataset import Dataset
+from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.kept import KeptBlocks
+from dataplane.node.lent import NOBODY, LentBlocks, Neighbours
+from dataplane.node.planner import Planner
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
 from dataplane.node.served import Send, ServedStream
 from dataplane.node.sources import BlockSources
 from dataplane.node.stall import stall_error
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc import tasks
+from dataplane.rpc.fetches import HeldDecoded, Outcome
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import DatasetLookup
+from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.walk import Plan, Walk
+from dataplane.scheduler.walk import Walk
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
 
@@ -58,15 +62,19 @@ class Engine:
         trace: Trace,
         node_id: str = "",
         clock: Callable[[], float] = time.monotonic,
+        neighbours: Neighbours = NOBODY,
     ) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        """What it has counted may be read; only the engine tells it anything."""
         self._arena = arena
         self._fetcher = fetcher
         self._pool = pool
         self._trace = trace
         self._node_id = node_id
         self._clock = clock
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
+        self._planner = Planner(trace)
+        self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
+        self.delegating = Delegating(fetcher, neighbours, self._tell)
         self._datasets: dict[int, Dataset] = {}
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
@@ -78,11 +86,12 @@ class Engine:
         self._is_deciding = False
         self._is_due = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
-            events.PlanSteps: self._plan,
+            events.PlanSteps: lambda effect: self._planner.plan(effect, self._tell),
             events.Fetch: self._fetch,
             events.DecodeBlock: self._decode,
             events.ClearRestartIndexes: self._clear_restart_indexes,
             events.AssembleSlab: self._assemble,
+            events.MakeElsewhere: self.delegating.make,
             events.ExtractRows: self._extract,
             events.CopyKept: self._copy,
             events.Send: self._send,
@@ -92,11 +101,13 @@ class Engine:
             events.DropDelivery: self._drop_delivery,
             events.ResizePool: lambda effect: self._pool.resize(effect.count),
             events.Note: self._note,
+            **self.lent.effects(),
+            **self._kept.effects(),
         }
 
     def close(self) -> None:
         """Stop all work."""
-        self._planner.shutdown(wait=False, cancel_futures=True)
+        self._planner.close()
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -107,6 +118,7 @@ class Engine:
         number, layout, group = delivery.delivery_id, delivery.layout, delivery.group
         datasets = DatasetLookup(*(dataset.blocks for dataset in delivery.datasets))
         self._tell(events.DeliveryOpened(number, layout, datasets, group, delivery.is_declared))
+        self.delegating.open(delivery)
 
     def close_delivery(self, delivery: DeliveryArena) -> None:
         """The arena has no users left: close it when no worker writes into it."""
@@ -115,6 +127,7 @@ class Engine:
     def forget_dataset(self, dataset: Dataset) -> None:
         """The dataset has no readers left: drop its blocks as soon as they are not in use."""
         self._tell(events.DatasetForgotten(dataset.blocks))
+        self._pool.forget_dataset(dataset.dataset_id)
 
     def open_stream(
         self,
@@ -139,6 +152,11 @@ class Engine:
         """The consumer now reads a stream that was opened ahead."""
         self._tell(events.StreamAdopted(stream.stream_id))
 
+    def expect_next(self, stream: ServedStream, order: SampleOrder) -> None:
+        """The consumer of a stream is expected to read this order next: keep blocks for it."""
+        if not stream.is_closed:
+            self._tell(events.NextOrderKnown(stream.stream_id, order))
+
     def close_stream(self, stream: ServedStream) -> None:
         """The consumer is gone, or has enough. May be called twice."""
         if not stream.is_closed:
@@ -152,8 +170,7 @@ class Engine:
     def when_planned(self, stream: ServedStream, call: Callable[[], None]) -> None:
         """Call it once, when the last step of a stream is planned; at once if it already is."""
         stream.on_planned = call
-        if stream.is_planned:
-            _tell_planned(stream)
+        stream.tell_planned()
 
     def request(self, stream: ServedStream, request_id: int) -> None:
         """The consumer wants its next slab."""
@@ -185,7 +202,12 @@ class Engine:
                 self._decide(self._events.popleft())
         finally:
             self._is_deciding = False
-        if not self._scheduler.is_settled and not self._is_due:
+        if not self.scheduler.is_settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """Look soon for what can be done; needed only after a walk was fed."""
+        if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._settle)
 
@@ -194,7 +216,7 @@ class Engine:
         self._tell(events.Settled())
 
     def _decide(self, event: events.Event) -> None:
-        for effect in self._scheduler.decide(event, self._clock()):
+        for effect in self.scheduler.decide(event, self._clock()):
             self._carry_out[type(effect)](effect)
         self._start_reads()
         if isinstance(event, events.StreamClosed):
@@ -202,50 +224,43 @@ class Engine:
 
     # -- plans -----------------------------------------------------------------------------------
 
-    def _plan(self, effect: events.PlanSteps) -> None:
-        future = self._planner.submit(effect.walk.next_plans, effect.count)
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(
-            lambda done: (
-                None
-                if done.cancelled() or loop.is_closed()
-                else loop.call_soon_threadsafe(self._on_planned, effect.stream_id, done)
-            )
-        )
-
-    def _on_planned(self, stream_id: int, done: Future[list[Plan]]) -> None:
-        error = done.exception()
-        if error is None:
-            self._tell(events.Planned(stream_id, done.result()))
-            return
-        self._trace.failed("plan", error=error)
-        if not isinstance(error, DataplaneError):
-            error = DataplaneError(f"planning failed: {type(error).__name__}: {error}")
-        self._tell(events.Planned(stream_id, error=error))
-
     def _all_planned(self, effect: events.AllPlanned) -> None:
         stream = self._streams[effect.stream_id]
         stream.is_planned, stream.has_failed = True, effect.has_failed
-        _tell_planned(stream)
+        stream.tell_planned()
 
     # -- blocks ----------------------------------------------------------------------------------
 
     def _fetch(self, effect: events.Fetch) -> None:
-        if not effect.is_joined:
-            self._start_reads()
-        into, key = effect.into, effect.key
+        into, key, name = effect.into, effect.key, BlockName(effect.dataset_id, effect.block)
         dataset = self._datasets[effect.dataset_id]
+        neighbour, kept = self.lent.whom_to_ask(dataset, effect), self._kept.asked(dataset, effect)
+        is_alone = neighbour is not None or kept is not None
+        if not effect.is_joined or is_alone:
+            self._start_reads()
+        if neighbour is None and effect.is_decoded:
+            self._on_fetched(key, name, NeighbourGone(f"block {effect.block} has another owner"))
+            return
         raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
-        report = partial(self._on_fetched, key)
-        self._reads.append(BlockRead(key, raw, into, report, is_copied=is_copied))
+        report = partial(self._on_fetched, key, name)
+        of = dataset.digest, effect.block, kept
+        self._reads.append(BlockRead(key, raw, into, report, is_copied, neighbour, *of))
+        if is_alone:
+            self._start_reads()
 
     def _start_reads(self) -> None:
         reads, self._reads = self._reads, []
         if reads:
             self._fetcher.fetch(reads)
 
-    def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
-        self._tell(events.BlockFetched(key, error, is_away=isinstance(error, UNREACHABLE)))
+    def _on_fetched(self, key: int, name: BlockName, found: Outcome) -> None:
+        is_guest = self.lent.fetched(name, found)
+        if isinstance(found, HeldDecoded):
+            self._tell(events.BlockFetched(key, decoded_bytes=found.length))
+            return
+        is_away = isinstance(found, (*UNREACHABLE, NeighbourGone))
+        of = {"is_guest": is_guest, "is_from_disk": self._kept.has_read(name)}
+        self._tell(events.BlockFetched(key, found, is_away, **of))
 
     def _decode(self, effect: events.DecodeBlock) -> None:
         dataset, key = self._datasets[effect.dataset_id], effect.key
@@ -267,7 +282,7 @@ class Engine:
     def _clear_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
         region = effect.region
         try:
-            self._reserve(region)
+            self._arena.reserve(region.offset, region.length)
         except BudgetTooSmall:
             self._sources.leave_out_restart_indexes(effect.key)
             return
@@ -278,23 +293,22 @@ class Engine:
         self._fetcher.let_go(effect.key)
         self._sources.forget(effect.key)
 
-    def _reserve(self, region: Region) -> None:
-        """Raises:  BudgetTooSmall: the machine has no memory left for it."""
-        self._arena.reserve(region.offset, region.length)
-
     def _extract(self, effect: events.ExtractRows) -> None:
-        number, key, block = effect.number, effect.key, self._scheduler.block(effect.key)
+        number, key, block = effect.number, effect.key, self.scheduler.block(effect.key)
         dataset, source = self._datasets[block.dataset.dataset_id], self._sources.source(key)
         try:
             for excerpt in effect.excerpts:
-                self._reserve(Region(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows)))
+                self._arena.reserve(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows))
         except BudgetTooSmall as error:
             self._tell(events.RowsExtracted(number, error, 0.0))
             return
         for excerpt in effect.excerpts:
             into = self._arena.view(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows))
             np.frombuffer(into, np.int32)[:] = excerpt.rows
-        places = tuple(tasks.ExcerptPlace(each.into, len(each.rows)) for each in effect.excerpts)
+        places = tuple(
+            tasks.ExcerptPlace(each.into, len(each.rows), each.pack_keys)
+            for each in effect.excerpts
+        )
         task = PoolTask(
             body=tasks.Extract(dataset.dataset_id, key, places),
             dataset=dataset.message,
@@ -308,11 +322,11 @@ class Engine:
     # -- slabs -----------------------------------------------------------------------------------
 
     def _assemble(self, effect: events.AssembleSlab) -> None:
-        arena, index = self._deliveries[effect.delivery_id].arena, effect.row_index
-        keep = effect.keep
+        delivery = self._deliveries[effect.delivery_id]
+        arena, index, keep = delivery.arena, effect.row_index, effect.keep
         if keep is not None:
             try:
-                self._reserve(keep)
+                self._arena.reserve(keep.offset, keep.length)
             except BudgetTooSmall:
                 keep = None
         try:
@@ -323,15 +337,12 @@ class Engine:
         into = np.frombuffer(arena.view(index.offset, index.length), np.int32)
         into[:] = effect.plan.row_index.reshape(-1)
         body = tasks.Assemble(
-            self._deliveries[effect.delivery_id].datasets[0].dataset_id,
-            effect.keys,
-            index,
-            effect.plan.batches,
-            effect.delivery_id,
-            effect.slab,
-            effect.render,
-            keep=keep,
-        )
+            delivery.datasets[0].dataset_id, effect.keys, index, effect.plan.batches,
+            effect.delivery_id, effect.slab, effect.render, keep=keep,
+            pack_keys=tuple(itertools.chain.from_iterable(effect.plan.pack_keys)),
+            pack_key_counts=tuple(map(len, effect.plan.pack_keys)),
+            sources=delivery.sources_of(effect.plan.blocks),
+        )  # fmt: skip
         self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)
 
     def _copy(self, effect: events.CopyKept) -> None:
@@ -367,6 +378,7 @@ class Engine:
 
     def _drop_delivery(self, effect: events.DropDelivery) -> None:
         self._pool.detach_arena(effect.delivery_id)
+        self.delegating.drop(effect.delivery_id)
         self._deliveries.pop(effect.delivery_id).arena.close()
         left = (dataset for each in self._deliveries.values() for dataset in each.datasets)
         self._datasets = {dataset.dataset_id: dataset for dataset in left}
@@ -374,7 +386,7 @@ class Engine:
     # -- answers ---------------------------------------------------------------------------------
 
     def _send(self, effect: events.Send) -> None:
-        self._streams[effect.stream_id].send(effect.request_id, effect.body)
+        self._streams[effect.stream_id].answer(effect.request_id, effect.body)
 
     def _tell_stalled(self, effect: events.Stalled) -> None:
         urls = [self._datasets[name].url(block) for name, block in effect.missing]
@@ -384,9 +396,3 @@ class Engine:
     def _note(self, effect: events.Note) -> None:
         say = self._trace.failed if effect.is_failure else self._trace.noted
         say(effect.event, **effect.facts)
-
-
-def _tell_planned(stream: ServedStream) -> None:
-    call, stream.on_planned = stream.on_planned, None
-    if call is not None and not stream.has_failed:
-        call()

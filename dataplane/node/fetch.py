@@ -17,24 +17,26 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
 from dataplane.errors import (
     BudgetTooSmall,
-    DataplaneError,
     StoreError,
     StoreUnavailable,
     TruncatedRead,
 )
 from dataplane.machine import numa_nodes
-from dataplane.model import Region
-from dataplane.node.fetchers import Fetchers
+from dataplane.model import BlockForm, Region
+from dataplane.node.cache_folder import CacheFolder, folder_of
+from dataplane.node.fetchers import Fetchers, Report
 from dataplane.node.policy import allowed_urls
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
+from dataplane.node.range_source import RangeSource
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
@@ -45,7 +47,6 @@ from dataplane.store.unreachable import UNREACHABLE
 from dataplane.store.urls import base_of, normalise, scheme_of
 from dataplane.trace import Trace
 
-Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
@@ -57,9 +58,11 @@ _OF_LENGTH = (StoreUnavailable, TruncatedRead, BudgetTooSmall)
 class BlockRead(Struct, frozen=True):
     """A block to be read into a region of the block arena; `report` is called when that is no
     longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
-    block with this key, until `let_go`.
+    block with this key, until `let_go`. `neighbour` is asked for it before the store, and the disk
+    before both, if there is somebody to hear that it `is_not_kept`.
 
-    Shapes:  into: the length of the preamble + the length of all pieces.
+    Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
+    block, if that is what the neighbour is asked for.
     """
 
     key: int
@@ -67,40 +70,26 @@ class BlockRead(Struct, frozen=True):
     into: Region
     report: Report
     is_copied: bool
-
-
-class RangeSource(Protocol):
-    """Where ranges are read from when no cache has them. `Fetchers` is one."""
-
-    def start(self, store: str = "") -> None:
-        """Get ready: reads will follow, of this store if one is named."""
-
-    def read(self, order: fetches.ReadBody, report: Report) -> None:
-        """Carry out an order; `report` is called later, when its memory is no longer written."""
-
-    def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this shard are delayed; None if no reason is known."""
-
-    def pause(self, pause: Pause) -> None:
-        """A store has asked somebody else on this host to slow down."""
-
-    def look(self) -> None:
-        """Time has passed."""
-
-    def statistics(self) -> NodeReads:
-        """What was read so far."""
-
-    def close(self) -> None:
-        """Stop all reads. Nothing is written any more when this returns."""
+    neighbour: fetches.Neighbour | None = None
+    dataset: bytes = b""
+    block: int = 0
+    is_not_kept: Report | None = None
 
 
 class Fetcher:
     """Fetches blocks from `origin`. Preambles are kept in `preambles`, whose memory the fetcher
-    then owns. Call it only from the event loop.
+    then owns, as it does the `folder` of blocks on disk. Call it only from the event loop.
     """
 
-    def __init__(self, origin: RangeSource, preambles: Preambles) -> None:
-        self._origin = origin
+    def __init__(
+        self, origin: RangeSource, preambles: Preambles, folder: CacheFolder | None = None
+    ) -> None:
+        self.origin, self.folder = origin, folder
+        self.cache_bytes = 0 if folder is None else folder.cache_bytes
+        self.disk_id = "" if folder is None else folder.disk_id
+        self.on_kept: Callable[[fetches.KeptFound], None] = lambda _: None
+        self.on_scanned: Report = lambda _: None
+        """Called with blocks that the scan of the disk finds, and at its end."""
         self._preambles = preambles
         self._given_up: OrderedDict[str, StoreError] = OrderedDict()
 
@@ -117,7 +106,9 @@ class Fetcher:
         pause.
 
         Raises:  BudgetTooSmall: the machine refuses the arena of preambles.
+        ConfigError: the folder for blocks on disk cannot be used.
         """
+        folder = folder_of(config, trace)
         preambles = Preambles(preamble_bytes(config.block_arena_bytes))
         start = fetches.StartFetching(
             tuple(b"%s=%s" % entry for entry in os.environb.items()),
@@ -127,13 +118,27 @@ class Fetcher:
             config.log_format,
             is_policed=not config.embedded,
             allowed_urls=allowed_urls(config),
+            kept_folder="" if folder is None else str(folder.path),
+            tls=config.data_tls,
         )
         count_max = max(1, len(os.sched_getaffinity(0)) // 2)
         arenas = (arena, preambles.arena)
         fetchers = Fetchers(
-            count_max, start, arenas, trace, outages, slow_down, numa_nodes=numa_nodes()
+            count_max, start, arenas, trace, outages, slow_down, numa_nodes(), folder
         )
-        return cls(fetchers, preambles)
+        found = cls(fetchers, preambles, folder)
+        fetchers.on_kept = lambda kept: found.on_kept(kept)  # noqa: PLW0108 - set later
+        return found
+
+    def read_slab(
+        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
+    ) -> None:
+        """As `SlabReads.read_slab`."""
+        self.origin.read_slab(order, arena_fd, report)
+
+    def detach_arena(self, arena_id: int) -> None:
+        """As `SlabReads.detach_arena`."""
+        self.origin.detach_arena(arena_id)
 
     def ahead(self, connect: Connect) -> Connect:
         """The same, but the first call for a remote shard, from any thread, starts what reads its
@@ -145,15 +150,26 @@ class Fetcher:
             nonlocal is_started
             if not is_started and scheme_of(normalise(url)) != "file":
                 is_started = True
-                loop.call_soon_threadsafe(self._origin.start, base_of(normalise(url)))
+                loop.call_soon_threadsafe(self._begin, base_of(normalise(url)))
             return connect(url)
 
         return connected
 
+    def _begin(self, store: str) -> None:
+        self.origin.start(store)
+        if self.folder is not None:
+            self.origin.read(fetches.ScanKept(0), self.on_scanned)
+
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
-        """Read blocks of one shard, each of which lies close behind the one before."""
+        """Read blocks of one shard that lie close together, in the order of their offsets."""
         requests: list[list[_Piece]] = []
         for block in blocks:
+            if block.is_not_kept is not None:
+                self._read_kept(block, block.is_not_kept)
+                continue
+            if block.neighbour is not None:
+                self._ask(block, block.neighbour)
+                continue
             first, *others = self._pieces(block)
             if requests:
                 requests[-1].append(first)
@@ -163,6 +179,37 @@ class Fetcher:
         for request in requests:
             self._read_together(blocks[0].raw, request)
 
+    def _read_kept(self, block: BlockRead, is_not_kept: Report) -> None:
+        """Read a block from the disk; if that fails, from elsewhere, into the same memory."""
+        pieces, head = self._pieces(block), block.raw.preamble_place.length
+        into = Region(block.into.offset + head, block.into.length - head)
+
+        def end(found: fetches.Outcome) -> None:
+            if found is None:
+                for piece in pieces:
+                    piece.report(None)
+                return
+            is_not_kept(found)
+            self._ask_for(block, pieces)
+
+        self.origin.read(fetches.ReadKept(0, block.dataset, block.block, into), end)
+
+    def _ask(self, block: BlockRead, neighbour: fetches.Neighbour) -> None:
+        """Ask a neighbour for each piece; fetchers read from the store what it does not send."""
+        if neighbour.form is BlockForm.DECODED:
+            parts = _Parts(block.report)
+            self._read(block.raw, 0, tasks.BLOCK_ARENA, block.into, parts, neighbour)
+            parts.are_all()
+            return
+        self._ask_for(block, self._pieces(block))
+
+    def _ask_for(self, block: BlockRead, pieces: Sequence[_Piece]) -> None:
+        at = 0
+        for piece in pieces:
+            asked = block.neighbour and replace(block.neighbour, offset=at)
+            self._read_alone(block.raw, piece, asked)
+            at += piece.target.into.length
+
     def _pieces(self, block: BlockRead) -> list[_Piece]:
         """Start to read its preamble. Returns what else is to be read."""
         key, raw, into = block.key, block.raw, block.into
@@ -170,15 +217,15 @@ class Fetcher:
         kept = self._preambles.hold(key, url, raw.etag, place) if place.length else None
         head = Region(into.offset, place.length)
 
-        def end(error: DataplaneError | None) -> None:
+        def end(found: fetches.Outcome) -> None:
             if block.is_copied:
                 self.let_go(key)
-            self._note(url, error)
-            block.report(error)
+            self._note(url, found)
+            block.report(found)
 
-        def read(error: DataplaneError | None) -> None:
+        def read(error: fetches.Outcome) -> None:
             if error is None and kept is not None and block.is_copied:
-                self._origin.read(fetches.CopyPreamble(0, kept.region, head), end)
+                self.origin.read(fetches.CopyPreamble(0, kept.region, head), end)
             else:
                 end(error)
 
@@ -201,7 +248,7 @@ class Fetcher:
             self._read_alone(raw, pieces[0])
             return
 
-        def end(error: DataplaneError | None) -> None:
+        def end(error: fetches.Outcome) -> None:
             for piece in pieces:
                 if isinstance(error, _OF_LENGTH):
                     self._read_alone(raw, piece)
@@ -212,11 +259,13 @@ class Fetcher:
         order = fetches.ReadRange(
             0, raw.url, first.offset, raw.etag, tasks.BLOCK_ARENA, first.into, tuple(more)
         )
-        self._origin.read(order, end)
+        self.origin.read(order, end)
 
-    def _read_alone(self, raw: tasks.RawBlockRef, piece: _Piece) -> None:
-        parts = _Parts(piece.report)
-        self._read(raw, piece.target.offset, tasks.BLOCK_ARENA, piece.target.into, parts)
+    def _read_alone(
+        self, raw: tasks.RawBlockRef, piece: _Piece, neighbour: fetches.Neighbour | None = None
+    ) -> None:
+        parts, target = _Parts(piece.report), piece.target
+        self._read(raw, target.offset, tasks.BLOCK_ARENA, target.into, parts, neighbour)
         parts.are_all()
 
     def for_worker(
@@ -231,28 +280,34 @@ class Fetcher:
         """Release the preamble that is held for this block, if there is one."""
         self._preambles.let_go(key)
 
+    def remember_preamble(self, url: str, etag: str, place: Region, content: bytes) -> None:
+        """Indexing has read the preamble of this shard. Thread-safe."""
+        self._preambles.remember(url, etag, place, content)
+
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed; None if no reason is known."""
-        return self._origin.trouble(url) or self._given_up.get(url)
+        return self.origin.trouble(url) or self._given_up.get(url)
 
     def pause(self, pause: Pause) -> None:
         """A store has asked the node's own calls to slow down. Thread-safe."""
-        self._origin.pause(pause)
+        self.origin.pause(pause)
 
     def statistics(self) -> NodeReads:
         """What was read so far."""
-        return self._origin.statistics()
+        return self.origin.statistics()
 
     def look(self) -> None:
         """Call it about twice a second."""
-        self._origin.look()
+        self.origin.look()
 
     def close(self) -> None:
         """Stop all reads. May be called twice."""
-        self._origin.close()
+        self.origin.close()
         self._preambles.close()
+        if self.folder is not None:
+            self.folder.close()
 
-    def _note(self, url: str, error: DataplaneError | None) -> None:
+    def _note(self, url: str, error: fetches.Outcome) -> None:
         self._given_up.pop(url, None)
         if isinstance(error, UNREACHABLE):
             self._given_up[url] = error
@@ -260,26 +315,33 @@ class Fetcher:
                 self._given_up.popitem(last=False)
 
     def _preamble(self, raw: tasks.RawBlockRef, kept: KeptPreamble, report: Report) -> None:
-        """Read once, even if several blocks start together."""
+        """Read once, even if several blocks start together; not at all if indexing did so."""
         if kept.reading is None or kept.has_failed:
             kept.reading = asyncio.get_running_loop().create_future()
             parts = _Parts(partial(_set, kept.reading))
-            at = raw.preamble_place.offset
-            self._read(raw, at, tasks.PREAMBLE_ARENA, kept.region, parts)
+            if not self._preambles.fill(kept):
+                at = raw.preamble_place.offset
+                self._read(raw, at, tasks.PREAMBLE_ARENA, kept.region, parts)
             parts.are_all()
         kept.reading.add_done_callback(lambda done: report(done.result()))
 
     def _read(
-        self, raw: tasks.RawBlockRef, offset: int, arena_id: int, into: Region, parts: _Parts
+        self,
+        raw: tasks.RawBlockRef,
+        offset: int,
+        arena_id: int,
+        into: Region,
+        parts: _Parts,
+        neighbour: fetches.Neighbour | None = None,
     ) -> None:
-        """Read bytes of a shard from the nearest place that has them: blocks in memory never get
-        here (scheduler/blocks.py). A cache on disk and the memory of neighbours belong here and in
-        `_read_together`, before the origin.
-        """
+        """Read bytes of a shard from the neighbour, if one is named, or the store."""
         for part in _ranges(into):
-            at = offset + part.offset - into.offset
-            order = fetches.ReadRange(0, raw.url, at, raw.etag, arena_id, part)
-            self._origin.read(order, parts.one_more())
+            ahead = part.offset - into.offset
+            asked = neighbour and replace(neighbour, offset=neighbour.offset + ahead)
+            order = fetches.ReadRange(
+                0, raw.url, offset + ahead, raw.etag, arena_id, part, neighbour=asked
+            )
+            self.origin.read(order, parts.one_more())
 
 
 class _Piece(Struct, frozen=True):
@@ -297,7 +359,7 @@ class _Parts:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._left = 1
-        self._error: DataplaneError | None = None
+        self._error: fetches.Outcome = None
 
     def one_more(self) -> Report:
         """Reports the end of one more part."""
@@ -308,14 +370,14 @@ class _Parts:
         """No part will be added."""
         self._ended(None)
 
-    def _ended(self, error: DataplaneError | None) -> None:
+    def _ended(self, error: fetches.Outcome) -> None:
         self._left -= 1
         self._error = self._error or error
         if not self._left:
             self._report(self._error)
 
 
-def _set(reading: asyncio.Future[DataplaneError | None], error: DataplaneError | None) -> None:
+def _set(reading: asyncio.Future[fetches.Outcome], error: fetches.Outcome) -> None:
     if not reading.cancelled():
         reading.set_result(error)
 

@@ -1,4 +1,5 @@
-"""The fetchers of a node: processes that read ranges of shards into its arenas.
+"""The fetchers of a node: processes that read ranges of shards, and slabs from makers, into its
+arenas.
 
 Invariants:
 1. Each read is reported exactly once. Its memory is not reused before: a fetcher that closed its
@@ -8,7 +9,8 @@ Invariants:
 3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
    during the pause, and the node's own calls.
 4. Nothing on the event loop waits for a fetcher.
-5. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
+5. Slabs are waited for beside the reads (`node/slab_orders.py`): they take no place of a read.
+6. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, PeerLost, StoreError
+from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.machine import bound_to, least_used
+from dataplane.model import BlockForm
+from dataplane.node.cache_folder import CacheFolder
+from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.fetchers import FetcherCount, FetchLook
@@ -37,7 +42,7 @@ from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WorkerProcess, kill_all
 
-Report = Callable[[DataplaneError | None], None]
+Report = Callable[[fetches.Outcome], None]
 
 _DEATHS_MAX = 3
 _MESSAGES_A_TURN = 32
@@ -64,21 +69,27 @@ class _Fetcher(Struct, eq=False):
     numa_node: int
     reads: dict[int, _Read] = field(default_factory=dict)
     reading_bytes: int = 0
+    slabs: FetcherSlabs = field(default_factory=FetcherSlabs)
     trouble: dict[str, StoreError] = field(default_factory=dict)
     cpu_s: float = 0.0
     was_of_use: bool = False
     is_ending: bool = False
     has_room: bool = True
-    """False after a message did not fit into its socket, until it has answered."""
+    """False after a message did not fit into its socket, until it answers or at the next look."""
+
+    @property
+    def can_hear(self) -> bool:
+        return self.has_room and not self.is_ending
 
     @property
     def can_read(self) -> bool:
-        return self.has_room and not self.is_ending and len(self.reads) < READS_MAX
+        return self.can_hear and len(self.reads) < READS_MAX
 
 
 class Fetchers:
     """At most `count_max` processes, and the reads that wait for them. They write into the arena of
-    blocks and that of preambles. Call it only from the event loop.
+    blocks and that of preambles, and hold the lock on the `folder` of blocks on disk. `on_kept` is
+    called with what a scan finds there. Call it only from the event loop.
     """
 
     def __init__(
@@ -90,10 +101,13 @@ class Fetchers:
         outages: Outages,
         slow_down: Callable[[Pause], None] = lambda _: None,
         numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
+        folder: CacheFolder | None = None,
     ) -> None:
         self._count = FetcherCount(count_max)
         self._start = start
         self._arenas = arenas
+        self._lock = () if folder is None else (folder.lock,)
+        self.on_kept: Callable[[fetches.KeptFound], None] = lambda _: None
         self._trace = trace
         self._outages = outages
         self._slow_down = slow_down
@@ -101,12 +115,13 @@ class Fetchers:
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
+        self._slabs: SlabOrders[_Fetcher] = SlabOrders(self._send)
         self._numbers = itertools.count(1)
         self._pauses: dict[str, tuple[Pause, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._useless = 0
-        self._read_bytes = self._hedged_bytes = 0
+        self._read_bytes = self._hedged_bytes = self._neighbour_bytes = self._disk_bytes = 0
         self._spent_s = 0.0
         self._looked = (time.monotonic(), 0.0)
 
@@ -137,6 +152,21 @@ class Fetchers:
         self.start()
         self._dispatch()
 
+    def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> None:
+        """Have a maker make a slab, and read it into this arena; the order gets its number here.
+        `report` is called, later, when its memory is no longer written. The descriptor stays the
+        caller's, and open until `detach_arena`.
+        """
+        self._slabs.add(replace(order, number=next(self._numbers)), arena_fd, report)
+        self.start()
+        self._dispatch()
+
+    def detach_arena(self, arena_id: int) -> None:
+        """No more slabs are read into this arena. Those that are waited for are reported soon, most
+        of them with ClosedError; only then is their memory no longer written.
+        """
+        self._slabs.detach(arena_id, self._fetchers)
+
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed, as a fetcher sees it."""
         return next((found for each in self._fetchers if (found := each.trouble.get(url))), None)
@@ -151,17 +181,21 @@ class Fetchers:
         now = time.monotonic()
         spent_s = self._spent_s + sum(each.cpu_s for each in self._fetchers)
         (then, before_s), self._looked = self._looked, (now, spent_s)
-        reading = sum(len(each.reads) for each in self._fetchers)
+        reading = sum(len(each.reads) + len(each.slabs.orders) for each in self._fetchers)
         processors = (spent_s - before_s) / max(now - then, 1e-6)
-        self._count = self._count.after(FetchLook(processors, reading, len(self._waiting)))
+        waiting = len(self._waiting) + self._slabs.waiting
+        self._count = self._count.after(FetchLook(processors, reading, waiting))
         if self._loop is not None and self._fetchers:
+            for each in self._fetchers:
+                each.has_room = True
             self.start()
             self._retire()
             self._dispatch()
 
     def statistics(self) -> NodeReads:
         """What was read so far, and by how many fetchers it is read now."""
-        return NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
+        found = NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
+        return replace(found, neighbour_bytes=self._neighbour_bytes, disk_bytes=self._disk_bytes)
 
     def close(self) -> None:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""
@@ -184,12 +218,16 @@ class Fetchers:
         self._fetchers.append(fetcher)
         process.on_readable(partial(self._on_readable, fetcher))
         blocks, preambles = self._arenas
-        self._send(fetcher, self._start, (blocks.fd, preambles.fd))
+        self._send(fetcher, self._start, (blocks.fd, preambles.fd, *self._lock))
         for pause in self._pauses_now():
             self._send(fetcher, pause)
         self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
 
     def _dispatch(self) -> None:
+        self._dispatch_reads()
+        self._slabs.dispatch(self._fetchers)
+
+    def _dispatch_reads(self) -> None:
         while self._waiting:
             able = [each for each in self._fetchers if each.can_read]
             if not able:
@@ -240,9 +278,15 @@ class Fetchers:
             read = fetcher.reads.pop(body.number, None)
             if read is not None:
                 fetcher.reading_bytes -= read.length
-                self._read_bytes += read.length
-                self._hedged_bytes += body.hedged_bytes
-                read.report(body.error)
+                self._count_read(read, body)
+                held = fetches.HeldDecoded(body.decoded_bytes) if body.decoded_bytes else None
+                read.report(held or body.error)
+        elif isinstance(body, fetches.SlabRead):
+            fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
+            fetcher.was_of_use, self._useless = True, 0
+            self._slabs.heard(fetcher, body)
+        elif isinstance(body, fetches.KeptFound):
+            self.on_kept(body)
         elif isinstance(body, fetches.StorePause):
             self._share(Pause(body.store, body.level, body.left_s), fetcher)
         elif isinstance(body, fetches.StoreSeen):
@@ -252,6 +296,20 @@ class Fetchers:
             fetcher.trouble[body.url] = body.error
         else:
             fetcher.trouble.pop(body.url, None)
+
+    def _count_read(self, read: _Read, end: fetches.ReadEnded) -> None:
+        self._disk_bytes += end.disk_bytes
+        if isinstance(read.order, fetches.DiskBody):
+            return
+        self._hedged_bytes += end.hedged_bytes
+        self._neighbour_bytes += end.neighbour_bytes
+        is_decoded = (
+            isinstance(read.order, fetches.ReadRange)
+            and read.order.neighbour is not None
+            and read.order.neighbour.form is BlockForm.DECODED
+        )
+        if not end.decoded_bytes and not is_decoded:
+            self._read_bytes += read.length - end.neighbour_bytes
 
     def _share(self, pause: Pause, source: _Fetcher | None) -> None:
         """Tell everybody but the process that was asked."""
@@ -271,7 +329,9 @@ class Fetchers:
 
     def _retire(self) -> None:
         for each in self._fetchers[::-1]:
-            if len(self._fetchers) > self._count.count and not each.reads:
+            if len(self._fetchers) <= self._count.count:
+                return
+            if not each.reads and not each.slabs.orders:
                 self._end(each)
 
     def _end(self, fetcher: _Fetcher) -> None:
@@ -298,24 +358,29 @@ class Fetchers:
             self._trace.failed("fetcher ended", pid=fetcher.process.pid, status=status, said=words)
         for read in reads:
             read.deaths += 1
+        slabs = self._slabs.ended(fetcher)
         self._waiting.extendleft(reads[::-1])
         failed = [read for read in self._waiting if read.deaths >= _DEATHS_MAX]
         if self._useless >= _DEATHS_MAX:
             failed, self._useless = [*self._waiting], 0
+            slabs.extend(self._slabs.given_up())
         for read in failed:
             self._waiting.remove(read)
         for read in failed:
             read.report(_blamed(read, status, words))
+        for slab in slabs:
+            # No fault of a maker's.
+            slab.end(NeighbourGone("the process that waited for a slab has ended", peer=""))
         self._refill()
 
     def _refill(self) -> None:
-        if self._waiting:
+        if self._waiting or self._slabs.waiting:
             self.start()
             self._dispatch()
 
 
 def _blamed(read: _Read, status: int, words: str) -> StoreError:
-    url = read.order.url if isinstance(read.order, fetches.ReadRange) else "a preamble"
+    url = read.order.url if isinstance(read.order, fetches.ReadRange) else "a preamble or the disk"
     said = f": {words.strip()[-300:]}" if words.strip() else ""
     return StoreError(
         f"{url}: the processes that read it have ended, the last with status {status}{said}. See "

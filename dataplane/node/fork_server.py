@@ -49,10 +49,18 @@ def _fetcher() -> _Main:
     return process.main
 
 
+def _lender() -> _Main:
+    # As late: only nodes with neighbours have one.
+    from dataplane.neighbours import process
+
+    return process.main
+
+
 _ROLES: dict[str, Callable[[], _Main]] = {
     "worker": _worker,
     "indexer": lambda: indexer.main,
     "fetcher": _fetcher,
+    "lender": _lender,
 }
 
 

@@ -6,10 +6,13 @@ If the coordinator does not answer, data keeps flowing, and the next beat tries 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
@@ -27,9 +30,27 @@ from dataplane.trace import Trace
 _BEATS_A_LEASE = 3
 # How often progress is reported even if leases are long, since people watch it.
 _BEAT_S_MAX = 2.0
+_BEAT_S_MIN = 0.25
+# While ranks of a job are still to join, its nodes beat more often, but all of them together at
+# most so many times a second, and not for longer than this.
+_GATHERING_BEATS = 200
+_GATHERING_S = 60.0
 # Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16
 _TEXT_MAX = 300
+# How long a node that ends waits for the coordinator to hear of it.
+_LEAVE_S = 2.0
+
+
+def beat_after_s(
+    beat_s: float, verdicts: Sequence[membership.MemberVerdict], host_count: int
+) -> float:
+    """The time from one beat to the next, usually `beat_s`. While a job gathers, on so many hosts,
+    nodes have to hear soon of those that joined last: until then they read blocks that those own.
+    """
+    if not any(one.missing_dp_ranks and one.missing_for_s < _GATHERING_S for one in verdicts):
+        return beat_s
+    return min(beat_s, max(_BEAT_S_MIN, host_count / _GATHERING_BEATS))
 
 
 class Heartbeat:
@@ -46,6 +67,8 @@ class Heartbeat:
         outages: Outages,
         watchdog: Watchdog,
         reads: Callable[[], membership.NodeReads],
+        data_address: str = "",
+        disk_id: str = "",
     ) -> None:
         self._coordination = coordination
         self._watchdog = watchdog
@@ -61,9 +84,12 @@ class Heartbeat:
         self._registered = asyncio.Event()
         self._last_error = ""
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
+        self._verdicts: Sequence[membership.MemberVerdict] = ()
+        workers = config.worker_count_most
         self._node = membership.RegisterNodeRequest(
-            node_id, socket.gethostname(), os.getpid(), VERSION, PROTOCOL_VERSION
-        )
+            node_id, socket.gethostname(), os.getpid(), VERSION, PROTOCOL_VERSION,
+            data_address, config.block_arena_bytes if workers else 0, workers, disk_id=disk_id,
+        )  # fmt: skip
 
     async def register(self) -> None:
         """Register the node as soon as the coordinator answers; it may start later than the node.
@@ -80,6 +106,17 @@ class Heartbeat:
                 self._beat_s = min(answer.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
                 self._registered.set()
                 return
+
+    async def leave(self) -> None:
+        """Say that this node lends and makes nothing any more, so that none waits for its lease to
+        end; if the coordinator does not answer, that is what ends it.
+        """
+        if self._is_embedded or not self._node.data_address:
+            return
+        gone = replace(self._node, data_address="", arena_bytes=0, worker_count=0)
+        with contextlib.suppress(DataplaneError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._coordination.register_node(gone)
 
     @property
     def awaited(self) -> str:
@@ -106,7 +143,7 @@ class Heartbeat:
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
-            await asyncio.sleep(self._beat_s)
+            await self._due()
             try:
                 await self._beat()
             except PeerLost:
@@ -114,19 +151,60 @@ class Heartbeat:
             except DataplaneError as error:
                 self._trace.failed("heartbeat", error=error)
 
+    async def _due(self) -> None:
+        """Wait for the next beat. After a join it comes at once, but not more often than joins of a
+        whole host need: the nodes that joined shortly before are told then.
+        """
+        places = [one.request.topology for one in self._jobs.members.values()]
+        hosts = max((one.world_size // one.local_world_size for one in places), default=0)
+        is_alone = self._is_embedded or hosts < 2
+        beat_s = beat_after_s(self._beat_s, () if is_alone else self._verdicts, hosts)
+        least_s = min(beat_s, _BEAT_S_MIN)
+        await asyncio.sleep(least_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(beat_s - least_s):
+                await self._jobs.joined.wait()
+        self._jobs.joined.clear()
+
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
         progress = tuple(progress_of(member) for member in members)
         away, holds = _away(self._outages), self._watchdog.statistics()
+        known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
-            self._node, progress, away, holds.count, holds.longest_s, self._reads()
-        )
+            self._node, progress, away, holds.count, holds.longest_s, self._reads(), known,
+            self._engine.scheduler.is_short,
+        )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
+        self._learn(answer, known)
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
             if member is not None:
                 await self._heed(member, verdict)
+
+    def _learn(
+        self,
+        answer: membership.HeartbeatResponse,
+        known: tuple[membership.KnownNodes, ...],
+    ) -> None:
+        """Members may have come and gone since the heartbeat was sent: what it says of jobs that
+        this node serves is heard only while it does, and otherwise what concerns it as a maker.
+        """
+        if not (answer.jobs or answer.left):
+            return
+        versions = {one.job_id: one.version for one in known}
+        served = {member.job_id for member in self._jobs.members.values()}
+        for nodes in answer.jobs:
+            if nodes.job_id in served or self._is_maker(nodes):
+                self._jobs.tables.told(nodes, versions)
+        for job_id in answer.left:
+            if job_id not in served:
+                self._jobs.tables.left(job_id, versions)
+
+    def _is_maker(self, nodes: membership.JobNodes) -> bool:
+        own_id = self._node.node_id
+        return any(one.node_id == own_id and one.worker_count for one in nodes.nodes)
 
     async def _heed(self, member: ServedMember, verdict: membership.MemberVerdict) -> None:
         if isinstance(verdict.error, LeaseExpired):

@@ -8,35 +8,37 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
+from dataplane.ledger import LedgerPosition
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
+from dataplane.node.opener import OpenedJob
 from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
-from dataplane.rpc.membership import MemberProgress
+from dataplane.rpc.membership import JoinRequest, MemberProgress
 from dataplane.scheduler.walk import SlabSizes
 
 
 class ServedMember(Struct, eq=False):
-    """One rank of one job, as this node serves it. `dataset` is the one it reads. If `error` is
-    set, its requests get that error. `holder` holds its slabs. `pixels` names the software that
-    decodes images here; "" without images. `is_leaving`: its process is exiting normally.
+    """One rank of one job, as this node serves it; `opened` is what it reads. If `error` is
+    set, its requests get that error. `holder` holds its slabs. `joining` is how it asks for its
+    place. `began` is where its first stream began. `is_leaving`: its process is exiting normally.
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
     slabs of this epoch are consumed.
     """
 
     request: messages.OpenJob
-    spec: JobSpec
-    dataset: Dataset
+    opened: OpenedJob
     delivery: DeliveryArena
     sizes: SlabSizes
     generation: int
     holder: int
-    pixels: str = ""
+    joining: JoinRequest
     streams: dict[int, ServedStream] = field(default_factory=dict)
     next_epoch: ServedStream | None = None
     epoch: int = 0
     cursor: int = 0
+    began: LedgerPosition | None = None
     stall_s: float = 0.0
     bound: str = ""
     rate: float = 0.0
@@ -47,9 +49,24 @@ class ServedMember(Struct, eq=False):
     described: tuple[messages.DescribedColumn, ...] | None = None
 
     @property
+    def spec(self) -> JobSpec:
+        """The spec of its job."""
+        return self.opened.spec
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset it reads, or one of those with equal columns."""
+        return self.opened.datasets[0]
+
+    @property
     def job_id(self) -> str:
         """The id of its job."""
         return self.request.job_id
+
+    @property
+    def pixels(self) -> str:
+        """Names the software that decodes images here; "" without images."""
+        return self.joining.pixels
 
     @property
     def member_id(self) -> str:
@@ -78,4 +95,5 @@ def progress_of(member: ServedMember) -> MemberProgress:
         member.rate,
         member.stall_s,
         member.bound,
+        member.began,
     )

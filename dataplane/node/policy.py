@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dataplane.config import NodeConfig
+from dataplane.errors import DataplaneError
 from dataplane.index.indexing import Connect
-from dataplane.index.processes import open_manifest
+from dataplane.index.processes import KeepPreamble, open_manifest
+from dataplane.index.viewing import viewed
+from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import messages
 from dataplane.store.urls import normalise
 
 if TYPE_CHECKING:
+    from dataplane.node.early import EarlyOpening
     from dataplane.store.policy import UrlPolicy
 
 
@@ -33,20 +38,33 @@ def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
     return tuple(map(normalise, config.allowed_urls.split()))
 
 
-def opening(config: NodeConfig, connect: Connect) -> Callable[[messages.DatasetSource], Manifest]:
-    """Opens datasets whose urls are allowed: those that are asked for, and those of the shards,
-    which a saved manifest or a symbolic link may place elsewhere. The stores of `connect` check,
-    too.
+def opening(
+    config: NodeConfig, connect: Connect, keep: KeepPreamble, early: EarlyOpening | None = None
+) -> Callable[[messages.DatasetSource, View], Manifest]:
+    """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
+    shards, which a saved manifest or a symbolic link may place elsewhere. The stores of `connect`
+    check, too. `keep` gets the preambles that are read meanwhile. `early` has begun with one of
+    them.
     """
     policy = policy_of(config)
+    if early is not None:
+        early.hand_on(keep)
 
-    def opened(source: messages.DatasetSource) -> Manifest:
-        """Raises:  StoreDenied.  As `open_manifest`."""
+    def whole(source: messages.DatasetSource) -> Manifest:
         if policy is not None:
             policy.check_names(source.urls)
-        manifest = open_manifest(config, connect, source)
+        begun = None if early is None else early.take(source)
+        if begun is not None:
+            with contextlib.suppress(DataplaneError):
+                connect(source.urls[0])  # starts what reads its blocks
+            return begun.result()
+        manifest = open_manifest(config, connect, source, keep)
         if policy is not None:
             policy.check_all(manifest.shards.urls)
         return manifest
+
+    def opened(source: messages.DatasetSource, view: View) -> Manifest:
+        """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
+        return viewed(whole(source), view, connect, config)
 
     return opened

@@ -36,6 +36,7 @@ from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server
+from dataplane.worker.kernel import kernel
 from dataplane.worker.process import MEMORY_BYTES, WorkerProcess, kill_all
 
 _DEATHS_MAX = 2
@@ -95,6 +96,8 @@ class WorkerPool:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             fork_server.acquire(self._stderr_fd)
+            if kernel().library is None:
+                self._trace.noted("gather", by=kernel())
         wanted = self._worker_count if count is None else min(count, self._worker_count)
         while len(self._workers) < wanted:
             self._spawn()
@@ -143,6 +146,11 @@ class WorkerPool:
             if key in worker.blocks:
                 worker.blocks.remove(key)
                 worker.forget.append(key)
+
+    def forget_dataset(self, dataset_id: int) -> None:
+        """The dataset has no readers left: others may have all workers."""
+        self._queue.forget(dataset_id)
+        self._dispatch()
 
     def detach_arena(self, arena_id: int) -> None:
         """The arena is no longer needed."""
@@ -328,7 +336,8 @@ class WorkerPool:
         if len(task.ends) < most:
             task.retried()
             return False
-        task.report(blame(task.doing, worker.place or task.place(), task.ends, worker.limit_bytes))
+        place = worker.place or task.place()
+        task.report(blame(task.doing, place, task.ends, worker.limit_bytes, task.function))
         return True
 
     def _watch_soon(self) -> None:

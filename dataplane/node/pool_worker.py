@@ -73,6 +73,11 @@ class PoolTask(Struct, eq=False):
         return _DOING[type(self.body)]
 
     @property
+    def function(self) -> str:
+        """The user's function that the task calls; "" if it calls none."""
+        return self.dataset.view.map if isinstance(self.body, tasks.Decode) else ""
+
+    @property
     def attempt_count(self) -> int:
         """How many workers may get stuck at the task. The first one that gathers does not report
         its block.

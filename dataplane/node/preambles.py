@@ -10,11 +10,14 @@ Invariants:
 2. A number is never reused, so that a worker cannot take a new preamble for an old one.
 3. If too many are held and there is no room, the preamble is not held here, and is read into the
    block's own region.
+4. What indexing has read of a shard is not read again, as long as it is remembered: preambles of
+   the shards that were indexed last, equal ones once.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from asyncio import Future
 from collections import OrderedDict
 
@@ -23,12 +26,16 @@ from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall, DataplaneError
+from dataplane.errors import BudgetTooSmall
 from dataplane.model import Region
 from dataplane.rpc import tasks
+from dataplane.rpc.fetches import Outcome
 
 BYTES_MIN = 64 << 20
 _SHARE = 16
+REMEMBERED_MAX = 4096
+"""Preambles of so many shards, of at most 64 KiB each."""
+_REMEMBERED_BYTES_MAX = 64 << 10
 
 _ShardKey = tuple[str, str, int]
 
@@ -47,7 +54,7 @@ class KeptPreamble(Struct, eq=False):
     number: int
     region: Region
     holders: int = 0
-    reading: Future[DataplaneError | None] | None = None
+    reading: Future[Outcome] | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -56,8 +63,29 @@ class KeptPreamble(Struct, eq=False):
         return reading is not None and reading.done() and reading.result() is not None
 
 
+class _Remembered:
+    """Bytes of preambles, by shard, until they are in the arena. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._contents: OrderedDict[_ShardKey, bytes] = OrderedDict()
+        self._last = b""
+
+    def add(self, shard: _ShardKey, content: bytes) -> None:
+        with self._changing:
+            if content == self._last:  # most shards of a dataset have the same
+                content = self._last
+            self._last = self._contents[shard] = content
+            if len(self._contents) > REMEMBERED_MAX:
+                self._contents.popitem(last=False)
+
+    def take(self, shard: _ShardKey) -> bytes | None:
+        with self._changing:
+            return self._contents.pop(shard, None)
+
+
 class Preambles:
-    """An arena of `size_bytes`. Call it only from the event loop."""
+    """An arena of `size_bytes`. Call it only from the event loop, except `remember`."""
 
     def __init__(self, size_bytes: int) -> None:
         """Raises:  BudgetTooSmall: the machine refuses the arena."""
@@ -68,6 +96,20 @@ class Preambles:
         """The preambles that are not held; the one released last is at the end."""
         self._held: dict[int, KeptPreamble] = {}
         self._numbers = itertools.count(1)
+        self._remembered = _Remembered()
+
+    def remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
+        """Somebody has read the preamble of this shard, which will be needed. Thread-safe."""
+        if len(content) <= _REMEMBERED_BYTES_MAX:
+            self._remembered.add((url, etag, place.offset), content)
+
+    def fill(self, kept: KeptPreamble) -> bool:
+        """Write the preamble from what is remembered; False if it must be read."""
+        content = self._remembered.take(kept.shard)
+        if content is None or len(content) != kept.region.length:
+            return False
+        self.arena.view(kept.region.offset, kept.region.length)[:] = content
+        return True
 
     def hold(self, key: int, url: str, etag: str, place: Region) -> KeptPreamble | None:
         """The preamble of this shard, held for the block with this key; None if there is no room

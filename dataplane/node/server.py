@@ -18,14 +18,17 @@ from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.node.data_port import data_address
 from dataplane.node.described import describe
 from dataplane.node.door import Door
+from dataplane.node.early import EarlyOpening, NodeStores
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
 from dataplane.node.member import ServedMember
-from dataplane.node.policy import opening, policy_of
+from dataplane.node.neighbourhood import Neighbourhood
+from dataplane.node.policy import opening
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
@@ -34,10 +37,7 @@ from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.store.connect import Stores
-from dataplane.store.outage import Outages
 from dataplane.trace import Trace
-from dataplane.worker.kernel import kernel
 
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
@@ -85,8 +85,7 @@ class TrainerConnection:
             self._server.jobs.close(member)
             # A node that stops leaves its members their places: they rejoin through another node.
             if not self._server.stopping:
-                leaving = self._server.jobs.leave(member, lost=not member.is_leaving)
-                self._server.spawn("leave", leaving)
+                self._server.jobs.leave(member, lost=not member.is_leaving)
         self._members.clear()
         self._server.forget(self)
 
@@ -267,7 +266,7 @@ class TrainerConnection:
             del self._members[body.job_id]
             self._server.jobs.close(member)
             self._server.jobs.forget_manifest(body.job_id)
-            self._server.spawn("leave", self._server.jobs.leave(member, lost=False))
+            self._server.jobs.leave(member, lost=False)
 
 
 class NodeServer:
@@ -279,49 +278,49 @@ class NodeServer:
         listener: socket.socket,
         coordination: Coordination,
         pool: WorkerPool | None = None,
+        data_listener: socket.socket | None = None,
+        early: EarlyOpening | None = None,
     ) -> None:
         self.config = config
         self.trace = Trace("node")
         self.node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.draining = False
-        self.stopping = False
-        self._coordination = coordination
+        self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
         self._sessions: set[TrainerConnection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._idle_since = time.monotonic()
         self._had_session = False
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
-        self.outages = Outages()
-        self._stores = Stores(
-            config.stall_timeout_s, config.fetch_timeout_s, self.outages.note,
-            share=lambda pause: self._fetcher.pause(pause),  # noqa: PLW0108 - made below
-            policy=policy_of(config),
-        )  # fmt: skip
+        found = NodeStores(config) if early is None else early.stores
+        self.outages, self._stores = found.outages, found.stores
         slow_down = self._stores.slow_down
         self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, slow_down)
+        found.share = self._fetcher.pause
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
-        autoscaler = Autoscaler(least, max(config.worker_count_max, least), least)
-        size, timeout_s = self._arena.size_bytes, config.stall_timeout_s
-        scheduler = Scheduler(size, config.fetch_count, autoscaler, timeout_s)
-        self.engine = Engine(
-            scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id
+        autoscaler = Autoscaler(least, config.worker_count_most, least)
+        size, disk = self._arena.size_bytes, self._fetcher.cache_bytes
+        scheduler = Scheduler(size, config.fetch_count, autoscaler, config.stall_timeout_s, disk)
+        self._neighbours = Neighbourhood(
+            config, self.node_id, self._arena, data_listener, self._fetcher.statistics
         )
-        opened = opening(config, self._fetcher.ahead(self._stores.connect))
-        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened)
-        self._watchdog = Watchdog(self.trace)
+        self.engine = Engine(
+            scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id,
+            neighbours=self._neighbours,
+        )  # fmt: skip
+        connect, keep = self._fetcher.ahead(self._stores.connect), self._fetcher.remember_preamble
+        opened, tables = opening(config, connect, keep, early), self._neighbours.tables
+        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened, tables)
+        self._neighbours.meet(self.engine, self.jobs)
+        self._watchdog, address = Watchdog(self.trace), data_address(data_listener)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
-            self._watchdog, self._fetcher.statistics,
+            self._watchdog, self._neighbours.reads, address, self._fetcher.disk_id,
         )  # fmt: skip
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
         beating: asyncio.Task[None] | None = None
         try:
-            if kernel().library is None:
-                self.trace.noted("gather", by=kernel())
             self._pool.start()
             self.door.open()
             # Trainers are accepted meanwhile, and wait for this before they open jobs.
@@ -341,21 +340,17 @@ class NodeServer:
             self._watchdog.close()
             if beating is not None:
                 beating.cancel()
+                await self.heartbeat.leave()
             self.door.close()
             for session in list(self._sessions):
                 session.close()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.jobs.places.close()
             self._pool.close()
             self._fetcher.close()
+            self._neighbours.close()
             self._stores.close()
             self.engine.close()
             self._arena.close()
-
-    def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, to its end."""
-        task = background.start(name, coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def forget(self, session: TrainerConnection) -> None:
         """A session has ended."""
@@ -386,15 +381,19 @@ async def run_node(
     stop: asyncio.Event,
     ready: Callable[[], None],
     pool: WorkerPool | None = None,
+    data_listener: socket.socket | None = None,
+    early: EarlyOpening | None = None,
 ) -> None:
-    """Run a node on this listening socket, which the node then owns. `ready` is called once the
-    node is registered with the coordinator and jobs can be opened.
+    """Run a node on these listening sockets, which the node then owns: for trainers, and for other
+    nodes. `ready` is called once the node is registered with the coordinator and jobs can be
+    opened.
 
     `stop` drains: no new job is opened, and the node exits after its last trainer. `pool` may be
-    passed already started, so that workers start while this process still imports.
+    passed already started, so that workers start while this process still imports, and so may the
+    opening of a dataset.
 
     Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.
     """
-    server = NodeServer(config, listener, coordination, pool)
+    server = NodeServer(config, listener, coordination, pool, data_listener, early)
     await server.run(stop, ready)

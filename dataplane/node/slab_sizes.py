@@ -7,7 +7,7 @@ from dataplane.config import JobSpec
 from dataplane.model import End, Kind
 from dataplane.node.dataset import Dataset
 from dataplane.scheduler.walk import SlabSizes
-from dataplane.transforms.images import delivered
+from dataplane.transforms.packing import delivered_columns
 
 _BATCHES_MAX = 256
 # One packet describes a slab: this many bytes for all batches, and this many per batch and column.
@@ -15,22 +15,26 @@ _TOLD_BYTES_MAX = 128 << 10
 _TOLD_BYTES_A_PIECE = 16
 # A batch of rows of different lengths may be larger than the mean suggests.
 _SPREAD = 1.25
+# Of the column that names the source of a sample.
+_SOURCE_BYTES = 4
 # Weight of image-like bytes in a stored sample, relative to text or lists.
 _BYTES_PARTS = 8
 
 
-def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
+def slab_sizes(
+    dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int, samples: int = 0
+) -> SlabSizes:
     """Slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`, at least
-    one.
+    one. An epoch has so many `samples`; 0 for those of the dataset.
     """
-    samples = dataset.manifest.sample_count
+    samples = samples or dataset.manifest.sample_count
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
-    padding = ALIGN_BYTES * (len(dataset.columns.specs) + 1)
-    pixels, others = _row_bytes(dataset, spec)
-    batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
-    exact = rows * (pixels + others) + padding
-    told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
+    padding = ALIGN_BYTES * (dataset.column_count + 1)
+    exactly, others = _row_bytes(dataset, spec)
+    batch_bytes = rows * exactly + int(rows * others * _SPREAD) + padding
+    exact = rows * (exactly + others) + padding
+    told_bytes = _TOLD_BYTES_A_PIECE * (dataset.column_count + 1)
     most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
     batches = max(min(most, slab_bytes // exact), 1)
     index_bytes = row_index_bytes(batches * rows)
@@ -39,12 +43,14 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
-    """Bytes of one sample in a slab: exact for its images, approximate for everything else."""
+    """Bytes of one sample in a slab: exact for images and packs, approximate for all else."""
+    if spec.view.pack is not None:
+        return sum(map(row_bytes, delivered_columns(dataset.columns.specs, spec))), 0
     if not spec.transforms:
-        return 0, dataset.row_bytes
+        return _SOURCE_BYTES * (spec.mixture is not None), dataset.row_bytes
     names = {image.column for image in spec.transforms}
     pixels, others, stored_parts, other_parts = 0, 0, 0, 0
-    for column in delivered(dataset.columns.specs, spec.transforms):
+    for column in delivered_columns(dataset.columns.specs, spec):
         size = row_bytes(column)
         if column.name in names:
             pixels += size

@@ -8,28 +8,29 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from dataplane import background
 from dataplane.errors import ConfigError, DataplaneError
+from dataplane.ledger import LedgerPosition
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
+from dataplane.node.orders import Orders
 from dataplane.node.served import Send, ServedStream
-from dataplane.plan.order import Order, SampleOrder
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import Walk
 
-_ORDERS_MAX = 8
-
 
 class Streams:
-    """Opens streams. Orders are cached, since the ranks of a job use the same one."""
+    """Opens streams."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
+        self.orders = Orders()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
@@ -57,8 +58,12 @@ class Streams:
             stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
+        member.began = member.began or LedgerPosition(request.epoch, request.cursor)
+        # Not before: the order takes processor time that the first batch needs.
+        stream.on_begun = partial(self._start, "next order", self._expect_next, member, stream)
         if request.step_stride == 1:
-            self._engine.when_planned(stream, partial(self._follow, member, stream))
+            follow = partial(self._start, "next epoch", self._open_next_epoch, member, stream)
+            self._engine.when_planned(stream, follow)
         return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
 
     def _made_ahead(self, member: ServedMember, at: Stream) -> ServedStream | None:
@@ -72,20 +77,37 @@ class Streams:
         self._engine.adopt_stream(stream)
         return stream
 
-    def _follow(self, member: ServedMember, stream: ServedStream) -> None:
-        """The whole epoch is planned: start the next one, which the trainer will request."""
-        task = background.start("next epoch", self._open_next_epoch(member, stream))
+    def _start(
+        self,
+        name: str,
+        call: Callable[[ServedMember, ServedStream], Coroutine[Any, Any, None]],
+        member: ServedMember,
+        stream: ServedStream,
+    ) -> None:
+        task = background.start(name, call(member, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_next_epoch(self, member: ServedMember, stream: ServedStream) -> None:
-        now = stream.walk.stream
+    async def _expect_next(self, member: ServedMember, stream: ServedStream) -> None:
+        """The trainer has its first batch: find out which blocks the next epoch needs first, so
+        that they are kept.
+        """
+        order = await self._next_order(member, stream)
+        if order is not None:
+            self._engine.expect_next(stream, order)
+
+    async def _next_order(self, member: ServedMember, stream: ServedStream) -> SampleOrder | None:
         try:
-            order = await self._order(member, now.epoch + 1)
+            return await self._order(member, stream.walk.stream.epoch + 1)
         except DataplaneError:
-            return  # the error comes when it is requested
+            return None  # the error comes when it is requested
+
+    async def _open_next_epoch(self, member: ServedMember, stream: ServedStream) -> None:
+        """The whole epoch is planned: start the next one, which the trainer will request."""
+        now = stream.walk.stream
+        order = await self._next_order(member, stream)
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
-        if stream.is_closed or not is_only or member.closed:
+        if order is None or stream.is_closed or not is_only or member.closed:
             return
         at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1)
         walk = _walk(member, order, at, is_ahead=True)
@@ -101,26 +123,17 @@ class Streams:
         member.next_epoch = None
 
     async def _order(self, member: ServedMember, epoch: int) -> SampleOrder:
-        spec = member.spec
-        shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
-        key = (spec.fingerprint, *shape)
-        future = self._orders.get(key)
-        if future is None:
-            rows = member.dataset.manifest.block_rows
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(None, Order, rows, *shape)
-            self._orders[key] = future
-            future.add_done_callback(partial(self._forget_failed, key))
-            if len(self._orders) > _ORDERS_MAX:
-                self._orders.popitem(last=False)
-        return await asyncio.shield(future)
-
-    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
-        """Planning failed: let the next request for this order try again."""
-        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
-            del self._orders[key]
+        return await self.orders.of(member.spec, member.opened.manifests, epoch)
 
 
 def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:
-    is_aligned = member.delivery.group is not None
-    return Walk(member.spec, order, at, member.sizes, is_ahead=is_ahead, is_aligned=is_aligned)
+    delivery = member.delivery
+    return Walk(
+        member.spec,
+        order,
+        at,
+        member.sizes,
+        is_ahead=is_ahead,
+        is_aligned=delivery.group is not None,
+        is_light=delivery.is_light,
+    )

@@ -28,7 +28,7 @@ from dataplane.rpc.tasks import Decode
 LONG_S = 0.5
 """Most tasks take some 10 ms. A block of a table of 100,000 columns takes seconds."""
 LIVE_S = 10.0
-"""For this long after its last task, a dataset counts as active."""
+"""For this long after its last task, a dataset that has readers counts as active."""
 AHEAD = 16
 _NOBODY: frozenset[int] = frozenset()
 _FADING = 0.9
@@ -81,6 +81,12 @@ class TaskQueue:
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
+
+    def forget(self, dataset_id: int) -> None:
+        """The dataset has no readers left: it counts as active only while it has tasks."""
+        line = self._lines.get(dataset_id)
+        if line is not None and not line.by_urgency:
+            del self._lines[dataset_id]
 
     def take(
         self,

@@ -6,6 +6,7 @@ All numbers are estimates from mean sizes, so this is fast for any dataset.
 
 from __future__ import annotations
 
+from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import (
     GIB,
@@ -16,6 +17,7 @@ from dataplane.plan.defaults import (
     Shuffle,
     shuffle_of,
 )
+from dataplane.plan.packs import Packing
 from dataplane.units import raise_to
 
 # A batch of samples from so many blocks has three quarters of the entropy of a permutation's.
@@ -23,6 +25,8 @@ _BLOCKS_MIN = 32
 # A host may read so much more than its share.
 _READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
 _ROOM = 1.1
+# Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.
+_WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
 
 
 def advice(
@@ -36,6 +40,26 @@ def advice(
         locality(sizes, shuffle, cluster, stored_bytes),
     )
     return tuple(each for each in found if each)
+
+
+def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
+    """What is to be said of a job's packs, if they waste many tokens."""
+    if found.tokens < _TOKENS_MIN:
+        return ""
+    in_blocks = f"blocks have {found.packs / block_count:.1f} packs on average"
+    cure = (
+        f"Store larger blocks: packs are made of the documents of one block, and {_PACKS_A_BLOCK}"
+        " packs or more waste less than 1 %"
+    )
+    padding = 1 - found.packed_tokens / (found.packs * pack.length)
+    if padding > _WASTE_MAX:
+        return f"{padding:.1%} of the tokens in packs are padding: {in_blocks}. {cure}"
+    lost = 1 - found.packed_tokens / found.tokens
+    cuts = pack.policy is PackPolicy.WRAP and pack.long is LongPolicy.FRAGMENT
+    if cuts and lost > _WASTE_MAX:
+        ends = "what is left at the end of each block"
+        return f"{lost:.1%} of the tokens are in no pack, {ends}: {in_blocks}. {cure}"
+    return ""
 
 
 def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> float:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 
-def categories_to_bytes(categories: Mapping[str, pa.Array]) -> bytes:
+def categories_to_bytes(
+    categories: Mapping[str, pa.Array], compression: str | None = None
+) -> bytes:
     """One Arrow stream with one row, a list for each column; empty without columns."""
     if not categories:
         return b""
@@ -16,7 +18,8 @@ def categories_to_bytes(categories: Mapping[str, pa.Array]) -> bytes:
         for name, values in categories.items()
     }
     batch, sink = pa.record_batch(rows), pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     content: bytes = sink.getvalue().to_pybytes()
     return content

@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
+from dataplane.plan.windows import Int64
 
 # An estimate looks at so many lanes.
 _LANES_SEEN = 64
@@ -57,6 +59,18 @@ class Cluster(Struct, frozen=True):
         # The host's first such rank is its first rank, or comes when the remainder wraps to 0.
         reached = (behind <= more) | (start + meeting - behind < stop)
         return full + int(reached.sum())
+
+    def reads(self, host: int, first: Int64, last: Int64, lanes: int) -> NDArray[np.bool_]:
+        """Whether a host may read blocks that the lanes from `first` to `last` serve.
+
+        Shapes:  first, last: int64[n].   result: bool[n].
+        """
+        meeting, found = self.meeting(lanes), np.zeros(len(first), np.bool_)
+        start = host * self.ranks_per_host
+        stop = min(start + self.ranks_per_host, self.dp_size)
+        for rank in range(start, min(stop, start + meeting)):
+            found |= (rank - first) % meeting <= last - first
+        return found
 
     def hosts_per_block(self, lanes: int, blocks: int) -> float:
         """How many hosts read a block, estimated for blocks of equal size: the hosts of its lane,

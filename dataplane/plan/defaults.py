@@ -7,6 +7,8 @@ resumed on any number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -97,6 +99,37 @@ def shuffle_of(sizes: BlockSizes, lanes: int | None = None, window: int | None =
 def open_bytes_max(sizes: BlockSizes) -> int:
     """The memory that all open windows may take by default, over all hosts."""
     return max(OPEN_BYTES_MIN, min(sizes.dataset_bytes // OPEN_SHARE, OPEN_BYTES_MAX))
+
+
+def mixed_lanes(sizes: Sequence[BlockSizes]) -> int:
+    """The lanes of a mixture of several datasets: those of one with all of their blocks."""
+    return _lanes(_together(sizes))
+
+
+def source_window(sizes: BlockSizes, lanes: int, every: Sequence[BlockSizes]) -> int:
+    """The window of one dataset of a mixture that has so many lanes. It gets the part of the open
+    windows' memory, and of their samples, that it has of the datasets' bytes, or half a block.
+    """
+    whole = _together(every)
+    if lanes == 1 and _is_one_window(whole):
+        return sizes.samples
+    part, total = sizes.dataset_bytes, max(sum(each.dataset_bytes for each in every), 1)
+    left = open_bytes_max(whole) * part // total // lanes - sizes.block_bytes
+    fitting = min(
+        left // (sizes.sample_bytes + PERMUTATION_BYTES),
+        WINDOW_SAMPLES_MAX,
+        OPEN_SAMPLES_MAX * part // total // lanes,
+        -(-sizes.samples // lanes),
+    )
+    return max(fitting, _shortest(sizes), 1)
+
+
+def _together(every: Sequence[BlockSizes]) -> BlockSizes:
+    samples, blocks = (sum(getattr(one, name) for one in every) for name in ("samples", "blocks"))
+    decoded = sum(one.blocks * one.block_bytes for one in every)
+    return BlockSizes(
+        samples, blocks, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples)
+    )
 
 
 def _is_one_window(sizes: BlockSizes) -> bool:

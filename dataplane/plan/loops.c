@@ -17,7 +17,9 @@ enum {
     INSERTED_MAX = 64,   /* a larger second bucket is sorted in another way */
     WALKED_MAX = 8,      /* in a part with more intervals, a search precedes the walk */
     PARTS_AHEAD = 32,    /* how many places early a part is prefetched, */
-    STARTS_AHEAD = 16    /* and its interval, once the part is cached */
+    STARTS_AHEAD = 16,   /* and its interval, once the part is cached */
+    SET_BITS = 6,        /* a word of a set has 2**6 members */
+    SET_LEVELS = 5       /* so a set has at most 2**30 */
 };
 
 static int rising(const void *a, const void *b)
@@ -148,6 +150,135 @@ void lay_records(uint8_t *to, int64_t records, int64_t pieces, const uint8_t *co
                 memcpy(to, contents[piece] + starts[piece][record], length);
             to += length;
         }
+}
+
+/* A set of small numbers: bit i of a level says whether word i of the level below has any. */
+struct set {
+    uint64_t *levels[SET_LEVELS];
+    int64_t words[SET_LEVELS];
+};
+
+static void make_set(struct set *set, int64_t highest, int64_t *memory)
+{
+    for (int level = 0; level < SET_LEVELS; level++) {
+        highest >>= SET_BITS;
+        set->levels[level] = (uint64_t *)memory;
+        set->words[level] = highest + 1;
+        memory += highest + 1;
+        memset(set->levels[level], 0, (highest + 1) * sizeof(uint64_t));
+    }
+}
+
+static void add_member(struct set *set, int64_t member)
+{
+    for (int level = 0; level < SET_LEVELS; level++, member >>= SET_BITS)
+        set->levels[level][member >> SET_BITS] |= (uint64_t)1 << (member & (WORD_BITS - 1));
+}
+
+static void remove_member(struct set *set, int64_t member)
+{
+    for (int level = 0; level < SET_LEVELS; level++, member >>= SET_BITS) {
+        uint64_t *word = set->levels[level] + (member >> SET_BITS);
+        *word &= ~((uint64_t)1 << (member & (WORD_BITS - 1)));
+        if (*word)
+            return;
+    }
+}
+
+/* The smallest member that is `from` or more, or -1. */
+static int64_t member_from(const struct set *set, int64_t from)
+{
+    for (int level = 0; level < SET_LEVELS; level++, from = (from >> SET_BITS) + 1) {
+        if (from >> SET_BITS >= set->words[level])
+            return -1;
+        uint64_t rest = set->levels[level][from >> SET_BITS] >> (from & (WORD_BITS - 1));
+        if (!rest)
+            continue;
+        for (from += __builtin_ctzll(rest); level > 0; level--)
+            from = from << SET_BITS | __builtin_ctzll(set->levels[level - 1][from]);
+        return from;
+    }
+    return -1;
+}
+
+/* Packs that have the same room, the one that has had it the longest first. */
+struct queues {
+    struct set rooms; /* those of which there is a pack */
+    int64_t *first, *last, *next;
+};
+
+static void wait_for_more(struct queues *open, int64_t room, int64_t pack)
+{
+    if (open->first[room] < 0) {
+        open->first[room] = pack;
+        add_member(&open->rooms, room);
+    } else {
+        open->next[open->last[room]] = pack;
+    }
+    open->last[room] = pack;
+    open->next[pack] = -1;
+}
+
+static int64_t longest_waiting(struct queues *open, int64_t room)
+{
+    int64_t pack = open->first[room];
+    open->first[room] = open->next[pack];
+    if (open->first[room] < 0)
+        remove_member(&open->rooms, room);
+    return pack;
+}
+
+/* Sorts the rows that have a length, longest first; returns how many they are. */
+static int64_t by_length(const int64_t *lengths, const int64_t *ranked, int64_t count, int64_t room,
+                         int64_t *ends, int64_t *sorted)
+{
+    int64_t sum = 0;
+    memset(ends, 0, (room + 1) * sizeof *ends);
+    for (int64_t i = 0; i < count; i++)
+        ends[lengths[i]]++;
+    for (int64_t length = room; length > 0; length--) {
+        int64_t found = ends[length];
+        ends[length] = sum;
+        sum += found;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = ranked ? ranked[i] : i;
+        if (lengths[row])
+            sorted[ends[lengths[row]]++] = row;
+    }
+    return sum;
+}
+
+int64_t best_fit(const int64_t *lengths, const int64_t *ranked, int64_t count, int64_t room,
+                 int64_t most, int64_t *scratch, int64_t *placed, int64_t *starts)
+{
+    int64_t *sorted = scratch, *pack_of = sorted + count, *taken = pack_of + count;
+    struct queues open = {.next = taken + count, .first = taken + 2 * count};
+    open.last = open.first + room + 1;
+    int64_t *ends = open.last + room + 1, packs = 0;
+    make_set(&open.rooms, room, ends + room + 1);
+    for (int64_t i = 0; i <= room; i++)
+        open.first[i] = -1;
+    count = by_length(lengths, ranked, count, room, ends, sorted);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t length = lengths[sorted[i]], found = member_from(&open.rooms, length);
+        int64_t pack = found < 0 ? packs++ : longest_waiting(&open, found);
+        taken[pack] = found < 0 ? 1 : taken[pack] + 1;
+        pack_of[i] = pack;
+        int64_t left = (found < 0 ? room : found) - length;
+        if (left && taken[pack] < most)
+            wait_for_more(&open, left, pack);
+    }
+    if (!placed)
+        return packs;
+    starts[0] = 0;
+    for (int64_t pack = 0; pack < packs; pack++) {
+        starts[pack + 1] = starts[pack] + taken[pack];
+        taken[pack] = starts[pack];
+    }
+    for (int64_t i = 0; i < count; i++)
+        placed[taken[pack_of[i]]++] = sorted[i];
+    return packs;
 }
 
 uint32_t loops_source_crc(void)

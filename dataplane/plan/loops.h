@@ -39,6 +39,19 @@ EXPORT void lay_records(uint8_t *to, int64_t records, int64_t pieces,
                         const uint8_t *const *contents, const int64_t *const *starts,
                         const int64_t *const *lengths);
 
+/*
+ * Best fit, decreasing: puts rows into packs of `room`, longest rows first, and rows of equal length
+ * in the order `ranked`, or by their number if that is NULL. A row goes to the pack with the least
+ * room that is enough for it; of several such packs, to the one that has had that much room the
+ * longest; else to a new pack. A pack takes no more than `most` rows. Lengths are at most `room`;
+ * rows of length 0 are left out. `placed` gets the rows pack after pack, in the order in which they
+ * were put there, and `starts` where each pack begins, and the last one ends; both have room for
+ * all rows, `starts` for one more. If `placed` is NULL, packs are only counted. Returns how many
+ * there are. `scratch` has room for 4 * count + 4 * room + 64 numbers.
+ */
+EXPORT int64_t best_fit(const int64_t *lengths, const int64_t *ranked, int64_t count, int64_t room,
+                        int64_t most, int64_t *scratch, int64_t *placed, int64_t *starts);
+
 /* Checksum of the sources it was compiled from: loops.py accepts only its own. */
 EXPORT uint32_t loops_source_crc(void);
 

@@ -6,8 +6,10 @@ Both give the same results: sorted numbers, and the interval of a place, are uni
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +35,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "lay_records": (None, (_POINTER, _I64, _I64, *(_POINTER,) * 3)),
     # values, count, lowest, span, seen, distinct, numbers -> how many are distinct
     "number_values": (_I64, (_POINTER, _I64, _I64, _I64, *(_POINTER,) * 3)),
+    # lengths, ranked, count, room, most, scratch, placed, starts -> how many packs
+    "best_fit": (_I64, (_POINTER, _POINTER, _I64, _I64, _I64, *(_POINTER,) * 3)),
 }
 
 
@@ -131,3 +135,73 @@ def number_values(
         found.ctypes.data,
     )  # fmt: skip
     return distinct[:count], found
+
+
+def best_fit_count(lengths: Int64, room: int, most: int, library: ctypes.CDLL | None) -> int:
+    """How many packs `best_fit` makes of these rows, whatever their order."""
+    if library is None:
+        return len(best_fit(lengths, np.arange(len(lengths)), room, most, None)[1]) - 1
+    lengths, scratch = _to_fit(lengths, room)
+    count: int = library.best_fit(
+        lengths.ctypes.data, None, len(lengths), room, most, scratch.ctypes.data, None, None
+    )
+    return count
+
+
+def best_fit(
+    lengths: Int64, ranked: Int64, room: int, most: int, library: ctypes.CDLL | None
+) -> tuple[Int64, Int64]:
+    """Put rows into packs of `room`, best fit, longest rows first, rows of equal length in the
+    order `ranked`. loops.h says how.
+
+    Shapes:  lengths, ranked: int64[n], lengths in [0, room].   result: the rows, pack after pack,
+    int64[m], without those of length 0, and where each pack begins, int64[packs + 1].
+    """
+    if library is None:
+        return _best_fit(lengths, ranked, room, most)
+    lengths, scratch = _to_fit(lengths, room)
+    ranked = np.ascontiguousarray(ranked, np.int64)
+    placed, starts = np.empty_like(lengths), np.empty(len(lengths) + 1, np.int64)
+    count = library.best_fit(
+        lengths.ctypes.data, ranked.ctypes.data, len(lengths), room, most, scratch.ctypes.data,
+        placed.ctypes.data, starts.ctypes.data,
+    )  # fmt: skip
+    starts = starts[: count + 1]
+    return placed[: starts[-1]], starts
+
+
+def _to_fit(lengths: Int64, room: int) -> tuple[Int64, Int64]:
+    """The lengths as C expects them, and its scratch memory."""
+    assert not len(lengths) or 0 <= lengths.min() <= lengths.max() <= room
+    scratch = np.empty(4 * len(lengths) + 4 * room + 64, np.int64)
+    return np.ascontiguousarray(lengths, np.int64), scratch
+
+
+def _best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64, Int64]:
+    order = ranked[np.argsort(-lengths[ranked], kind="stable")].tolist()
+    packs: list[list[int]] = []
+    # The packs that have some room, the one that has had it the longest first; and those rooms.
+    waiting: dict[int, deque[int]] = {}
+    rooms: list[int] = []
+    for row in order:
+        length = int(lengths[row])
+        if not length:
+            break
+        at = bisect.bisect_left(rooms, length)
+        if at < len(rooms):
+            left = rooms[at]
+            pack = waiting[left].popleft()
+            if not waiting[left]:
+                del waiting[left], rooms[at]
+        else:
+            left, pack = room, len(packs)
+            packs.append([])
+        packs[pack].append(row)
+        left -= length
+        if left and len(packs[pack]) < most:
+            if left not in waiting:
+                waiting[left] = deque()
+                bisect.insort(rooms, left)
+            waiting[left].append(pack)
+    starts = np.cumsum([0, *map(len, packs)], dtype=np.int64)
+    return np.array([row for pack in packs for row in pack], np.int64), starts

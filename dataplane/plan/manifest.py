@@ -22,14 +22,16 @@ from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError
 from dataplane.plan import arrow
+from dataplane.plan.block_columns import block_column, scaled
 from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
-from dataplane.plan.sealed import damaged, sealed, unsealed
+from dataplane.plan.sealed import check_version, damaged, sealed, unsealed
 from dataplane.plan.shard import IndexedShard, Shard, block_table, no_samples
 from dataplane.plan.shards import ShardTable, spread
 from dataplane.plan.texts import Piece, records
+from dataplane.plan.view_counts import ViewCounts, counts_from_bytes, counts_to_bytes
 from dataplane.redact import unsigned
 
 Int32 = NDArray[np.int32]
@@ -69,9 +71,12 @@ class Manifest:
     Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
-    `column_places`, `nulls` and `categories` follow from the content of the shards, so they are not
-    part of the fingerprint. `shards` may also be a sequence of Shard. `nulls` is None if nothing is
-    known about nulls. `categories` has the sorted values of only the requested columns.
+    What has a default follows from the content of the shards, so it is not part of the fingerprint:
+    `nulls`, None if unknown; `categories`, the sorted values of some columns; `pack_counts`, what
+    `packed_blocks.py` knows by name, and `view_counts`, the rows of each block in views, by their
+    names. The manifest of a view has its rows, and the fingerprint of `whole`, the dataset's own,
+    whose blocks `kept` have rows in the view. If samples are packs of rows, `block_rows` counts
+    packs, and `documents` rows. `shards` may be a sequence of Shard.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -87,17 +92,23 @@ class Manifest:
     column_places: ColumnPlaces | None = None
     nulls: NullCounts | None = None
     categories: Mapping[str, pa.Array] = field(default_factory=dict)
+    pack_counts: Mapping[str, pa.Array] = field(default_factory=dict)
+    whole: Manifest | None = None
+    kept: Int64 | None = None
+    documents: Int64 | None = None
+    view_counts: ViewCounts = field(default_factory=dict)
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS:
-            object.__setattr__(self, name, _column(getattr(self, name), dtype, name))
+            object.__setattr__(self, name, block_column(getattr(self, name), dtype, name))
         if not isinstance(self.shards, ShardTable):
             object.__setattr__(self, "shards", ShardTable.of(self.shards))
         object.__setattr__(self, "sample_count", counted(self.block_rows))
         self._check()
-        object.__setattr__(self, "fingerprint", self._fingerprint())
+        found = self._fingerprint() if self.whole is None else self.whole.fingerprint
+        object.__setattr__(self, "fingerprint", found)
 
     @classmethod
     def build(
@@ -159,8 +170,43 @@ class Manifest:
         """The same manifest, with the values of these columns added."""
         return replace(self, categories={**self.categories, **values})
 
+    def with_view(self, name: str, counts: Int64) -> Manifest:
+        """The same manifest, with the rows of each block in the view of this name added."""
+        return replace(self, view_counts={**self.view_counts, name: counts})
+
+    def viewed(self, counts: Int64) -> Manifest:
+        """The manifest of a view that leaves so many rows of each block. Blocks without any are
+        left out.
+
+        Shapes:  counts: int64[K], at most the rows of each block.
+        Raises:  ConfigError: the view has no rows.
+        """
+        kept = np.flatnonzero(counts)
+        stored, rows, decoded = (
+            each[kept] for each in (self.block_rows, counts, self.block_decoded)
+        )
+        return replace(
+            self,
+            shards=self.shards.keeping(kept),
+            block_shard=self.block_shard[kept],
+            block_rows=rows,
+            block_offset=self.block_offset[kept],
+            block_length=self.block_length[kept],
+            block_decoded=scaled(decoded, rows, stored),
+            column_places=None,
+            whole=self,
+            kept=kept,
+        )
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and self.fingerprint == other.fingerprint
+        return (
+            isinstance(other, Manifest)
+            and self.fingerprint == other.fingerprint
+            and (
+                self.whole is other.whole is None
+                or np.array_equal(self.block_rows, other.block_rows)
+            )
+        )
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -172,14 +218,11 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """One Arrow IPC stream, zstd-compressed, one row a shard; the places of columns; then the
-        checksum of both, and a mark.
-        """
+        """One compressed Arrow stream, one row a shard; places of columns; a checksum; a mark."""
         shards = self.shards
         places = b"" if self.column_places is None else self.column_places.to_bytes()
         ends = self.block_offset + self.block_length
-        # Blocks mostly follow one another, so the gaps between them are nearly always 0 and
-        # compress well. If the arithmetic wraps, reading wraps it back.
+        # Gaps between blocks are nearly always 0. If the arithmetic wraps, reading wraps it back.
         gap = self.block_offset.copy()
         same = self.block_shard[1:] == self.block_shard[:-1]
         gap[1:][same] -= ends[:-1][same]
@@ -205,6 +248,8 @@ class Manifest:
                 "column_places": str(len(places)),
                 "nulls": b"" if self.nulls is None else self.nulls.to_bytes(),
                 "categories": categories_to_bytes(self.categories),
+                "pack_counts": categories_to_bytes(self.pack_counts, "zstd"),
+                "views": counts_to_bytes(self.view_counts),
             }
         )
         sink = pa.BufferOutputStream()
@@ -228,7 +273,7 @@ class Manifest:
             source = pa.py_buffer(body)
             with pa.ipc.open_stream(source, options=options, memory_pool=pool) as reader:
                 metadata = reader.schema.metadata or {}
-                _check_version(metadata, name)
+                check_version(metadata, VERSION, name)
                 batch = reader.read_next_batch()
             batch.validate(full=True)
             if not batch.schema.remove_metadata().equals(_FILE_SCHEMA):
@@ -294,29 +339,6 @@ class Manifest:
         return digest.hexdigest()
 
 
-def _column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    values = np.asarray(values)
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ConfigError(f"{name} must be one array of whole numbers", field=name)
-    if len(values) and (values.min() < 0 or values.max() > np.iinfo(dtype).max):
-        raise ConfigError(f"{name} has a number that is negative or too large", field=name)
-    column = np.ascontiguousarray(values, dtype).view()
-    column.flags.writeable = False
-    return column
-
-
-def _check_version(metadata: dict[bytes, bytes], name: str) -> None:
-    found = metadata[b"dataplane.manifest"].decode()
-    if found != str(VERSION):
-        raise ConfigError(
-            f"{name} is a manifest of version {found}, and this is Dataplane with version"
-            f" {VERSION}: index the dataset again, or use the release that wrote it",
-            field="version",
-            expected=VERSION,
-            found=found,
-        )
-
-
 def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Manifest:
     if any(column.null_count for column in batch.columns):
         raise ValueError("a value is missing")
@@ -358,6 +380,8 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
         column_places=_column_places(batch, metadata, body, len(rows)),
         nulls=NullCounts.from_bytes(metadata.get(b"nulls", b"")),
         categories=categories_from_bytes(metadata.get(b"categories", b"")),
+        pack_counts=categories_from_bytes(metadata.get(b"pack_counts", b"")),
+        view_counts=counts_from_bytes(metadata.get(b"views", b""), len(rows)),
     )
 
 

@@ -48,6 +48,13 @@ class NullCounts(Struct, frozen=True, eq=False):
             counts = merged(counts, np.full(len(counts), UNKNOWN))
         return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
 
+    def without(self, nodes: Sequence[int]) -> Self:
+        """The same, but no null is known in these field nodes."""
+        counts, shards = self.counts.copy(), self.shards.copy()
+        counts[list(nodes)] = np.minimum(counts[list(nodes)], 0)
+        shards[list(nodes)] = -1
+        return type(self)(_fixed(counts), _fixed(shards))
+
     def to_bytes(self) -> bytes:
         """Serialise the counts for a manifest."""
         return np.concatenate([self.counts, self.shards]).astype("<i8").tobytes()

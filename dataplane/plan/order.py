@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
 from dataplane.plan.finder import Finder
-from dataplane.plan.permute import Domain, checked_word, key, permutation
+from dataplane.plan.permute import Domain, Words, checked_word, extended, key, permutation
 from dataplane.plan.windows import Int64, Windows
 
 SAMPLE_COUNT_MAX = (1 << 62) - 1
@@ -140,6 +140,15 @@ class Order:
         found, row = self._finder.find(place)
         return self._block_at(found), row
 
+    def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
+        """With which key the packs of the block at each position are drawn, if samples are packs:
+        that of their block.
+
+        Shapes:  positions, blocks: int64[n].   result: uint64[n].
+        """
+        del positions  # all are of one epoch
+        return extended(key(self.seed, Domain.PACK, self.epoch), blocks)
+
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
         """The position of each sample: the inverse of `locate`.
 
@@ -167,6 +176,9 @@ class Order:
         """
         blocks = np.asarray(blocks, np.int64)
         self._check(blocks, self.block_count, "block")
+        if len(blocks) == 1:  # as eviction asks for every block
+            one = self._span_of(blocks.item())
+            return np.array(one[:1], np.int64), np.array(one[1:], np.int64)
         start, stop = self._placed(blocks)
         lanes = self.lanes
         head, head_place = self._lane_of(start)
@@ -182,6 +194,28 @@ class Order:
         latest = np.where(head < longer, np.minimum(tail, longer), tail) - 1
         end = (self._lane_length(latest) - 1) * lanes + latest
         return first, np.where(runs_over, np.maximum(last, end), last)
+
+    def _span_of(self, block: int) -> tuple[int, int]:
+        """As `block_span`, for a single block."""
+        rank = block if self._ranks is None else self._ranks.item(block)
+        lanes, (shared, longer) = self.lanes, divmod(self.sample_count, self.lanes)
+        border = longer * (shared + 1)
+
+        def lane_of(place: int) -> tuple[int, int]:
+            if place < border:
+                return divmod(place, shared + 1)
+            lane, offset = divmod(place - border, max(shared, 1))
+            return longer + lane, offset
+
+        head, head_place = lane_of(self._starts.item(rank))
+        tail, tail_place = lane_of(self._starts.item(rank + 1) - 1)
+        first = self._windows.bounds_of(head, head_place)[0] * lanes + head
+        last = (self._windows.bounds_of(tail, tail_place)[1] - 1) * lanes + tail
+        if head == tail:
+            return first, last
+        latest = (min(tail, longer) if head < longer else tail) - 1
+        end = (shared + (latest < longer) - 1) * lanes + latest
+        return min(first, head + 1), max(last, end)
 
     def lane_starts(self, lanes: Int64) -> Int64:
         """Where each lane begins in the concatenation of the blocks; lane L is its end.

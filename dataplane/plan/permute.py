@@ -38,6 +38,13 @@ class Domain(enum.IntEnum):
     WINDOW = 2
     AUGMENT = 3
     PROBE = 4
+    ROUND = 5
+    ROUND_LANES = 6
+    SOURCE = 7
+    PACK = 8
+    SHARE = 11
+    MAP = 15
+    COLLATE = 16
 
 
 def mix(word: int) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from typing_extensions import Buffer
 
-from dataplane.errors import CorruptShard
+from dataplane.errors import ConfigError, CorruptShard
 
 _MARK = b"DP-INDEX"
 _CHECKSUM_BYTES = 32
@@ -43,6 +44,22 @@ def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptSha
         expected=expected,
         found=found,
     )
+
+
+def check_version(metadata: Mapping[bytes, bytes], expected: int, name: str) -> None:
+    """Check the version of a manifest that `name` names.
+
+    Raises:  ConfigError: it is another one.
+    """
+    found = metadata[b"dataplane.manifest"].decode()
+    if found != str(expected):
+        raise ConfigError(
+            f"{name} is a manifest of version {found}, and this is Dataplane with version"
+            f" {expected}: index the dataset again, or use the release that wrote it",
+            field="version",
+            expected=expected,
+            found=found,
+        )
 
 
 def _checksum(body: Buffer) -> bytes:

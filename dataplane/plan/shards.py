@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -144,6 +144,26 @@ class ShardTable:
             return filled
         before = self._filled_before_empty[first:stop]
         return filled + int(before.searchsorted(np.int64(filled), side="right"))
+
+    def keeping(self, blocks: Int64) -> ShardTable:
+        """The same shards with only these of their blocks; the others count as blocks without
+        samples.
+
+        Shapes:  blocks: int64[k], numbers of the manifest's blocks, rising.
+        """
+        starts = starts_of(self.block_counts + self.empty_counts)
+        is_empty = np.zeros(int(starts[-1]), np.bool_)
+        is_empty[self.empty + spread(starts[:-1], self.empty_starts)] = True
+        is_left = np.zeros(len(is_empty), np.bool_)
+        is_left[np.flatnonzero(~is_empty)[blocks]] = True
+        shard = spread(np.arange(len(self)), starts)
+        empty, counts = np.flatnonzero(~is_left), np.bincount(shard[is_left], minlength=len(self))
+        return replace(
+            self,
+            block_starts=starts_of(counts),
+            empty=empty - starts[shard[empty]],
+            empty_starts=starts_of(np.diff(starts) - counts),
+        )
 
     def _refuse(self, wrong: Bools, what: str) -> None:
         if wrong.any():

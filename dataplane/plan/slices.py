@@ -89,19 +89,10 @@ class Slice(Struct, frozen=True):
 
         Raises:  ConfigError: there is no such step.
         """
-        if count < 0 or stride < 1:
-            raise ConfigError(
-                f"{count} steps at a stride of {stride}: count from 0, stride from 1", field="step"
-            )
+        self.check_steps(first, count, stride)
         if not count:
             return Steps(*(np.empty(0, np.int64) for _ in range(3)))
         last = first + (count - 1) * stride
-        if not 0 <= first <= last < self.step_count:
-            raise ConfigError(
-                f"there are no steps {first} to {last}: they run from 0 to {self.step_count - 1}"
-                f" at cursor {self.cursor}",
-                field="step",
-            )
         begin = np.array(range(first, last + 1, stride), np.int64) * self.global_batch
         begin += self.cursor
         end = begin + self.global_batch
@@ -115,6 +106,20 @@ class Slice(Struct, frozen=True):
         if self.end is End.PAD:
             positions %= self.sample_count
         return Steps(positions, rows, valid)
+
+    def check_steps(self, first: int, count: int, stride: int) -> None:
+        """Raises:  ConfigError: there are no steps first, first + stride, …, `count` of them."""
+        if count < 0 or stride < 1:
+            raise ConfigError(
+                f"{count} steps at a stride of {stride}: count from 0, stride from 1", field="step"
+            )
+        last = first + (count - 1) * stride
+        if count and not 0 <= first <= last < self.step_count:
+            raise ConfigError(
+                f"there are no steps {first} to {last}: they run from 0 to {self.step_count - 1}"
+                f" at cursor {self.cursor}",
+                field="step",
+            )
 
     def _owned(self, owned: Int64, end: Int64) -> Int64:
         """How many of owned, owned + dp_size, … are below `end`."""

@@ -19,6 +19,26 @@ def _address_or_none(given: object) -> str:
     return "" if given == "" else _address(given)
 
 
+def _data_address(given: object) -> str:
+    if given in ("", NO_NEIGHBOURS):
+        return str(given)
+    found = units.text(given)
+    is_port = found.startswith(":")
+    target = _address(f"localhost{found}" if is_port else found)
+    # A node that listens at every address could not say at which one others reach it.
+    if target.startswith(_NOT_ONE):
+        raise ValueError(given)
+    return found if is_port else target
+
+
+NO_NEIGHBOURS = "none"
+_NOT_ONE = ("unix:", "0.0.0.0:", "[::]:")
 _FORMS = '"host:port", "[::1]:port" or "unix:/path"'
 ADDRESS = ValueKind(_FORMS, "ADDRESS", _address)
+DATA_ADDRESS = ValueKind(
+    '"host:port", "[::1]:port", ":port" for the address by which it reaches its coordinator, or '
+    '"none"',
+    "ADDRESS",
+    _data_address,
+)
 ADDRESS_OR_NONE = ValueKind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)

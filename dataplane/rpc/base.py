@@ -11,6 +11,8 @@ from dataplane.rpc.membership import (
     JoinResponse,
     LeaveRequest,
     LeaveResponse,
+    LedgerRequest,
+    LedgerResponse,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
@@ -49,6 +51,12 @@ class Coordination(Protocol):
 
     async def status(self, request: StatusRequest) -> StatusResponse:
         """Jobs, ranks and nodes, for people.
+
+        Raises:  ConfigError: no job has that name.
+        """
+
+    async def ledger(self, request: LedgerRequest) -> LedgerResponse:
+        """A job's ledger.
 
         Raises:  ConfigError: no job has that name.
         """

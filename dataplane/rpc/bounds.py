@@ -1,8 +1,13 @@
-"""Limits on the length of names that a peer sends, since they are stored, logged and shown."""
+"""Limits on what a peer sends: on names, since they are stored, logged and shown, and on addresses,
+since others connect to them.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+
 from dataplane.errors import ConfigError
+from dataplane.rpc.address import TcpAddress, parse
 
 NAME_LENGTH_MAX = 256
 URLS_MAX = 64
@@ -22,4 +27,30 @@ def check_name(field: str, name: str, *, needed: bool = True, most: int = NAME_L
             f"{field} has {len(name)} characters{shown}: {least}{most}"
             f"{' are needed' if needed else ' at most'}",
             field=field,
+        )
+
+
+def check_data_address(address: str) -> None:
+    """Check where a node says that others reach it: they are made to connect to it.
+
+    Raises:  ConfigError: it is not an IP address with a port, as `TcpAddress` writes it, or never
+    one of a node, such as that of a cloud's metadata service.
+    """
+    check_name("data_address", address)
+    parsed = parse(address)
+    if not isinstance(parsed, TcpAddress) or not parsed.port or parsed.target != address:
+        raise ConfigError(
+            f"{address!r} is not an IP address with a port", field="data_address", found=address
+        )
+    try:
+        host = ipaddress.ip_address(parsed.host)
+    except ValueError as error:
+        raise ConfigError(
+            f"{address!r} is a name: an IP address is needed", field="data_address", found=address
+        ) from error
+    hidden = isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None
+    never = host.is_link_local or host.is_multicast or host.is_unspecified
+    if never or hidden or str(host) != parsed.host:
+        raise ConfigError(
+            f"{address!r} is never the address of a node", field="data_address", found=address
         )

@@ -25,6 +25,8 @@ from dataplane.rpc.membership import (
     JoinResponse,
     LeaveRequest,
     LeaveResponse,
+    LedgerRequest,
+    LedgerResponse,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
@@ -115,6 +117,10 @@ class CoordinatorClient:
     async def status(self, request: StatusRequest) -> StatusResponse:
         """As `Coordination.status`."""
         return cast(StatusResponse, await self._call("status", request))
+
+    async def ledger(self, request: LedgerRequest) -> LedgerResponse:
+        """As `Coordination.ledger`."""
+        return cast(LedgerResponse, await self._call("ledger", request))
 
     async def close(self) -> None:
         """Close the connection; may be called twice."""

@@ -13,6 +13,7 @@ import json
 import operator
 import types
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,9 +21,16 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from dataplane import config, errors, model
-from dataplane.rpc import fetches, messages, tasks
-from dataplane.rpc.v1 import fetcher_pb2, local_pb2, types_pb2, worker_pb2
+from dataplane import config, errors, ledger, mixture, model
+from dataplane.rpc import fetches, lending, making, messages, tasks
+from dataplane.rpc.v1 import (
+    fetcher_pb2,
+    local_pb2,
+    making_pb2,
+    neighbours_pb2,
+    types_pb2,
+    worker_pb2,
+)
 
 T = TypeVar("T")
 _Convert = Callable[[Any], Any]
@@ -40,10 +48,20 @@ _SHARED: dict[str, type] = {
     "StackSpec": model.StackSpec,
     "StepSpec": model.StepSpec,
     "ColumnOptions": model.ColumnOptions,
+    "View": model.View,
+    "PackSpec": model.PackSpec,
+    "MixtureSpec": mixture.MixtureSpec,
+    "SourceSpec": mixture.SourceSpec,
+    "PeerTls": config.PeerTls,
+    "LedgerEntry": ledger.LedgerEntry,
+    "LedgerPosition": ledger.LedgerPosition,
 }
 _ENVELOPE = "body"
 # Messages that are pairs: a column's name, and its value in this field.
 _PAIRS = {"ColumnValue": "value", "ColumnLength": "length"}
+# Large messages that many receivers get: made once for all who get the same value.
+_FOR_MANY = {"JobNodes"}
+_FOR_MANY_MAX = 64
 
 
 def encode(value: object) -> bytes:
@@ -108,7 +126,7 @@ def _message_class(cls: _Class) -> type[Message]:
 
 
 def _modules() -> Iterator[types.ModuleType]:
-    yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2)
+    yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2, making_pb2)
     # A late import: trainers and workers never call a coordinator, and start faster without it.
     from dataplane.rpc.v1 import coordinator_pb2
 
@@ -121,7 +139,13 @@ def _values(file: str) -> types.ModuleType:
         from dataplane.rpc import membership
 
         return membership
-    return {"local.proto": messages, "worker.proto": tasks, "fetcher.proto": fetches}[file]
+    return {
+        "local.proto": messages,
+        "worker.proto": tasks,
+        "fetcher.proto": fetches,
+        "neighbours.proto": lending,
+        "making.proto": making,
+    }[file]
 
 
 def _value_class(descriptor: Descriptor) -> _Class:
@@ -183,12 +207,29 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
             return _steps
         if field.message_type.name == "Error":
             return error_to_proto
-        return _writer(_value_class(field.message_type))
+        cls = _value_class(field.message_type)
+        return _once(cls) if field.message_type.name in _FOR_MANY else _writer(cls)
     if field.enum_type is not None:
         numbers = field.enum_type.values_by_name
         prefix = _enum_prefix(field)
         return lambda value: numbers[prefix + value.name].number
     return _same
+
+
+def _once(cls: _Class) -> _Convert:
+    """Converts a value, and remembers the message as long as others use the same object."""
+    write, message_class = _writer(cls), _message_class(cls)
+    made: OrderedDict[int, tuple[Any, Message]] = OrderedDict()
+
+    def convert(value: Any) -> Message:
+        known = made.get(id(value))
+        if known is None:  # otherwise it is the same object, since it is kept
+            known = made[id(value)] = (value, message_class(**write(value)))
+            if len(made) > _FOR_MANY_MAX:
+                made.popitem(last=False)
+        return known[1]
+
+    return convert
 
 
 def _steps(batches: Sequence[messages.Batch]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from dataplane.config import PeerTls
 from dataplane.errors import DataplaneError
-from dataplane.model import Region
+from dataplane.model import BlockForm, Region
 
 
 class StartFetching(Struct, frozen=True):
@@ -24,6 +25,8 @@ class StartFetching(Struct, frozen=True):
     store: str = ""
     is_policed: bool = False
     allowed_urls: tuple[str, ...] = ()
+    kept_folder: str = ""
+    tls: PeerTls | None = None
 
 
 class ReadTarget(Struct, frozen=True):
@@ -33,8 +36,28 @@ class ReadTarget(Struct, frozen=True):
     into: Region
 
 
+class Neighbour(Struct, frozen=True):
+    """The node that owns a block, and which of the block's bytes it is asked for."""
+
+    address: str
+    job_id: str
+    generation: int
+    key: bytes
+    own_id: str
+    node_id: str
+    dataset: bytes
+    block: int
+    offset: int
+    form: BlockForm = BlockForm.RAW
+
+    def __repr__(self) -> str:
+        return f"Neighbour({self.node_id!r} at {self.address!r}, block={self.block})"  # no key
+
+
 class ReadRange(Struct, frozen=True):
-    """Read bytes of a shard into an arena."""
+    """Read bytes of a shard into an arena. With `neighbour`, that node is asked first, and there is
+    nothing in `more`.
+    """
 
     number: int
     url: str
@@ -43,6 +66,10 @@ class ReadRange(Struct, frozen=True):
     arena_id: int
     into: Region
     more: tuple[ReadTarget, ...] = ()
+    neighbour: Neighbour | None = None
+
+    def __post_init__(self) -> None:
+        assert not (self.more and self.neighbour), "neighbours are asked for each block by itself"
 
     @property
     def targets(self) -> tuple[ReadTarget, ...]:
@@ -69,14 +96,84 @@ class CopyPreamble(Struct, frozen=True):
         return self.into.length
 
 
+class ReadKept(Struct, frozen=True):
+    """Read a block from the node's disk into the block arena."""
+
+    number: int
+    dataset: bytes
+    block: int
+    into: Region
+
+    @property
+    def length(self) -> int:
+        """Bytes that are read."""
+        return self.into.length
+
+
+class KeptName(Struct, frozen=True):
+    """A block on disk."""
+
+    dataset: bytes
+    block: int
+
+
+class WriteKept(Struct, frozen=True):
+    """Remove blocks from the disk, then write one, unless `source` is empty."""
+
+    number: int
+    dataset: bytes
+    block: int
+    source: Region
+    instead_of: tuple[KeptName, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Bytes that are written."""
+        return self.source.length
+
+
+class ScanKept(Struct, frozen=True):
+    """List the blocks on disk."""
+
+    number: int
+
+    @property
+    def length(self) -> int:
+        """It reads no block."""
+        return 0
+
+
+class KeptFound(Struct, frozen=True):
+    """Some blocks of one dataset that are on disk, and what they take there."""
+
+    dataset: bytes
+    blocks: tuple[int, ...]
+    disk_bytes: tuple[int, ...]
+
+
 class ReadEnded(Struct, frozen=True):
-    """A read or a copy has ended: its memory is no longer written."""
+    """An order has ended: its memory is no longer read or written. With `decoded_bytes`, nothing
+    was read: the neighbour has only the decoded block, of this length.
+    """
 
     number: int
     error: DataplaneError | None = None
     took_s: float = 0.0
     cpu_s: float = 0.0
     hedged_bytes: int = 0
+    neighbour_bytes: int = 0
+    decoded_bytes: int = 0
+    disk_bytes: int = 0
+
+
+class HeldDecoded(Struct, frozen=True):
+    """The end of a read that has read nothing: the neighbour has only the decoded block."""
+
+    length: int
+
+
+Outcome = DataplaneError | HeldDecoded | None
+"""How an order has ended; None: all bytes are there."""
 
 
 class StorePause(Struct, frozen=True):
@@ -104,9 +201,64 @@ class ShardTrouble(Struct, frozen=True):
     error: DataplaneError | None = None
 
 
-ReadBody = ReadRange | CopyPreamble
-ToFetcherBody = StartFetching | ReadRange | CopyPreamble | StorePause
-FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble
+class SlabMaker(Struct, frozen=True):
+    """A node that makes slabs for this one, and the key with which the two know each other."""
+
+    address: str
+    job_id: str
+    generation: int
+    key: bytes
+    own_id: str
+    node_id: str
+
+    def __repr__(self) -> str:
+        return f"SlabMaker({self.node_id!r} at {self.address!r})"  # no key
+
+
+class ReadSlab(Struct, frozen=True):
+    """Have a maker make a slab, and read it into an arena; `request` and `request_opening` are
+    encoded MakeSlabs. If it is late, `hedge` is asked too.
+    """
+
+    number: int
+    maker: SlabMaker
+    hedge: SlabMaker | None
+    request: bytes
+    request_opening: bytes
+    arena_id: int
+    into: Region
+
+
+class SlabRead(Struct, frozen=True):
+    """The end of a ReadSlab: its memory is no longer written. The maker of this name has sent
+    `length` bytes, and an encoded Assembled as a note.
+    """
+
+    number: int
+    error: DataplaneError | None = None
+    note: bytes = b""
+    length: int = 0
+    took_s: float = 0.0
+    node_id: str = ""
+    cpu_s: float = 0.0
+
+
+class AttachDelivery(Struct, frozen=True):
+    """Slabs will be read into this delivery arena; its descriptor is sent along."""
+
+    arena_id: int
+
+
+class DetachDelivery(Struct, frozen=True):
+    """No more slabs will."""
+
+    arena_id: int
+
+
+DiskBody = ReadKept | WriteKept | ScanKept
+ReadBody = ReadRange | CopyPreamble | DiskBody
+ToFetcherBody = StartFetching | ReadBody | StorePause | ReadSlab | AttachDelivery | DetachDelivery
+FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound
 
 
 class ToFetcher(Struct, frozen=True):

@@ -10,12 +10,19 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from msgspec.structs import replace
 
 from dataplane.errors import AccessDenied
 from dataplane.redact import redacted
 from dataplane.rpc import status
 from dataplane.rpc.bounds import URLS_MAX
-from dataplane.rpc.membership import HeartbeatRequest, JoinRequest
+from dataplane.rpc.membership import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    RegisterNodeRequest,
+)
 from dataplane.security.calls import ANYBODY, CALLS, Caller, WrongTokenError
 from dataplane.security.security import Security
 from dataplane.security.urls import is_under
@@ -71,7 +78,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 why = _outside(request, caller, self._security.allowed_urls)
             if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
-            return await method.unary_unary(request, context)
+            answer = await method.unary_unary(_of_caller(request, caller), context)
+            return answer if caller.datasets is None else _without_keys(answer)
 
         return grpc.unary_unary_rpc_method_handler(
             answer, response_serializer=method.response_serializer
@@ -124,8 +132,31 @@ def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str
 def _jobs(request: Any) -> Iterable[str]:
     """The jobs that a message is about; those of RegisterNode: none."""
     if isinstance(request, HeartbeatRequest):
-        return [member.job_id for member in request.members]
+        known = [one.job_id for one in request.known]
+        return [*known, *(one.job_id for one in request.members)]
     return [request.job_id] if hasattr(request, "job_id") else []
+
+
+def _of_caller(request: Any, caller: Caller) -> Any:
+    """The request as the coordinator may know it: with the only job that the caller's token allows,
+    since makers are told of other jobs; and without an address if it gets no keys, since others
+    would ask for what it cannot give.
+    """
+    if isinstance(request, HeartbeatRequest):
+        return replace(request, node=_of_caller(request.node, caller))
+    if not isinstance(request, RegisterNodeRequest):
+        return request
+    address = request.data_address if caller.datasets is None else ""
+    return replace(request, only_job=caller.job, data_address=address)
+
+
+def _without_keys(answer: Any) -> Any:
+    """The answer for a caller that may read only some datasets: which ones a job really reads, the
+    coordinator does not know, and with the job's key a node gets its blocks from neighbours.
+    """
+    if isinstance(answer, JoinResponse):
+        return replace(answer, nodes=None)
+    return replace(answer, jobs=()) if isinstance(answer, HeartbeatResponse) else answer
 
 
 def _named(caller: Caller) -> str:

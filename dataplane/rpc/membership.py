@@ -11,17 +11,27 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.model import Topology
+from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.model import DatasetIdentity, Topology
 
 
 class RegisterNodeRequest(Struct, frozen=True):
-    """Registers a node."""
+    """Registers a node, which other nodes reach at `data_address`, if it has one. `worker_count` is
+    the most workers that it may have. `only_job` is the only job that its token allows, "" for any;
+    the coordinator sets it when it checks the token. `disk_id` identifies the disk on which the
+    node keeps blocks, "" without one.
+    """
 
     node_id: str
     host: str = ""
     pid: int = 0
     version: str = ""
     protocol: int = 0
+    data_address: str = ""
+    arena_bytes: int = 0
+    worker_count: int = 0
+    only_job: str = ""
+    disk_id: str = ""
 
 
 class RegisterNodeResponse(Struct, frozen=True):
@@ -44,17 +54,60 @@ class JoinRequest(Struct, frozen=True):
     sample_count: int
     pixels: str = ""
     urls: tuple[str, ...] = ()
+    format: str = ""
+    identity: DatasetIdentity | None = None
+
+
+class NeighbourNode(Struct, frozen=True):
+    """A node that lends its blocks to the other nodes of a job. `worker_count` is more than 0 if it
+    makes slabs for them, too, and has no members of its own. With a `disk_id`, it owns blocks by
+    that name.
+    """
+
+    node_id: str
+    address: str
+    arena_bytes: int = 0
+    worker_count: int = 0
+    disk_id: str = ""
+
+
+class JobNodes(Struct, frozen=True):
+    """The nodes of a job that lend each other blocks, then its makers, and the key with which they
+    know each other, which is in no log: not in a repr either.
+    """
+
+    job_id: str
+    generation: int
+    version: int
+    key: bytes = b""
+    nodes: tuple[NeighbourNode, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"JobNodes(job_id={self.job_id!r}, generation={self.generation}, "
+            f"version={self.version}, nodes={self.nodes})"
+        )
+
+
+class KnownNodes(Struct, frozen=True):
+    """Which JobNodes of a job a node has."""
+
+    job_id: str
+    version: int
 
 
 class JoinResponse(Struct, frozen=True):
-    """The place was taken."""
+    """The place was taken. `nodes`: None if the node has other members in this job, so that it has
+    been told, or if it is too early to tell.
+    """
 
     generation: int
     lease_s: float
+    nodes: JobNodes | None = None
 
 
 class MemberProgress(Struct, frozen=True):
-    """What one rank has consumed."""
+    """What one rank has consumed, from where it `began`: None until it has."""
 
     job_id: str
     member_id: str
@@ -64,6 +117,7 @@ class MemberProgress(Struct, frozen=True):
     samples_per_s: float = 0.0
     stall_s: float = 0.0
     bound: str = ""
+    began: LedgerPosition | None = None
 
 
 class StoreOutage(Struct, frozen=True):
@@ -75,18 +129,27 @@ class StoreOutage(Struct, frozen=True):
 
 
 class NodeReads(Struct, frozen=True):
-    """What a node has read from object stores, with how many fetchers now, and how much of it was
-    asked for a second time, since the first answer was late.
+    """Where a node's blocks have come from: object stores (with how many fetchers now, and how much
+    was asked for a second time, since the first answer was late), neighbours, memory, where another
+    stream or epoch had left them, and its own disk. And how much it has sent to neighbours: blocks,
+    and the slabs that it has made for them.
     """
 
     fetchers: int = 0
     read_bytes: int = 0
     hedged_bytes: int = 0
+    neighbour_bytes: int = 0
+    lent_bytes: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    made_slabs: int = 0
+    made_bytes: int = 0
 
 
 class HeartbeatRequest(Struct, frozen=True):
-    """A node renews all of its members, and reports the stores it waits for, and how often and how
-    long its event loop was held.
+    """A node renews all of its members, and reports the stores it waits for, how often and how long
+    its event loop was held, and which nodes of its jobs it knows. If it `is_short`, it wants slabs
+    from elsewhere.
     """
 
     node: RegisterNodeRequest
@@ -95,6 +158,8 @@ class HeartbeatRequest(Struct, frozen=True):
     loop_holds: int = 0
     longest_hold_s: float = 0.0
     reads: NodeReads = field(default_factory=NodeReads)
+    known: tuple[KnownNodes, ...] = ()
+    is_short: bool = False
 
 
 class MemberVerdict(Struct, frozen=True):
@@ -107,9 +172,13 @@ class MemberVerdict(Struct, frozen=True):
 
 
 class HeartbeatResponse(Struct, frozen=True):
-    """One verdict a member."""
+    """One verdict a member; the nodes of those jobs where they differ from what was known; and the
+    known jobs that this node has `left`: it has no members of them, and makes nothing for them.
+    """
 
     verdicts: tuple[MemberVerdict, ...] = ()
+    jobs: tuple[JobNodes, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 class LeaveRequest(Struct, frozen=True):
@@ -163,6 +232,8 @@ class JobStatus(Struct, frozen=True):
     members: tuple[MemberStatus, ...] = ()
     epoch: int = 0
     cursor: int = 0
+    nodes: tuple[NeighbourNode, ...] = ()
+    nodes_version: int = 0
 
 
 class NodeStatus(Struct, frozen=True):
@@ -177,6 +248,10 @@ class NodeStatus(Struct, frozen=True):
     loop_holds: int = 0
     longest_hold_s: float = 0.0
     reads: NodeReads = field(default_factory=NodeReads)
+    data_address: str = ""
+    known: tuple[KnownNodes, ...] = ()
+    worker_count: int = 0
+    is_short: bool = False
 
 
 class StatusResponse(Struct, frozen=True):
@@ -186,3 +261,24 @@ class StatusResponse(Struct, frozen=True):
     coordinator_id: str
     jobs: tuple[JobStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
+
+
+class LedgerRequest(Struct, frozen=True):
+    """Whose ledger."""
+
+    job_id: str
+
+
+class LedgerResponse(Struct, frozen=True):
+    """A job, how far it is, and the entries of its ledger."""
+
+    job_id: str
+    urls: tuple[str, ...]
+    format: str
+    spec: JobSpec
+    sample_count: int
+    dp_size: int
+    epoch: int
+    cursor: int
+    identity: DatasetIdentity | None = None
+    entries: tuple[LedgerEntry, ...] = ()

@@ -18,9 +18,12 @@ from dataplane.model import (
     ColumnSpec,
     DatasetIdentity,
     End,
+    Exhausted,
     ImageSpec,
+    MixUnit,
     Region,
     Topology,
+    View,
 )
 
 
@@ -50,8 +53,35 @@ class DatasetSource(Struct, frozen=True):
     format: str = ""
 
 
+class SourceAsked(Struct, frozen=True):
+    """One source of a mixture as the user names it: with a weight, or with the passes that an epoch
+    makes over it. 0 means that a number is not given.
+    """
+
+    name: str
+    source: DatasetSource
+    weight: float = 0.0
+    passes: float = 0.0
+    passes_max: int = 0
+    mean_length: float = 0.0
+    view: View = field(default_factory=View)
+
+
+class MixtureAsked(Struct, frozen=True):
+    """A mixture as the user asks for it; `length` is that of an epoch, in `unit`."""
+
+    sources: tuple[SourceAsked, ...]
+    unit: MixUnit = MixUnit.SAMPLES
+    exhausted: Exhausted = Exhausted.STOP
+    length: int = 0
+    temperature: float = 0.0
+    source_column: str = ""
+
+
 class OpenJob(Struct, frozen=True):
-    """A rank asks its node to open a job."""
+    """A rank asks its node to open a job. With a `mixture`, `source` names the urls of all of its
+    datasets.
+    """
 
     job_id: str
     incarnation: str
@@ -67,6 +97,8 @@ class OpenJob(Struct, frozen=True):
     transforms: tuple[ImageSpec, ...] = ()
     sharing: str = ""
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
+    view: View = field(default_factory=View)
+    mixture: MixtureAsked | None = None
 
 
 class JobOpened(Struct, frozen=True):
@@ -196,10 +228,13 @@ class StageTimes(Struct, frozen=True):
     decoding: int = 0
     disk: int = 0
     workers: int = 0
+    disk_bytes: int = 0
 
 
 class Slab(Struct, frozen=True):
-    """Consecutive batches of one stream, in the delivery arena. `layout` is an encoded Layout."""
+    """Consecutive batches of one stream, in the first `bytes_used` bytes of a part of the delivery
+    arena. `layout` is an encoded Layout.
+    """
 
     stream_id: int
     slab_id: int
@@ -208,6 +243,7 @@ class Slab(Struct, frozen=True):
     layout: bytes
     copy_out: bool = False
     times: StageTimes = StageTimes()
+    bytes_used: int = 0
 
 
 class EndOfStream(Struct, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from dataplane.errors import DataplaneError
-from dataplane.model import ColumnOptions, ImageSpec, Region
+from dataplane.model import ColumnOptions, ImageSpec, Region, View
 from dataplane.rpc.messages import Batch
 
 BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
@@ -55,12 +55,17 @@ class OpenDataset(Struct, frozen=True):
     pack: bool = False
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
     memory_bytes: int = 0
+    view: View = field(default_factory=View)
+    finds_columns: bool = False
+    seed: int = 0
 
 
 class RawBlockRef(Struct, frozen=True):
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. If only
     some of them are needed, `pieces` lists these. A preamble in the arena of preambles has a
-    number; its room in the block arena is then empty.
+    number; its room in the block arena is then empty. Of a view that has only some of the block's
+    rows, `rows` is their number and `stored_rows` that of all, from `first_row` of the shard on;
+    `shard_word` stands for the shard in the keys of its rows, and `shard` is its number.
     """
 
     url: str
@@ -75,6 +80,10 @@ class RawBlockRef(Struct, frozen=True):
     pieces: tuple[Region, ...] = ()
     kept_preamble: Region | None = None
     preamble_number: int = 0
+    stored_rows: int = 0
+    first_row: int = 0
+    shard_word: int = 0
+    shard: int = 0
 
 
 class Decode(Struct, frozen=True):
@@ -94,11 +103,12 @@ class Decoded(Struct, frozen=True):
 
 
 class Origin(Struct, frozen=True):
-    """Which samples a block has."""
+    """Which samples a block has; `of_view`: rows are counted among those of a view."""
 
     url: str
     shard: int
     first_row: int
+    of_view: bool = False
 
 
 class BlockSource(Struct, frozen=True):
@@ -130,7 +140,9 @@ class Render(Struct, frozen=True):
 
 class Assemble(Struct, frozen=True):
     """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
-    arena.
+    arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
+    if packs are not shuffled.
+    With `sources`, the last column has the source of each row, int32: that of its block.
     """
 
     dataset_id: int
@@ -142,6 +154,9 @@ class Assemble(Struct, frozen=True):
     render: Render | None = None
     keep: Region | None = None
     say_where: bool = False
+    pack_keys: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+    pack_key_counts: tuple[int, ...] = ()
 
 
 class ExcerptPlace(Struct, frozen=True):
@@ -149,6 +164,7 @@ class ExcerptPlace(Struct, frozen=True):
 
     into: Region
     row_count: int
+    pack_keys: tuple[int, ...] = ()
 
 
 class Extract(Struct, frozen=True):
@@ -222,6 +238,23 @@ class IndexShard(Struct, frozen=True):
     parts: tuple[ShardPart, ...] = ()
 
 
+class CountRows(Struct, frozen=True):
+    """Count the rows of each of these blocks of one shard that a view has. `schema` is that of the
+    dataset. If it `is_local`, the shard is a file that the process reads itself. `parts` were read
+    already.
+    """
+
+    format: str
+    url: str
+    size_bytes: int
+    etag: str
+    schema: bytes
+    view: View
+    blocks: tuple[RawBlockRef, ...]
+    is_local: bool = False
+    parts: tuple[ShardPart, ...] = ()
+
+
 class ShardBytes(Struct, frozen=True):
     """The bytes that an indexing process has requested."""
 
@@ -243,13 +276,13 @@ class StillReading(Struct, frozen=True):
 
 
 class ShardIndexed(Struct, frozen=True):
-    """The result of indexing, or a part of it."""
+    """The result of indexing or counting, or a part of it."""
 
     index: bytes
     more: bool = False
 
 
-ToIndexerBody = IndexShard | ShardBytes
+ToIndexerBody = IndexShard | CountRows | ShardBytes
 FromIndexerBody = DataplaneError | OutOfMemory | ReadShard | StillReading | ShardIndexed
 
 

@@ -20,6 +20,8 @@ class Stamps(Struct, eq=False):
     fetched: float = 0.0
     gathered_from: float = 0.0
     """All of its blocks were ready."""
+    wanted: float = 0.0
+    """Another node was to make it; there may have been none that did."""
     slotted: float = 0.0
     started: float = 0.0
     made: float = 0.0
@@ -33,9 +35,11 @@ class Stamps(Struct, eq=False):
 
     def stages(self, now: float) -> tuple[int, ...]:
         """(fetch, decode, room, queue, assemble, ready) as in StageTimes: their sum is the time
-        from plan to `now`, whatever is missing or out of order.
+        from plan to `now`, whatever is missing or out of order. The wait for a node that makes the
+        slab counts as `queue`.
         """
-        ends = (self.fetched, self.gathered_from, self.slotted, self.started, self.made, now)
+        room = min(self.wanted, self.slotted) if self.wanted else self.slotted
+        ends = (self.fetched, self.gathered_from, room, self.started, self.made, now)
         found, at = [], self.planned
         for end in ends:
             until = min(max(end, at), now)
@@ -50,6 +54,8 @@ class Account(Struct, eq=False):
     read_bytes: int = 0
     decoding_s: float = 0.0
     disk_us: int = 0
+    disk_bytes: int = 0
+    """Of the bytes read, those that the node's own disk had."""
     _reading_s: float = 0.0
     _reads: int = 0
     _reading_since: float = 0.0
@@ -67,18 +73,19 @@ class Account(Struct, eq=False):
         if not self._reads:
             self._reading_s += now - self._reading_since
 
-    def take(self, now: float) -> tuple[int, int, int, int]:
-        """(bytes read, reading, decoding, waiting for disks), times in microseconds. Counting
-        restarts from zero.
+    def take(self, now: float) -> tuple[int, int, int, int, int]:
+        """(bytes read, reading, decoding, waiting for disks, bytes from the node's disk), times in
+        microseconds. Counting restarts from zero.
         """
         if self._reads:
             self._reading_s += now - self._reading_since
             self._reading_since = now
         found = (
             self.read_bytes, round(self._reading_s * _US_A_S),
-            round(self.decoding_s * _US_A_S), self.disk_us,
+            round(self.decoding_s * _US_A_S), self.disk_us, self.disk_bytes,
         )  # fmt: skip
         self.read_bytes, self._reading_s, self.decoding_s, self.disk_us = 0, 0.0, 0.0, 0
+        self.disk_bytes = 0
         return found
 
 
@@ -90,8 +97,8 @@ def stage_times(
     """
     fetch, decode, room, queue, assemble, ready = stages
     done = [account.take(now) for account in accounts]
-    read_bytes, reading, decoding, disk = map(sum, zip(*done, strict=True))
+    read_bytes, reading, decoding, disk, disk_bytes = map(sum, zip(*done, strict=True))
     return StageTimes(
         fetch, decode, room, queue, assemble, ready,
-        read_bytes, reading, decoding, disk, worker_count,
+        read_bytes, reading, decoding, disk, worker_count, disk_bytes,
     )  # fmt: skip

@@ -32,6 +32,10 @@ class CachedBlock(Struct, eq=False):
     raw: Region | None = None
     decoded: Region | None = None
     restart_indexes: Region | None = None
+    lent: int = 0
+    """How many times it is being sent to a neighbour."""
+    is_guest: bool = False
+    """Whether a neighbour owns it, and keeps it for the next epoch."""
 
     @property
     def touched(self) -> int:
@@ -44,10 +48,24 @@ class CachedBlock(Struct, eq=False):
         return tuple(r for r in (self.raw, self.decoded, self.restart_indexes) if r is not None)
 
     @property
+    def raw_bytes(self) -> Region | None:
+        """Its bytes as they were read, without the shard's preamble, while they are in memory."""
+        places = self.dataset.places
+        if self.raw is None or places is None:
+            return None
+        length = places.read_bytes(self.index)
+        return Region(self.raw.offset + self.raw.length - length, length)
+
+    @property
     def kept_bytes(self) -> int:
         """What its rows take in the arena; 0 if they are gathered from a file."""
         kept = self.decoded or self.raw
         return 0 if kept is None else kept.length
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a waiting task has rows of it."""
+        return bool(self.dataset.marks.wanted[self.index])
 
     @property
     def is_evictable(self) -> bool:

@@ -7,9 +7,9 @@ Invariants:
 1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
    writes it.
-3. The block evicted first is the one that the plan needs last. To make room for a block that no
-   task waits for, only blocks that are needed later are evicted. Everything else in the arena is
-   evicted before any block that is still needed.
+3. The block evicted first is the one that the plan needs last. For a block that is read ahead, only
+   blocks that are needed later go, and none that a task or neighbours wait for (`holdings.py`).
+   Everything else in the arena is evicted before any block that is still needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.
@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 
@@ -39,15 +38,14 @@ from dataplane.scheduler.events import (
     Fetch,
     ForgetBlock,
 )
+from dataplane.scheduler.eviction_orders import EvictionOrders
+from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.in_flight import FetchesInFlight
-from dataplane.scheduler.next_use import NextUse
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment
-from dataplane.scheduler.room import Room
+from dataplane.scheduler.room import ReadMode, Room
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.transforms.restart_indexes import restart_index_bytes
-
-_DIRECT_BLOCKS_MAX = 4096
 
 
 class BlockTable:
@@ -63,39 +61,34 @@ class BlockTable:
         do: Callable[[Effect], None],
         time: Moment,
     ) -> None:
-        self._allocator = allocator
+        self._allocator, self.arena_bytes = allocator, allocator.size_bytes
         self.fetches = FetchesInFlight(fetch_count)
-        self._shared = shared
-        self._do = do
-        self._time = time
+        self._shared, self._do, self._time = shared, do, time
         self._changes: list[BlockChange] = []
         self._blocks: dict[tuple[int, int], CachedBlock] = {}
         self._by_key: dict[int, CachedBlock] = {}
-        self._uses = NextUse(shared.readings)
-        self._direct = NextUse(shared.readings)
-        self._uses_of: dict[int, NextUse] = {}
-        """Which of the two eviction orders each block is in, by key: one for blocks that occupy
-        memory, one for blocks that do not."""
-        self._forgotten: set[int] = set()
+        self._orders = EvictionOrders(shared.readings)
+        self.forgotten: set[int] = set()
+        """Datasets whose readers are gone."""
+        self._lent_raw: dict[int, Region] = {}
+        """Memory of blocks that is sent to neighbours, but is the blocks' no longer, by key."""
+        self._elsewhere: dict[tuple[int, int], int] = {}
+        """Blocks that a neighbour has, but only decoded, and their sizes."""
         self._again = ReadAgain(self.arena_bytes, do)
-        self.room = Room(allocator, shared, self._uses, self.evict, self._again, time)
+        self.holdings = Holdings(allocator.size_bytes)
+        self.room = Room(
+            allocator, shared, self._orders.uses, self.evict, self._again, time, self.holdings
+        )
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
-        self._fetching = 0
-        self._decoding = 0
+        self._fetching = self._decoding = 0
         self.loaded_bytes = 0
         """What all blocks took that have become ready, each time."""
         self.is_short = False
         """Whether one task needs the whole arena."""
         self.is_lacked: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False
         """Whether a task waits for a block to be loaded."""
-        self.is_tight = False
-        """Whether there is little room: a block is fetched only if it can be decoded, too."""
-
-    @property
-    def arena_bytes(self) -> int:
-        """The whole budget."""
-        return self._allocator.size_bytes
+        self.is_on_disk: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False
 
     @property
     def in_flight_count(self) -> int:
@@ -111,9 +104,11 @@ class BlockTable:
         """Remove one pin from each."""
         dataset.marks.pins[blocks] -= 1
         self.room.unpinned()
-        if dataset.dataset_id in self._forgotten:
+        if dataset.dataset_id in self.forgotten:
             for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
-                self._is_forgotten(self._blocks[dataset.dataset_id, index])
+                block = self._blocks.get((dataset.dataset_id, index))
+                if block is not None and block.is_evictable:
+                    self.evict(block)
 
     def block(self, key: int) -> CachedBlock:
         """The block with this key, which is in memory or being loaded."""
@@ -137,39 +132,49 @@ class BlockTable:
     ) -> None:
         self._changes.append(BlockChange(change, block.dataset, block.index, error))
 
-    def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool) -> bool:
+    def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool, away: int = 0) -> bool:
         """Start loading the block: False if there is no room for it now.
 
-        `greedy`: a task waits for it, so every block that is not pinned may be evicted.
+        `greedy`: a task waits for it, so every block that is not pinned may be evicted. Otherwise
+        it is for a task that is so many positions `away`.
         """
-        self._forgotten.discard(dataset.dataset_id)
+        self.forgotten.discard(dataset.dataset_id)
         self.room.is_full = False
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
-            return block.phase is not BlockPhase.FETCHED or self._decode(block, greedy=greedy)
-        block = CachedBlock(dataset, index, next(self._keys))
-        dataset.marks.touched[index] = next(self._touches)
+            is_begun = block.phase is not BlockPhase.FETCHED
+            return is_begun or self._decode(block, greedy=greedy, away=away)
+        block = self._new(dataset, index)
         if dataset.needs_fetch(index):
-            return self._fetch(block, greedy=greedy)
+            return self._fetch(block, ReadMode(greedy=greedy, away=away))
         if dataset.needs_decode(index):
-            return self._decode(block, greedy=greedy)
-        self._trim()
+            return self._decode(block, greedy=greedy, away=away)
+        while (spare := self._orders.spare()) is not None:
+            self.evict(spare)
         self._add(block)
         self._become_ready(block)
         return True
 
+    def read(self, dataset: DatasetBlocks, index: int) -> bool:
+        """Start reading a block for a neighbour, and go no further: False if there is no room."""
+        if self.is_short or (dataset.dataset_id, index) in self._blocks:
+            return not self.is_short
+        return self._fetch(self._new(dataset, index), ReadMode(is_lent=True))
+
+    def free_lent(self, block: CachedBlock) -> None:
+        """No part of it is being sent any more."""
+        if (region := self._lent_raw.pop(block.key, None)) is not None:
+            self._allocator.free(region.offset)
+
+    def _new(self, dataset: DatasetBlocks, index: int) -> CachedBlock:
+        dataset.marks.touched[index] = next(self._touches)
+        return CachedBlock(dataset, index, next(self._keys))
+
     def _add(self, block: CachedBlock) -> None:
         self._blocks[block.dataset.dataset_id, block.index] = block
         self._by_key[block.key] = block
-        self._stand_in(self._uses if block.regions else self._direct, block)
-
-    def _stand_in(self, uses: NextUse, block: CachedBlock) -> None:
-        """Put the block into this eviction order."""
-        former = self._uses_of.pop(block.key, None)
-        if former is not None:
-            former.remove(block)
-        uses.add(block)
-        self._uses_of[block.key] = uses
+        self._orders.add(block)
+        self.holdings.changed(block)
 
     def drop_unpinned(self) -> None:
         """Evict everything evictable: the last resort against fragmentation."""
@@ -180,96 +185,106 @@ class BlockTable:
             self._shared.evict(spare)
 
     def forget_dataset(self, dataset: DatasetBlocks) -> None:
-        """The dataset has no readers left: drop its blocks, those in use as soon as they are
-        unused.
-        """
-        self._forgotten.add(dataset.dataset_id)
+        """The dataset has no readers left: drop its blocks as soon as they are unused."""
+        self.forgotten.add(dataset.dataset_id)
         self._again.forget(dataset.dataset_id)
+        self._elsewhere = {k: v for k, v in self._elsewhere.items() if k[0] != dataset.dataset_id}
         for block in list(self._blocks.values()):
             if block.dataset is dataset and block.is_evictable:
                 self.evict(block)
 
-    def _is_forgotten(self, block: CachedBlock) -> bool:
-        """Drop a block that finished loading if its dataset was forgotten; whether it was."""
-        if block.dataset.dataset_id in self._forgotten:
+    def _drop_forgotten(self, block: CachedBlock) -> bool:
+        """Drop a block that finished loading if its dataset was forgotten; whether it was. One that
+        is being sent is dropped later.
+        """
+        if block.dataset.dataset_id in self.forgotten and not block.lent:
             self.evict(block)
             return True
         return False
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def _fetch(self, block: CachedBlock, *, greedy: bool) -> bool:
-        if not self.fetches.may_begin() or not self._read(block, greedy=greedy):
+    def _fetch(self, block: CachedBlock, how: ReadMode) -> bool:
+        if not (self.fetches.may_begin() and self._read(block, how)):
             return False
-        self._read_following(block)
+        self._read_following(block, how.away)
         return True
 
-    def _read_following(self, first: CachedBlock) -> None:
+    def _read_following(self, first: CachedBlock, away: int) -> None:
         """Read the blocks behind it in the same request."""
         dataset = first.dataset
-        if dataset.places is None or self.is_short or self.is_tight:
+        if dataset.places is None or self.is_short or self.room.is_tight:
             return
         for index in dataset.places.following(first.index):
             if (dataset.dataset_id, index) in self._blocks or not self.is_lacked(dataset, index):
                 return
-            block = CachedBlock(dataset, index, next(self._keys))
-            dataset.marks.touched[index] = next(self._touches)
-            if not self._read(block, greedy=False, joined_to=first.key):
+            block = self._new(dataset, index)
+            how = ReadMode(is_lent=not self.room.is_wanted(block), away=away)
+            if not self._read(block, how, joined_to=first.key):
                 return
 
-    def _read(self, block: CachedBlock, *, greedy: bool, joined_to: int | None = None) -> bool:
+    def _read(self, block: CachedBlock, how: ReadMode, joined_to: int | None = None) -> bool:
         dataset, index = block.dataset, block.index
-        raw = self.room.of_block(block, int(dataset.marks.raw[index]), greedy=greedy)
-        if raw is None:
+        elsewhere = 0 if how.is_lent else self._elsewhere.get((dataset.dataset_id, index), 0)
+        length = elsewhere or dataset.marks.raw.item(index)
+        decoded = 0 if elsewhere else dataset.marks.decoded.item(index)
+        if not (how.greedy or how.is_lent or self.holdings.may_read_ahead(length + decoded)):
+            self.room.is_full = True
             return False
-        if self.is_tight and dataset.needs_decode(index):
-            length = int(dataset.marks.decoded[index])
-            block.decoded = self.room.of_block(block, length, greedy=greedy)
-            if block.decoded is None:
-                self._allocator.free(raw.offset)
-                return False
-        block.raw, block.phase = raw, BlockPhase.FETCHING
+        found = self.room.of_read(block, length, decoded, how)
+        if found is None:
+            return False
+        into, block.decoded = found
+        if elsewhere:
+            block.decoded = into
+            del self._elsewhere[dataset.dataset_id, index]
+        block.raw, block.phase = None if elsewhere else into, BlockPhase.FETCHING
         self._add(block)
+        self.holdings.loading(block)
         self._fetching += 1
         read_count = 1 if dataset.places is None else dataset.places.read_count(index)
-        self.fetches.began(block.key, raw.length, read_count, joined_to)
+        self.fetches.began(block.key, into.length, read_count, joined_to)
         dataset.account.read_began(self._time.now)
-        self._do(Fetch(block.key, dataset.dataset_id, index, raw, joined_to is not None))
+        told = joined_to is not None, elsewhere > 0, how.is_lent, self.is_on_disk(dataset, index)
+        self._do(Fetch(block.key, dataset.dataset_id, index, into, *told))
         return True
 
     def fetched(self, event: BlockFetched) -> None:
         """A fetch has ended."""
         block = self._by_key[event.key]
-        assert block.raw is not None
+        into = block.raw or block.decoded
+        assert into is not None
         self._fetching -= 1
-        self.fetches.ended(block.key, block.raw.length)
+        self.fetches.ended(block.key, into.length)
         dataset = block.dataset
-        dataset.account.read_ended(self._time.now, block.raw.length)
+        read = dataset.read_bytes(block.index) if block.raw is not None else into.length
+        dataset.account.read_ended(self._time.now, 0 if event.decoded_bytes else read)
         dataset.marks.fetched[block.index] = self._time.now
-        if self._is_forgotten(block):
+        if self._drop_forgotten(block):
             return
-        if event.is_away:
+        self._orders.fetched(block, is_guest=event.is_guest)
+        if event.decoded_bytes:
+            self._elsewhere[dataset.dataset_id, block.index] = event.decoded_bytes
+            self.evict(block)
+        elif event.is_away:
             self.evict(block)  # and it is fetched again, for as long as trainers wait
         elif event.error is not None:
             self._fail(block, event.error)
-        elif not dataset.needs_decode(block.index):
+        elif block.raw is None or not dataset.needs_decode(block.index):
             self._become_ready(block)
         else:
-            block.phase = BlockPhase.FETCHED
-            self.room.became_evictable(block)
-            self._changed(BlockOutcome.GONE, block)
+            self._wait_for_room(block)
 
-    def _decode(self, block: CachedBlock, *, greedy: bool) -> bool:
+    def _decode(self, block: CachedBlock, *, greedy: bool, away: int) -> bool:
         dataset, index = block.dataset, block.index
-        decoded = block.decoded
-        if decoded is None:
-            length = int(dataset.marks.decoded[index])
-            decoded = self.room.of_block(block, length, greedy=greedy)
+        length = int(dataset.marks.decoded[index])
+        decoded = block.decoded or self.room.of_block(block, length, greedy=greedy, away=away)
         if decoded is None:
             return False
         block.decoded, block.phase = decoded, BlockPhase.DECODING
         if block.key not in self._by_key:
             self._add(block)
+        self.holdings.changed(block)
         self._decoding += 1
         self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded))
         return True
@@ -282,7 +297,7 @@ class BlockTable:
         account.decoding_s += self._time.now - (event.started or self._time.now)
         if isinstance(result, tasks.Decoded):
             account.disk_us += result.disk
-        if self._is_forgotten(block):
+        if self._drop_forgotten(block):
             return
         assert block.decoded is not None
         if isinstance(result, DataplaneError):
@@ -294,9 +309,7 @@ class BlockTable:
             return
         self._allocator.shrink(block.decoded.offset, result.bytes)
         block.decoded = Region(block.decoded.offset, result.bytes)
-        if block.raw is not None:
-            self._allocator.free(block.raw.offset)
-            block.raw = None
+        self._drop_raw(block)
         self._become_ready(block)
 
     def _grown(self, block: CachedBlock, decoded_bytes: int) -> None:
@@ -304,21 +317,32 @@ class BlockTable:
         assert block.decoded is not None
         block.dataset.marks.decoded[block.index] = decoded_bytes
         if decoded_bytes > self.arena_bytes:
-            url = block.dataset.url(block.index)
-            need = decoded_bytes + int(block.dataset.marks.raw[block.index])
-            self._fail(block, budgets.block_too_large(url, need, self.arena_bytes))
+            url, raw = block.dataset.url(block.index), int(block.dataset.marks.raw[block.index])
+            self._fail(block, budgets.block_too_large(url, decoded_bytes + raw, self.arena_bytes))
             return
         self._allocator.free(block.decoded.offset)
         block.decoded = None
         if block.raw is None:
             self._drop(block)
+            self._changed(BlockOutcome.GONE, block)
         else:
-            block.phase = BlockPhase.FETCHED
-            self.room.became_evictable(block)
+            self._wait_for_room(block)
+
+    def _wait_for_room(self, block: CachedBlock) -> None:
+        """It was read. It is decoded at once if it has room for that: it takes least when it is."""
+        block.phase = BlockPhase.FETCHED
+        if block.decoded is not None:
+            self._decode(block, greedy=False, away=0)
+            return
+        self.holdings.loaded(block)
+        self.holdings.changed(block)
+        self.room.became_evictable(block)
         self._changed(BlockOutcome.GONE, block)
 
     def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
+        self.holdings.loaded(block)
+        self.holdings.changed(block)
         self.room.became_evictable(block)
         self.loaded_bytes += block.kept_bytes
         block.dataset.marks.keys[block.index] = block.key
@@ -335,27 +359,16 @@ class BlockTable:
         ):
             return
         length = restart_index_bytes(block.kept_bytes or int(dataset.stored[block.index]))
-        at = self._allocator.allocate(length)
-        if at is not None:
+        if (at := self._allocator.allocate(length)) is not None:
             block.restart_indexes = Region(at, length)
             self._do(ClearRestartIndexes(block.key, block.restart_indexes))
-            if self._uses_of[block.key] is self._direct:
-                self._stand_in(self._uses, block)
+            self._orders.add(block)
 
     def _fail(self, block: CachedBlock, error: DataplaneError) -> None:
         self._remove(block)
         self._changed(BlockOutcome.FAILED, block, error)
 
     # -- memory ----------------------------------------------------------------------------------
-
-    def _trim(self) -> None:
-        """Blocks in local files take no arena memory, but workers remember each of them."""
-        while len(self._direct) >= _DIRECT_BLOCKS_MAX:
-            with contextlib.closing(self._direct.farthest()) as farthest:
-                block, _ = next(farthest, (None, 0))
-            if block is None:
-                return
-            self.evict(block)
 
     def evict(self, block: CachedBlock) -> None:
         """Drop a block that nothing uses."""
@@ -364,13 +377,23 @@ class BlockTable:
 
     def _remove(self, block: CachedBlock) -> None:
         self._do(ForgetBlock(block.key))
+        self._drop_raw(block)
         for region in block.regions:
             self._allocator.free(region.offset)
         block.raw = block.decoded = block.restart_indexes = None
         block.dataset.marks.keys[block.index] = 0
         self._drop(block)
 
+    def _drop_raw(self, block: CachedBlock) -> None:
+        """Its bytes as they were read are no longer needed here."""
+        raw, block.raw = block.raw, None
+        if raw is not None and block.lent:
+            self._lent_raw[block.key] = raw
+        elif raw is not None:
+            self._allocator.free(raw.offset)
+
     def _drop(self, block: CachedBlock) -> None:
-        self._uses_of.pop(block.key).remove(block)
+        self._orders.remove(block)
+        self.holdings.gone(block)
         del self._by_key[block.key]
         del self._blocks[block.dataset.dataset_id, block.index]

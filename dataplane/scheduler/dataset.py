@@ -21,11 +21,13 @@ _NONE = np.empty(0, np.int64)
 class Marks(Struct, frozen=True, eq=False):
     """What is known of each block, as arrays, since every slab needs hundreds of them.
 
-    Shapes:  all: int64[blocks], but fetched: float64[blocks], is_remote: bool[blocks].   keys: the
-    key of the block while rows can be gathered from it, or 0.   pins: number of pins.
+    Shapes:  all: int64[blocks], but fetched, used: float64[blocks], is_remote: bool[blocks].
+    keys: the key of the block while rows can be gathered from it, or 0.   pins: number of pins.
     touched: when it was last needed.   raw: bytes as fetched, 0 for a block of a local file.
     decoded: bytes once decoded, as far as is known, 0 for a block that needs no decoding.
-    fetched: when it was last read from storage.   is_remote: it must be fetched into the arena.
+    fetched: when it was last read from storage.   used: when a stream last needed it for the first
+    time, -1 if none has.   is_remote: it must be fetched into the arena.
+    wanted: number of waiting tasks that have rows of it.   held: bytes of the arena that it takes.
     """
 
     keys: Ints
@@ -34,13 +36,17 @@ class Marks(Struct, frozen=True, eq=False):
     raw: Ints
     decoded: Ints
     fetched: npt.NDArray[np.float64]
+    used: npt.NDArray[np.float64]
     is_remote: npt.NDArray[np.bool_]
+    wanted: Ints
+    held: Ints
 
     @classmethod
     def of(cls, raw: Ints, decoded: Ints, is_remote: npt.NDArray[np.bool_]) -> Self:
         """The marks of blocks that are not in memory yet."""
-        keys, pins, touched = np.zeros((3, len(raw)), np.int64)
-        return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)), is_remote)
+        keys, pins, touched, wanted, held = np.zeros((5, len(raw)), np.int64)
+        fetched, used = np.zeros(len(raw)), np.full(len(raw), -1.0)
+        return cls(keys, pins, touched, raw, decoded, fetched, used, is_remote, wanted, held)
 
 
 class DatasetBlocks(Struct, frozen=True, eq=False):
@@ -49,7 +55,7 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
     `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,
     since all blocks and their restart indexes fit into the block arena together. `stream_bytes` is
     what a decoded block takes besides its rows. `places`: where blocks lie; None if each is to be
-    read by itself.
+    read by itself. `digest` names it on disk, in any run; none is kept there without.
 
     Shapes:  stored: int64[blocks], bytes of each block in its shard.   rows: int64[blocks].
     """
@@ -63,11 +69,18 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
     keeps_restart_indexes: bool = False
     stream_bytes: int = 0
     places: BlockPlaces | None = None
+    digest: bytes = b""
     account: Account = field(default_factory=Account)
 
     def cost(self, blocks: Ints) -> Ints:
         """What each of these blocks takes of the arena while it is decoded, as far as is known."""
         return self.marks.raw[blocks] + self.marks.decoded[blocks]
+
+    def read_bytes(self, block: int) -> int:
+        """What a fetch of the block reads: its region also has room for the shard's preamble."""
+        if self.places is None:
+            return self.marks.raw.item(block)
+        return self.places.read_bytes(block)
 
     def needs_fetch(self, block: int) -> bool:
         """Whether the bytes of the block must be read from a store into the arena."""

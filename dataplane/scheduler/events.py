@@ -1,9 +1,10 @@
 """The scheduler's events (inputs) and effects (outputs): its whole interface.
 
 The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
-For each PlanSteps, Fetch, DecodeBlock, AssembleSlab, ExtractRows and CopyKept it reports the end
-exactly once, as the event Planned, BlockFetched, BlockDecoded, SlabAssembled or RowsExtracted. All
-times are seconds of one monotonic clock.
+For each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows, CopyKept,
+LendBlock and KeepBlock it reports the end exactly once, as the event Planned, BlockFetched,
+BlockDecoded, SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. All times are seconds of
+one monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from msgspec import Struct, field
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import DataplaneError
-from dataplane.model import Region
+from dataplane.model import Region, Stream
+from dataplane.plan.order import SampleOrder
+from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
+from dataplane.scheduler.disk_events import DiskEvent, KeepBlock
 from dataplane.scheduler.walk import Plan, Walk
 
 # -- events ------------------------------------------------------------------------------------
@@ -68,6 +72,15 @@ class StreamAdopted(Struct, frozen=True):
     stream_id: int
 
 
+class NextOrderKnown(Struct, frozen=True):
+    """The order of the stream that the consumer of this one is expected to read next: blocks are
+    kept for it.
+    """
+
+    stream_id: int
+    order: SampleOrder
+
+
 class StreamClosed(Struct, frozen=True):
     """The consumer is gone, or has enough."""
 
@@ -111,11 +124,17 @@ class Planned(Struct, frozen=True):
 
 
 class BlockFetched(Struct, frozen=True):
-    """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later."""
+    """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later.
+    `decoded_bytes`: nothing was read, since the neighbour that has the block has it only decoded,
+    in so many bytes. `is_guest`: a neighbour owns it. `is_from_disk`: its disk had it.
+    """
 
     key: int
     error: DataplaneError | None = None
     is_away: bool = False
+    decoded_bytes: int = 0
+    is_guest: bool = False
+    is_from_disk: bool = False
 
 
 class BlockDecoded(Struct, frozen=True):
@@ -127,14 +146,23 @@ class BlockDecoded(Struct, frozen=True):
 
 
 class SlabAssembled(Struct, frozen=True):
-    """The end of an AssembleSlab or a CopyKept. `is_kept`: the copy in `keep`, if one was
-    requested, was written too.
+    """The end of an AssembleSlab, a CopyKept or a MakeElsewhere. `is_kept`: the copy in `keep`, if
+    one was requested, was written too. `made_by` is the maker whose slab it is. NeighbourGone: no
+    maker has sent it, and it is to be made again.
     """
 
     number: int
     result: ResultBody
     started: float
     is_kept: bool = True
+    made_by: str = ""
+
+
+class MakersKnown(Struct, frozen=True):
+    """The nodes that make slabs of this delivery, if asked, by name."""
+
+    delivery_id: int
+    makers: tuple[str, ...]
 
 
 class RowsExtracted(Struct, frozen=True):
@@ -143,6 +171,24 @@ class RowsExtracted(Struct, frozen=True):
     number: int
     result: ResultBody
     started: float
+
+
+class NeighbourAsked(Struct, frozen=True):
+    """Another node wants part of a block: of its bytes as they are read without the preamble, or of
+    the decoded block.
+    """
+
+    number: int
+    dataset: DatasetBlocks
+    block: int
+    part: Region
+    is_decoded: bool = False
+
+
+class SendingEnded(Struct, frozen=True):
+    """The end of a LendBlock: the region is no longer read."""
+
+    number: int
 
 
 class Ticked(Struct, frozen=True):
@@ -160,8 +206,9 @@ class Settled(Struct, frozen=True):
 
 Event = (
     DeliveryOpened | DeliveryClosed | DatasetForgotten | StreamStarted | StreamAdopted
-    | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned | BlockFetched
-    | BlockDecoded | RowsExtracted | SlabAssembled | Ticked | Settled
+    | NextOrderKnown | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned
+    | BlockFetched | BlockDecoded | RowsExtracted | SlabAssembled | MakersKnown | NeighbourAsked
+    | SendingEnded | Ticked | Settled | DiskEvent
 )  # fmt: skip
 
 # -- effects -----------------------------------------------------------------------------------
@@ -177,7 +224,9 @@ class PlanSteps(Struct, frozen=True):
 
 class Fetch(Struct, frozen=True):
     """Read a block into this part of the block arena. `is_joined`: in one request with the block of
-    the Fetch before this one, behind which it lies in the shard.
+    the Fetch before this one, behind which it lies in the shard. `is_decoded`: get the decoded
+    block, from the neighbour that has it. `is_lent`: a neighbour waits for it, and none is asked.
+    `is_on_disk`: it is read from the node's disk first.
     """
 
     key: int
@@ -185,6 +234,9 @@ class Fetch(Struct, frozen=True):
     block: int
     into: Region
     is_joined: bool = False
+    is_decoded: bool = False
+    is_lent: bool = False
+    is_on_disk: bool = False
 
 
 class DecodeBlock(Struct, frozen=True):
@@ -223,14 +275,29 @@ class AssembleSlab(Struct, frozen=True):
     keep: Region | None
 
 
-class ExcerptRows(Struct, frozen=True):
-    """Rows of a block, and where their excerpt goes.
-
-    Shapes:  rows: int32[n], rising.
+class MakeElsewhere(Struct, frozen=True):
+    """Have a maker make the slab of these steps, and read it into this part of the delivery arena;
+    if it is late, have `hedge` make it too, unless that is empty. The maker will be asked for those
+    `coming` next.
     """
+
+    number: int
+    delivery_id: int
+    stream: Stream
+    steps: StepRange
+    coming: tuple[StepRange, ...]
+    slab: Region
+    slot_bytes: int
+    maker: str
+    hedge: str = ""
+
+
+class ExcerptRows(Struct, frozen=True):
+    """Rows of a block, rising, where their excerpt goes, and the keys of the packs they are."""
 
     into: Region
     rows: npt.NDArray[np.int32]
+    pack_keys: tuple[int, ...] = ()
 
 
 class ExtractRows(Struct, frozen=True):
@@ -249,6 +316,26 @@ class CopyKept(Struct, frozen=True):
     first: BlockName | None
     kept: Region
     slab: Region
+
+
+class LendBlock(Struct, frozen=True):
+    """Send this part of the block arena to the neighbour that asked."""
+
+    number: int
+    region: Region
+
+
+class OnlyDecoded(Struct, frozen=True):
+    """Tell the neighbour that asked that the block is here only decoded, in so many bytes."""
+
+    number: int
+    length: int
+
+
+class RefuseAsk(Struct, frozen=True):
+    """Tell the neighbour that asked to read the block itself."""
+
+    number: int
 
 
 class Send(Struct, frozen=True):
@@ -305,6 +392,7 @@ class Note(Struct, frozen=True):
 
 
 Effect = (
-    PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | ExtractRows | CopyKept
-    | Send | Stalled | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note
+    PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | MakeElsewhere
+    | ExtractRows | CopyKept | LendBlock | OnlyDecoded | RefuseAsk | Send | Stalled | AllPlanned
+    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock
 )  # fmt: skip

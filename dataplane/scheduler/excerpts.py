@@ -21,7 +21,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
@@ -116,7 +115,7 @@ class Excerpts:
         if region is None:
             return False
         self._pool, self._pool_at = Allocator(region.length), region.offset
-        self._blocks.is_tight = True
+        self._blocks.room.is_tight = True
         return True
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ class Excerpts:
                     self._drop(task, number)
         if self._pool is not None and not self._by_key and not self._copying:
             self._arena.free(self._pool_at)
-            self._pool, self._blocks.is_tight = None, False
+            self._pool, self._blocks.room.is_tight = None, False
             self.is_needed, self._lost_bytes = False, 0
 
     def _leaves_rows(self, block: CachedBlock, use: int) -> bool:
@@ -176,7 +175,7 @@ class Excerpts:
         if head in wanting:  # its rows are copied first, whatever its rank
             wanting = [head, *(task for task in wanting if task is not head)]
         parts: list[_Part] = []
-        rows: list[npt.NDArray[np.int32]] = []
+        copied: list[ExcerptRows] = []
         searched = 0
         for task in wanting:
             searched += len(task.plan.row_index)
@@ -189,16 +188,13 @@ class Excerpts:
                 break
             key = self._blocks.new_key()
             parts.append(_Part(task, Excerpt(block.dataset, block.index, key, into, len(own))))
-            rows.append(own)
+            copied.append(ExcerptRows(into, own, task.plan.pack_keys_of(number)))
         if not parts:
             return False
         self._blocks.pin(block.dataset, np.array([block.index]))
         number = next(self._numbers)
         self._copying[number] = _Copying(block, parts)
-        excerpts = [
-            ExcerptRows(part.excerpt.decoded, own) for part, own in zip(parts, rows, strict=True)
-        ]
-        self._do(ExtractRows(number, block.key, excerpts))
+        self._do(ExtractRows(number, block.key, copied))
         return True
 
     def is_copied(self, block: CachedBlock) -> bool:

@@ -3,6 +3,9 @@
 Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
 Systems Journal 5(2), 1966. Caches usually have to guess future use; here the plan gives it.
 
+A reader of this epoch is not the last to need a block: the next epoch reads it again. So the order
+of the next epoch is a reader too, at a negative position: minus what is left of this epoch.
+
 The first and the last position at which an order may need a block never change; only readers move.
 So each block is in the heaps of one reader: of the readers that have not passed the block's last
 position, the one that reaches it first. A block is moved to another heap when that reader has
@@ -15,7 +18,9 @@ Invariants:
    open windows, which may be needed at once, least recently touched first (except for windows
    opened since that order was made).
 3. Adding a block and finding the next victim take time logarithmic in the number of blocks. A
-   reader that starts, ends, or moves back takes a pass over all blocks of its dataset.
+   reader that moves back, or is the first of its order, takes a pass over all blocks of its
+   dataset; any other that starts, one over the blocks that nobody needed; one that ends, one over
+   the blocks in its heaps.
 """
 
 from __future__ import annotations
@@ -34,22 +39,28 @@ from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
 
 NEVER = np.iinfo(np.int64).max
+_NOWHERE = (np.iinfo(np.int64).min, np.iinfo(np.int64).min)
+
+
+Name = tuple[int, int, bool]
 
 
 class WalkPosition(NamedTuple):
-    """A reader of a dataset along this order, and the position from which it needs blocks.
-    `first_block` is the order's number of the dataset's first block.
+    """A reader of a dataset along this order, and the position from which it needs blocks, negative
+    if it reads other positions first. `first_block` is the order's number of the dataset's first
+    block. `is_open`: its stream is open; otherwise it is expected to be opened.
     """
 
     number: int
     order: SampleOrder
     position: int
     first_block: int = 0
+    is_open: bool = True
 
     @property
-    def name(self) -> tuple[int, int]:
-        """Equal for all readers whose orders place the blocks of the dataset identically."""
-        return id(self.order), self.first_block
+    def name(self) -> Name:
+        """Equal for all readers that need the blocks of the dataset at the same positions."""
+        return id(self.order), self.first_block, self.is_open
 
     def spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """The first and the last position at which each block of the dataset may be needed."""
@@ -87,11 +98,13 @@ class _Resident(Struct, eq=False):
 
     dataset: DatasetBlocks
     blocks: dict[int, CachedBlock] = field(default_factory=dict)
-    spans: dict[tuple[int, int], tuple[WalkPosition, Spans]] = field(default_factory=dict)
+    spans: dict[Name, tuple[WalkPosition, Spans]] = field(default_factory=dict)
     readers: dict[int, _Reader] = field(default_factory=dict)
     never: dict[int, None] = field(default_factory=dict)
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)
+    horizon: int = 0
+    """What is needed after so many positions is not needed by any open stream."""
     has_moved: bool = False
     """Whether examining one reader's blocks has moved some of them to another reader."""
 
@@ -134,21 +147,58 @@ class _Resident(Struct, eq=False):
     def move(self, readings: Sequence[WalkPosition]) -> None:
         """Set the readers' positions."""
         now = {reading.number: reading for reading in readings}
-        if now.keys() != self.readers.keys() or any(
-            now[number].position < reader.position for number, reader in self.readers.items()
+        self.horizon = _horizon(readings)
+        if any(
+            number in now and now[number].position < reader.position
+            for number, reader in self.readers.items()
         ):
             self._start_anew(readings)
             return
         for number, reader in self.readers.items():
-            reader.position = now[number].position
+            if number in now:
+                reader.position = now[number].position
+        if now.keys() != self.readers.keys():
+            self._come_and_go(readings)
         for reader in self.readers.values():
             while reader.by_last and reader.by_last[0][0] < reader.position:
                 _, key, serial = heapq.heappop(reader.by_last)
                 if self.is_at(reader, serial, key):
                     self.place(key)
 
+    def _come_and_go(self, readings: Sequence[WalkPosition]) -> None:
+        """Readers start and end. A block that has a reader is not compared with those that start:
+        it is when it is about to be evicted.
+        """
+        former, known = self.readers, self.readers.keys()
+        has_started = any(reading.number not in known for reading in readings)
+        self._know(readings)
+        self.readers = {
+            reading.number: former.get(reading.number)
+            or _Reader(reading.position, self.spans[reading.name][1])
+            for reading in readings
+        }
+        left = [
+            key
+            for number, reader in former.items()
+            if number not in self.readers
+            for _, key, serial in reader.by_first
+            if self.is_at(reader, serial, key)
+        ]
+        for key in [*left, *(self.never if has_started else ())]:
+            self.place(key)
+
     def _start_anew(self, readings: Sequence[WalkPosition]) -> None:
-        former, self.spans, self.readers = self.spans, {}, {}
+        self._know(readings)
+        self.readers = {
+            reading.number: _Reader(reading.position, self.spans[reading.name][1])
+            for reading in readings
+        }
+        for key in self.blocks:
+            self.place(key)
+
+    def _know(self, readings: Sequence[WalkPosition]) -> None:
+        """Look up where these readers' orders need the blocks, unless that is known."""
+        former, self.spans = self.spans, {}
         blocks = list(self.blocks.values())
         for reading in readings:
             name = reading.name
@@ -156,9 +206,6 @@ class _Resident(Struct, eq=False):
                 self.spans[name] = former.get(name) or (reading, {})
                 if name not in former:
                     _learn(self.spans[name][1], reading, blocks)
-            self.readers[reading.number] = _Reader(reading.position, self.spans[name][1])
-        for key in self.blocks:
-            self.place(key)
 
     def farthest_of(self, reader: _Reader) -> int:
         """The next use of this reader's farthest block; 0 if it has none, or all of its blocks may
@@ -208,7 +255,7 @@ class NextUse:
 
     def use_of(self, dataset: DatasetBlocks, index: int) -> int:
         """How many positions away the next use of a block may be; NEVER if there is none."""
-        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        spans: dict[Name, tuple[int, int]] = {}
         soonest = NEVER
         for reading in self._readings(dataset):
             span = spans.get(reading.name)
@@ -218,6 +265,14 @@ class NextUse:
             if span[1] >= reading.position:
                 soonest = min(soonest, max(span[0] - reading.position, 0))
         return soonest
+
+    def is_spare(self, dataset: DatasetBlocks, use: int) -> bool:
+        """Whether a block whose next use is so far away is not needed by any open stream, as of the
+        last search, but at most by those of the next epoch.
+        """
+        resident = self._residents.get(dataset.dataset_id)
+        known = _horizon(self._readings(dataset)) if resident is None else resident.horizon
+        return use == NEVER or use >= known
 
     def positions(self) -> Positions:
         """Where the readers of all these blocks are: as long as this and the blocks stay the same,
@@ -299,6 +354,12 @@ class NextUse:
         return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
 
 
+def _horizon(readings: Sequence[WalkPosition]) -> int:
+    """How far away the last position of any open stream is."""
+    left = (one.order.sample_count - one.position for one in readings if one.is_open)
+    return max(left, default=0)
+
+
 def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]:
     """A heap of (-use, which) of the farthest block of each of these readers."""
     while True:
@@ -312,7 +373,11 @@ def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]
 
 
 def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:
-    """Look up the first and last position of these blocks."""
+    """Look up the first and last position of these blocks. A block that a neighbour keeps for the
+    next epoch need not be kept here, too.
+    """
     if blocks:
         found = reading.spans([block.index for block in blocks])
         spans.update(zip([block.key for block in blocks], found, strict=True))
+    if not reading.is_open:
+        spans.update((block.key, _NOWHERE) for block in blocks if block.is_guest)

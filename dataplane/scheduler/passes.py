@@ -20,7 +20,7 @@ from dataplane.scheduler.streams import StreamTable
 
 # Slabs planned beyond those that are being made: their blocks are fetched meanwhile. More, if each
 # block is read several times: one reading serves all planned slabs.
-_PLANS_AHEAD = 16
+PLANS_AHEAD = 16
 _PLANS_AHEAD_MAX = 128
 # Blocks are loaded ahead for so many slabs beyond those that have slots.
 _NEAR_TASKS = 2
@@ -51,10 +51,10 @@ class Passes:
     def plans_ahead(self, stream: StreamState) -> int:
         """How many slabs of a stream are planned beyond those that have slots."""
         if not self._excerpts.is_open:
-            return _PLANS_AHEAD
+            return PLANS_AHEAD
         slot_bytes = stream.delivery.slots.layout.slot_bytes * max(self._stream_count, 1)
         fitting = _PLANNED_PARTS * self._excerpts.pool_bytes // slot_bytes
-        return max(_PLANS_AHEAD, min(fitting, _PLANS_AHEAD_MAX))
+        return max(PLANS_AHEAD, min(fitting, _PLANS_AHEAD_MAX))
 
     @property
     def _stream_count(self) -> int:

@@ -6,11 +6,13 @@ import enum
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import Excerpt
@@ -39,12 +41,100 @@ class SlabPhase(enum.Enum):
     GONE = "gone"
 
 
+_PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
+_LATE_MAX = 3
+"""So many times in a row another maker may be faster than the one that was asked first."""
+_WEIGHT = 0.25
+"""Of the newest slab in the time that a maker takes for a batch."""
+_AWAITED = 0.5
+_EARLIER, _FASTER = 0.95, 0.125
+"""How much faster it is thought to be after each slab that it had early, down to this part of the
+time between its slabs.
+"""
+_FADING_S = 10.0
+"""After so long without work, half of what made a maker seem slow is forgotten."""
+
+
+class KnownMaker(Struct, eq=False):
+    """A node that makes slabs, or the own workers, whose name is empty. It has so many `batches`
+    still to make, and takes so many `seconds` for one, 0 if that is not known. Another node was
+    `told` of some of its batches, and `asked` for some of those.
+    """
+
+    name: str
+    batches: int = 0
+    told: int = 0
+    asked: int = 0
+    seconds: float = 0.0
+    since: float = 0.0
+    """When it finished a slab last, or had none to make before."""
+    failures: int = 0
+    late_count: int = 0
+    left_alone_until: float = 0.0
+    why: str = ""
+    """What it failed with last."""
+
+    def begin(self, count: int, now: float) -> None:
+        """It has so many more batches to make."""
+        if not self.batches:
+            self.since = now
+        self.batches += count
+
+    def tell(self, count: int, now: float) -> None:
+        """It can begin with so many more of its batches."""
+        if not self.told:
+            self.since = now
+        self.told += count
+
+    def ended(self, count: int, now: float, waited_s: float) -> None:
+        """It has made so many batches. If they were awaited only for a small part of the time since
+        the ones before, it had them early, and may well be faster than it was used.
+        """
+        took = max(now - self.since, 0.0) / count
+        if not self.seconds or waited_s >= _AWAITED * took * count:
+            self.seconds += (took - self.seconds) * (_WEIGHT if self.seconds else 1.0)
+        else:
+            least = min(self.seconds, took * _FASTER)
+            self.seconds = max(self.seconds * _EARLIER, least)
+        self.since = now
+        self.failures, self.late_count, self.why = 0, 0, ""
+
+    def expected_s(self, usual_s: float, now: float) -> float:
+        """Seconds that its next batch should take. One that was slow is tried again, later."""
+        if self.seconds <= usual_s or self.batches:
+            return self.seconds or usual_s
+        left = 2.0 ** -(max(now - self.since, 0.0) / _FADING_S)
+        return usual_s + (self.seconds - usual_s) * float(left)
+
+    def may_be_asked(self, now: float) -> bool:
+        """Not while it is left alone; then for one slab, until that has come."""
+        return now >= self.left_alone_until and not (self.failures and self.asked)
+
+    def failed(self, now: float, why: str) -> None:
+        """It sent no slab: leave it alone, longer each time. Slabs that fail together count as one
+        failure.
+        """
+        self.why = why
+        if now >= self.left_alone_until:
+            self.failures += 1
+            pause_s = min(_PAUSE_S * 2.0 ** min(self.failures - 1, 16), _PAUSE_S_MAX)
+            self.left_alone_until = now + pause_s
+
+    def was_late(self, now: float) -> None:
+        """Another maker was asked too, and was faster."""
+        self.late_count += 1
+        if self.late_count >= _LATE_MAX:
+            self.late_count = 0
+            self.failed(now, "it was much slower than others")
+
+
 class SlabTask(Struct, eq=False):
     """One slab that is being made for one stream. `missing` are its blocks that are not ready, and
     `idle` those of them that are not being loaded, as far as is known. It needs no block of which
     it has one of the `excerpts`; `excerpt_bytes` are sizes of excerpts that were found too large
     for their room. `rank` is how soon it is needed among all tasks. During assembly, `shared` is
-    the copy that will be kept of it, or the kept slab that it is copied from.
+    the copy that will be kept of it, or the kept slab that it is copied from. `maker` is who makes
+    it, once that is decided, and `is_told` whether that node knows.
     """
 
     stream: StreamState
@@ -64,6 +154,13 @@ class SlabTask(Struct, eq=False):
     excerpts: dict[int, Excerpt] = field(default_factory=dict)
     excerpt_bytes: dict[int, int] = field(default_factory=dict)
     rank: tuple[int, int] = (1 << 60, 0)
+    maker: KnownMaker | None = None
+    is_told: bool = False
+
+    @property
+    def is_light(self) -> bool:
+        """Whether only other nodes can make it: its plan names no blocks."""
+        return self.stream.walk.is_light
 
     def needs(self, block: int) -> bool:
         """Whether the slab has rows of that block."""
@@ -193,8 +290,9 @@ class Loan(Struct, frozen=True):
 class StreamState(Struct, eq=False):
     """One consumer's stream: its slab tasks in order, and its unanswered requests.
 
-    `after` is the stream that its consumer reads before it. `planned_to` is the position where its
-    tasks end.
+    `after` is the stream that its consumer reads before it. `next_order` is the order of the stream
+    that its consumer is expected to read next, once it is known. `planned_to` is the position where
+    its tasks end.
     """
 
     stream_id: int
@@ -210,6 +308,9 @@ class StreamState(Struct, eq=False):
     error: DataplaneError | None = None
     closed: bool = False
     after: StreamState | None = None
+    next_order: SampleOrder | None = None
+    seen: npt.NDArray[np.bool_] | None = None
+    """Which blocks its slabs have had rows of."""
 
     @property
     def is_ahead(self) -> bool:
@@ -224,6 +325,8 @@ class StreamState(Struct, eq=False):
     @property
     def position(self) -> int:
         """The first position of the epoch that has not been made yet."""
+        if self.walk.is_fed:  # not in order
+            return min((task.plan.first_position for task in self.tasks), default=self.planned_to)
         return self.tasks[0].plan.first_position if self.tasks else self.planned_to
 
     @property

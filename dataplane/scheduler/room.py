@@ -12,9 +12,10 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from dataplane.arena.allocator import Allocator, rounded
+from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
 from dataplane.scheduler.block import BlockPhase, CachedBlock
+from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.next_use import NEVER, NextUse, Positions
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment, SharedSlab
@@ -26,6 +27,16 @@ Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
 Leaves = Callable[[CachedBlock, int], bool]
 """Whether planned slabs need rows of a block that is about to be evicted, although its next use is
 so many positions away, and those rows can be copied."""
+
+
+class ReadMode(NamedTuple):
+    """How a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour may. Whoever
+    wants it needs it so many positions `away`.
+    """
+
+    greedy: bool = False
+    is_lent: bool = False
+    away: int = 0
 
 
 class _Fruitless(NamedTuple):
@@ -48,65 +59,154 @@ class Room:
         evict: Callable[[CachedBlock], None],
         again: ReadAgain,
         time: Moment,
+        holdings: Holdings,
     ) -> None:
         self._allocator, self._shared, self._uses = allocator, shared, uses
         self._evict, self._again, self._time = evict, again, time
+        self._holdings = holdings
         self.leaves_rows: Leaves = lambda _block, _use: False
         self.is_wanted: Callable[[CachedBlock], bool] = lambda _block: False
-        """Whether a task waits for it. Padding repeats samples of blocks that have no next use, and
-        such blocks must not evict each other."""
+        """Whether a task waits for it. Padding repeats samples of blocks that no open stream needs
+        any more, and such blocks must not evict each other."""
         self.leaving: list[CachedBlock] = []
         """Blocks that would have made room for the last one, had their rows been copied."""
         self.is_full = False
         """Whether there was no room for the last one."""
+        self.is_tight = False
+        """Whether a block is fetched only if it can be decoded, even if a task waits for it."""
         self._fruitless: _Fruitless | None = None
 
     def became_evictable(self, block: CachedBlock) -> None:
         """A block was loaded."""
         known = self._fruitless
-        if known is not None and self._uses.use_of(block.dataset, block.index) > known.limit:
+        if known is not None and (
+            block.is_guest or self._uses.use_of(block.dataset, block.index) > known.limit
+        ):
             self._fruitless = None
 
     def unpinned(self) -> None:
         """Blocks may have become evictable."""
         self._fruitless = None
 
-    def of_block(self, block: CachedBlock, length: int, *, greedy: bool) -> Region | None:
-        """Room for a block; `greedy`: a task waits for it."""
-        return self._found(self._needed_less(block, greedy=greedy), length)
+    def of_block(
+        self, block: CachedBlock, length: int, *, greedy: bool, away: int = 0
+    ) -> Region | None:
+        """Room for a block that is not read, or was read before; `greedy`: a task waits for it.
+        Otherwise one needs it so many positions `away`.
+        """
+        return self._found(self._needed_less(block, greedy=greedy, away=away), length)
+
+    def of_read(
+        self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
+    ) -> tuple[Region, Region | None] | None:
+        """Room for a block of `raw` bytes that is about to be read, and for what it becomes if it
+        is read ahead: both at once or none. Otherwise blocks that are read ahead would fill the
+        arena, and decoding one would evict another. `decoded`: the length of that, 0 if it is not
+        decoded.
+        """
+        if how.is_lent or not decoded:
+            into = self._of_raw(block, raw, how, is_brief=decoded > 0)
+            return None if into is None else (into, None)
+        if not self.is_tight:
+            both = self._of_both(block, raw, decoded, how.away)
+            if both is not None or not how.greedy:
+                return both
+        into = self._of_raw(block, raw, how, is_brief=True)
+        if into is None or not self.is_tight:
+            return None if into is None else (into, None)
+        later = self.of_block(block, decoded, greedy=how.greedy, away=how.away)
+        if later is None:
+            self._allocator.free(into.offset)
+            return None
+        return into, later
+
+    def _of_raw(
+        self, block: CachedBlock, length: int, how: ReadMode, *, is_brief: bool
+    ) -> Region | None:
+        """Room for a block that is read. If only a neighbour waits for it, no block goes that an
+        open stream needs, or that is needed sooner.
+        """
+        if how.is_lent and not self.is_wanted(block):
+            limit = max(self._uses.use_of(block.dataset, block.index), how.away)
+            return self._found(self._needed_by_nobody(limit), length, is_brief=is_brief)
+        going = self._needed_less(block, greedy=how.greedy, away=how.away)
+        return self._found(going, length, is_brief=is_brief)
+
+    def _of_both(
+        self, block: CachedBlock, raw: int, decoded: int, away: int
+    ) -> tuple[Region, Region] | None:
+        """Room for a block that is read ahead, and for what it becomes."""
+        self.leaving = []
+        has_room = self._allocator.trial().has_room(raw, decoded)
+        going = self._needed_less(block, greedy=False, away=away)
+        if not (has_room or self._evict_until(going, raw, decoded)):
+            self.is_full = True
+            return None
+        self.is_full = False
+        # The longer one first: the other one fits beside it.
+        if decoded >= raw:
+            later = self._allocated(decoded)
+            return self._allocated(raw, is_brief=True), later
+        into = self._allocated(raw, is_brief=True)
+        return into, self._allocated(decoded)
+
+    def _allocated(self, length: int, *, is_brief: bool = False) -> Region:
+        at = self._allocator.allocate(length, is_brief=is_brief)
+        assert at is not None
+        return Region(at, length)
 
     def of_slab(self, length: int, going: Sequence[SharedSlab]) -> Region | None:
-        """Room for a slab: free memory, then that of blocks without a next use, then of `going`."""
+        """Room for a slab: free memory, then that of blocks that no open stream needs, then of
+        `going`.
+        """
         return self._found(self._unneeded(going), length)
 
     def of_excerpts(self, length: int) -> Region | None:
         """Room for many excerpts, whatever is evicted for it."""
         return self._found(self._all(), length, spares_rows=False)
 
-    def _found(self, going: Victims, length: int, *, spares_rows: bool = True) -> Region | None:
+    def _found(
+        self, going: Victims, length: int, *, spares_rows: bool = True, is_brief: bool = False
+    ) -> Region | None:
         self.leaving = []
-        at = self._allocator.allocate(length)
-        if at is None:
-            at = self._evict_until(going, length, spares_rows=spares_rows)
+        at = self._allocator.allocate(length, is_brief=is_brief)
+        if at is None and self._evict_until(going, length, spares_rows=spares_rows):
+            at = self._allocator.allocate(length, is_brief=is_brief)
         self.is_full = at is None
         return None if at is None else Region(at, length)
 
     def _unneeded(self, going: Sequence[SharedSlab]) -> Victims:
         with contextlib.closing(self._uses.farthest()) as farthest:
-            yield from itertools.takewhile(lambda each: each[1] == NEVER, farthest)
+            yield from itertools.takewhile(lambda each: self._is_spare(*each), farthest)
         for slab in going:
             yield slab, NEVER
+
+    def _needed_by_nobody(self, limit: int) -> Victims:
+        """What no open stream needs, nor anybody else so soon; then what neighbours have got and no
+        task here waits for.
+        """
+        named = set[int]()
+        with contextlib.closing(self._uses.farthest()) as farthest:
+            for block, use in farthest:
+                if not self._is_spare(block, use):
+                    break
+                if use > limit or use == NEVER:
+                    named.add(block.key)
+                    yield block, use
+        for block in self._holdings.lent():
+            if block.key not in named:
+                yield block, NEVER
 
     def _all(self) -> Victims:
         yield from ((slab, NEVER) for slab in self._shared.spare())
         with contextlib.closing(self._uses.farthest()) as farthest:
             yield from farthest
 
-    def _needed_less(self, block: CachedBlock, *, greedy: bool) -> Victims:
+    def _needed_less(self, block: CachedBlock, *, greedy: bool, away: int) -> Victims:
         """What may be evicted for this block, least needed first: everything if a task waits for
         it.
         """
-        limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
+        limit = -1 if greedy else max(self._uses.use_of(block.dataset, block.index), away)
         kept: list[SharedSlab] | None = self._shared.spare()
         # While much is being read ahead, most searches are in vain, and pass over all of it.
         positions = self._uses.positions() if 0 <= limit < NEVER and not kept else None
@@ -114,13 +214,16 @@ class Room:
             return
         with contextlib.closing(self._uses.farthest()) as farthest:
             for other, use in farthest:
-                if use != NEVER and kept is not None:
+                if kept is not None and not self._is_spare(other, use):
                     yield from ((slab, NEVER) for slab in kept)
                     kept = None
                 if use != NEVER and use <= limit:
                     break
+                if limit >= 0 and (other.is_wanted or self._holdings.may_be_asked(other)):
+                    continue
                 positions = None
-                if other is not block and not (limit == NEVER and self.is_wanted(other)):
+                is_padding = limit >= 0 and self._is_spare(block, limit)
+                if other is not block and not (is_padding and self.is_wanted(other)):
                     yield other, use
             else:
                 yield from ((slab, NEVER) for slab in kept or ())
@@ -132,25 +235,34 @@ class Room:
         known = self._fruitless
         return known is not None and known.limit <= limit and known.positions == positions
 
-    def _evict_until(self, going: Victims, length: int, *, spares_rows: bool) -> int | None:
-        """Evict the first of these, as many as needed, or none if all of them are not enough."""
+    def _is_spare(self, block: CachedBlock, use: int) -> bool:
+        return self._uses.is_spare(block.dataset, use)
+
+    def _evict_until(
+        self, going: Victims, length: int, beside: int = 0, *, spares_rows: bool = True
+    ) -> bool:
+        """Evict the first of these, as many as needed to make room for both lengths, or none if all
+        of them are not enough. Whether there is room.
+        """
         # Check first: evicting blocks without gaining enough room would mean loading them again.
-        trial, need = self._allocator.trial(), rounded(length)
+        trial = self._allocator.trial()
         chosen: list[tuple[CachedBlock | SharedSlab, int]] = []
         with contextlib.closing(going):
             for each, use in going:
                 chosen.append((each, use))
-                if max(trial.free(region.offset) for region in each.regions) >= need:
+                for region in each.regions:
+                    trial.free(region.offset)
+                if trial.has_room(length, beside):
                     break
             else:
-                return None
+                return False
         self.leaving = [
             each
             for each, use in chosen
             if isinstance(each, CachedBlock) and spares_rows and self._leaves(each, use)
         ]
         if self.leaving:
-            return None
+            return False
         for each, use in chosen:
             if isinstance(each, SharedSlab):
                 self._shared.evict(each)
@@ -158,8 +270,8 @@ class Room:
                 self._evict(each)
                 if not use:  # although its window is open
                     self._again.note([each], self._time.now)
-        return self._allocator.allocate(length)
+        return True
 
     def _leaves(self, block: CachedBlock, use: int) -> bool:
-        is_needed = block.phase is BlockPhase.READY and use != NEVER
+        is_needed = block.phase is BlockPhase.READY and not self._is_spare(block, use)
         return is_needed and self.leaves_rows(block, use)

@@ -23,35 +23,38 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dataplane.arena.allocator import Allocator
-from dataplane.arena.slots import Slots
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.account import stage_times
+from dataplane.scheduler.asks import Asks
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
 from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.borrowed import Borrowed
+from dataplane.scheduler.deliveries import Deliveries
+from dataplane.scheduler.disk import DiskTier
+from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.keeping import Keeping
 from dataplane.scheduler.passes import Passes
+from dataplane.scheduler.planning import Planning
 from dataplane.scheduler.records import (
-    Delivery,
-    Group,
     Loan,
     Moment,
     SlabPhase,
     SlabTask,
     StreamState,
 )
+from dataplane.scheduler.reuse import Reuse
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.stalls import stalled
 from dataplane.scheduler.streams import StreamTable
 from dataplane.scheduler.waiting import WaitingTasks
-
-_PLANS_TOGETHER = 8
 
 
 class Scheduler:
@@ -60,7 +63,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, arena_bytes: int, fetch_count: int, workers: Autoscaler, stall_timeout_s: float
+        self,
+        arena_bytes: int,
+        fetch_count: int,
+        workers: Autoscaler,
+        stall_timeout_s: float,
+        cache_bytes: int = 0,
     ) -> None:
         self._workers = workers
         self._stall_timeout_s = stall_timeout_s
@@ -70,38 +78,49 @@ class Scheduler:
         self._streams = StreamTable()
         self._shared = SharedSlabs(allocator, self._streams, self._time)
         self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
-        waiting = WaitingTasks(self._time)
-        self._blocks.is_lacked = waiting.is_lacked
+        waiting = WaitingTasks(self._time, self._blocks.holdings)
+        self._borrowed = Borrowed(self._blocks)
+        self._asks = Asks(self._blocks, waiting, self._borrowed, self._do, self._time)
+        tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
+        keeping = Keeping(tier, self._blocks, self._asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
+        self._elsewhere = Elsewhere(workers, self._time)
+        self._reuse = Reuse()
         self._tasks = SlabTasks(
-            self._blocks, self._shared, waiting, self._excerpts, self._do, self._time
-        )
-        self._deliveries: dict[int, Delivery] = {}
-        self._groups: dict[object, Group] = {}
+            self._blocks, self._shared, waiting, self._excerpts, self._elsewhere, self._do,
+            self._time,
+        )  # fmt: skip
+        self._deliveries = Deliveries(self._tasks)
+        self._planning = Planning(self._streams, self._tasks, self._passes, self._do)
         self._slab_ids = itertools.count(1)
         self._head: SlabTask | None = None
         self._emptied_for: SlabTask | None = None
+        self._is_emptied_again = False
+        """For the same task, and no rows were copied for it since."""
         self.is_settled = True
         """Whether no event came since the last search for work."""
         self._on: dict[type, Callable[[Any], None]] = {
-            events.DeliveryOpened: self._open_delivery,
+            events.DeliveryOpened: self._deliveries.opened,
             events.DeliveryClosed: self._close_delivery,
-            events.DatasetForgotten: lambda event: self._blocks.forget_dataset(event.dataset),
             events.StreamStarted: self._open_stream,
             events.StreamAdopted: self._adopt_stream,
+            events.NextOrderKnown: self._streams.expect_next,
             events.StreamClosed: self._close_stream,
             events.StreamRefused: self._refuse_stream,
             events.Requested: self._request,
-            events.Released: self._release,
-            events.HolderGone: self._release_all,
-            events.Planned: self._planned,
-            events.BlockFetched: self._blocks.fetched,
+            events.Released: self._deliveries.released,
+            events.HolderGone: self._deliveries.holder_gone,
+            events.Planned: self._planning.planned,
             events.BlockDecoded: self._blocks.decoded,
             events.RowsExtracted: self._copied,
             events.SlabAssembled: self._tasks.assembled,
+            events.MakersKnown: self._makers_known,
+            events.NeighbourAsked: self._asks.asked,
+            events.SendingEnded: lambda event: self._asks.sent(event.number),
             events.Ticked: self._tick,
             events.Settled: self._settle,
+            **keeping.events(),
         }
 
     def decide(self, event: events.Event, now: float) -> list[events.Effect]:
@@ -117,6 +136,16 @@ class Scheduler:
         """The block or excerpt that an effect has named."""
         return self._excerpts.find(key) or self._blocks.block(key)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether slabs should be made by other nodes, since there are too few workers."""
+        return self._elsewhere.is_short
+
+    @property
+    def found_bytes(self) -> int:
+        """How much of the blocks that streams needed was in memory."""
+        return self._reuse.found_bytes
+
     def _do(self, effect: events.Effect) -> None:
         self._effects.append(effect)
 
@@ -124,51 +153,22 @@ class Scheduler:
         """Report changed blocks to the tasks that wait for them."""
         for changed in self._blocks.take_changes():
             self._tasks.block_changed(changed)
-
-    # -- deliveries ------------------------------------------------------------------------------
-
-    def _open_delivery(self, event: events.DeliveryOpened) -> None:
-        group = None
-        if event.group is not None:
-            group = self._groups.get(event.group)
-            if group is None or group.is_closed:
-                group = self._groups[event.group] = Group(event.group, event.is_declared)
-            group.users += 1
-        self._deliveries[event.delivery_id] = Delivery(
-            event.delivery_id, Slots(event.layout), event.datasets, group
-        )
+            self._asks.block_changed(changed)
 
     def _close_delivery(self, event: events.DeliveryClosed) -> None:
-        delivery = self._deliveries.pop(event.delivery_id, None)
-        if delivery is None:
-            return
-        self._tasks.close_delivery(delivery)
-        if delivery.group is not None and delivery.group.is_closed:
-            self._groups.pop(delivery.group.name, None)
+        self._deliveries.closed(event)
+        self._elsewhere.known(events.MakersKnown(event.delivery_id, ()))
 
-    def _release(self, event: events.Released) -> None:
-        delivery = self._deliveries.get(event.delivery_id)
-        if delivery is not None:
-            self._take_back(delivery, event.slab_ids)
-
-    def _release_all(self, event: events.HolderGone) -> None:
-        delivery = self._deliveries.get(event.delivery_id)
-        if delivery is not None:
-            lent = delivery.lent.items()
-            self._take_back(delivery, [i for i, loan in lent if loan.holder == event.holder])
-
-    def _take_back(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
-        for slab_id in slab_ids:
-            loan = delivery.lent.pop(slab_id, None)
-            if loan is not None:
-                self._tasks.drop(loan.task)
+    def _makers_known(self, event: events.MakersKnown) -> None:
+        if event.delivery_id in self._deliveries.by_id:
+            self._elsewhere.known(event)
 
     # -- streams ---------------------------------------------------------------------------------
 
     def _open_stream(self, event: events.StreamStarted) -> None:
         stream = StreamState(
             event.stream_id,
-            self._deliveries[event.delivery_id],
+            self._deliveries.get(event.delivery_id),
             event.walk,
             event.holder,
             event.walk.position,
@@ -177,8 +177,7 @@ class Scheduler:
         self._streams.add(stream)
 
     def _adopt_stream(self, event: events.StreamAdopted) -> None:
-        stream = self._streams.find(event.stream_id)
-        if stream is not None:
+        if (stream := self._streams.find(event.stream_id)) is not None:
             stream.after = None
 
     def _close_stream(self, event: events.StreamClosed) -> None:
@@ -197,50 +196,25 @@ class Scheduler:
             self._do(events.Send(stream.stream_id, request_id, event.error))
 
     def _request(self, event: events.Requested) -> None:
-        stream = self._streams.find(event.stream_id)
-        if stream is not None:
+        if (stream := self._streams.find(event.stream_id)) is not None:
             stream.requests.append((event.request_id, self._time.now))
             self._deliver(stream)
-
-    # -- planning --------------------------------------------------------------------------------
-
-    def _plan_more(self, stream: StreamState) -> None:
-        room = self._passes.plans_ahead(stream) - len(stream.tasks)
-        room += stream.delivery.slots.layout.ahead_slots
-        if stream.planning or stream.planned_all:
-            return
-        # Several plans per call, since each call wakes two threads; the first plans one by one, so
-        # that the first batch is early.
-        count = min(max(len(stream.tasks), 1), _PLANS_TOGETHER)
-        if room >= count:
-            stream.planning = count
-            self._do(events.PlanSteps(stream.stream_id, stream.walk, count))
-
-    def _planned(self, event: events.Planned) -> None:
-        stream = self._streams.find(event.stream_id)
-        if stream is None:
-            return
-        asked, stream.planning = stream.planning, 0
-        stream.error = event.error
-        stream.planned_all = event.error is not None or len(event.plans) < asked
-        for plan in event.plans:
-            self._tasks.add(stream, plan)
-        stream.planned_to = stream.walk.position
-        if stream.planned_all:
-            self._do(events.AllPlanned(stream.stream_id, has_failed=event.error is not None))
 
     # -- time ------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Ticked) -> None:
         self._blocks.fetches.look(self._time.now, is_awaited=self._streams.is_awaited)
+        self._asks.look()
         look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
-        before, self._workers = self._workers, self._workers.after(look)
-        if self._workers.count != before.count:
-            facts = {"count": self._workers.count, "before": before.count}
-            self._do(events.Note("workers", facts))
-            self._do(events.ResizePool(self._workers.count))
+        before, self._workers = self._workers.count, self._workers.after(look)
+        self._elsewhere.look(look, self._workers)
+        if (count := self._workers.count) != before:
+            self._do(events.Note("workers", {"count": count, "before": before}))
+            self._do(events.ResizePool(count))
         for stream in self._streams:
-            for effect in stalled(stream, self._shared, self._time.now, self._stall_timeout_s):
+            for effect in stalled(
+                stream, self._shared, self._elsewhere, self._time.now, self._stall_timeout_s
+            ):
                 self._do(effect)
 
     # -- what comes next -------------------------------------------------------------------------
@@ -250,58 +224,48 @@ class Scheduler:
             self._deliver(stream)  # first: a slab that was handed over makes way for the next
         lacking = self._assemble_ready()
         head = next((task for task in lacking if self._tasks.may_have_slot(task)), None)
-        is_emptied = head is not None and head is self._emptied_for
-        if not is_emptied and self._passes.look(head):
+        if (head is None or head is not self._emptied_for) and self._passes.look(head):
             self._absorb()
             self.is_settled = False
         self._become_head(head)
-        loading = head is None or self._load(head, greedy=True)
+        is_urgent = head is not None and self._is_urgent(head)
+        loading = head is None or self._load(head, greedy=is_urgent)
+        if loading or not is_urgent:
+            self._asks.load()
+            self._absorb()
         for task in lacking:
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
             loading = loading and self._passes.is_near(task)
             loading = loading and (task is head or self._load(task, greedy=False))
-        under_way = self._blocks.in_flight_count + self._tasks.assembling_count
-        under_way += self._excerpts.copying_count
-        idle = not under_way and self.is_settled
-        if head is not None and head.missing and idle:
+        if head is not None and head.missing and self.is_settled and not self._under_way:
             self._unstick(head)
         # Blocks that need neither a fetch nor decoding are ready at once, and no event follows.
         self.is_settled &= all(task.missing for task in lacking)
         for stream in self._streams:
             self._deliver(stream)
-            self._plan_more(stream)
+            self._planning.plan_more(stream)
 
     def _assemble_ready(self) -> list[SlabTask]:
         """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""
         lacking, full = list[SlabTask](), set[int]()
-        for task in self._in_order():
+        for task in self._streams.waiting_tasks():
             slab = self._shared.find(task)
             if slab is not None and slab.made is None:
                 continue
             if task.missing and slab is None:
                 lacking.append(task)
             elif task.oversize or task.stream.stream_id not in full:
-                batches = task.plan.batches
-                if not self._tasks.assemble(task, slab) and not task.oversize:
+                if self._tasks.assemble(task, slab):
+                    self.is_settled &= task.phase is not SlabPhase.WAITING  # or it is next
+                    is_gathered = slab is None and not self._elsewhere.is_elsewhere(task)
+                    if is_gathered and task.phase is SlabPhase.ASSEMBLING:
+                        self._reuse.gathered(task, self._time.now)
+                elif not task.oversize:
                     # Later tasks of its stream have no slot either; the zone is separate.
                     full.add(task.stream.stream_id)
-                self.is_settled &= task.plan.batches is batches  # or it was cut, and is next
                 self._absorb()
         return lacking
-
-    def _in_order(self) -> list[SlabTask]:
-        """Tasks without a slab, in the order in which they are needed."""
-        ranked = [
-            (depth, task.number, task)
-            for stream in self._streams
-            for depth, task in enumerate(stream.tasks, stream.tasks_before)
-            if task.phase is SlabPhase.WAITING
-        ]
-        ranked.sort(key=lambda rank: rank[:2])
-        for depth, number, task in ranked:
-            task.rank = depth, number
-        return [task for _, _, task in ranked]
 
     def _become_head(self, task: SlabTask | None) -> None:
         if task is not self._emptied_for:
@@ -313,14 +277,28 @@ class Scheduler:
             self._tasks.pin(task)
 
     def _empty_for(self, head: SlabTask | None) -> None:
-        self._emptied_for = head
+        self._emptied_for, self._is_emptied_again = head, False
         self._blocks.is_short = head is not None
+
+    def _is_urgent(self, head: SlabTask) -> bool:
+        """Whether blocks that later tasks wait for may go for this one. Not while its trainer has
+        other slabs to read: what those hold is free soon.
+        """
+        is_next = head.is_awaited or not head.rank[0] or head is self._emptied_for
+        return is_next or self._excerpts.is_open or not self._under_way
+
+    @property
+    def _under_way(self) -> int:
+        """What will end with an event."""
+        under_way = self._blocks.in_flight_count + self._tasks.assembling_count
+        return under_way + self._excerpts.copying_count + self._borrowed.count
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
         """Start loading the missing blocks: False if one of them found no room."""
+        away = self._shared.away(task)
         for number in sorted(task.idle):
             dataset, index = task.datasets.find(number)
-            is_started = self._blocks.start(dataset, index, greedy=greedy)
+            is_started = self._blocks.start(dataset, index, greedy=greedy, away=away)
             self._absorb()
             if not is_started:
                 if greedy and self._passes.copy_rows_for(task):
@@ -331,6 +309,7 @@ class Scheduler:
         return True
 
     def _copied(self, event: events.RowsExtracted) -> None:
+        self._is_emptied_again = False
         if self._head is not None and self._head.phase is SlabPhase.WAITING:
             self._tasks.unpin(self._head)  # it needs no pin of a block that it has an excerpt of
         for failure in self._excerpts.copied(event):
@@ -347,6 +326,10 @@ class Scheduler:
             self._blocks.drop_unpinned()
         elif self._passes.open_for(head):
             pass  # its blocks are loaded in several passes from now on
+        elif self._excerpts.is_open and not self._is_emptied_again:
+            # A block that was fetched lies where there is no room beside it to decode it.
+            self._is_emptied_again = True
+            self._blocks.drop_unpinned()
         elif self._tasks.halve(head):
             self._empty_for(None)
         else:
@@ -390,5 +373,6 @@ class Scheduler:
             task.assembled.layout,
             copy_out=task.oversize or task.delivery.is_held_up,
             times=stage_times(task.stamps.stages(now), accounts, self._workers.count, now),
+            bytes_used=task.assembled.bytes_used,
         )
         self._do(events.Send(stream.stream_id, request_id, slab))

@@ -92,14 +92,37 @@ class SharedSlabs:
         return self._slabs.get((group, _key(task)))
 
     def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
-        """The readers of this dataset, with order and position."""
-        found = self.streams.of_dataset(dataset)
-        return [
-            WalkPosition(
-                s.stream_id, s.walk.order, self.position(s), s.delivery.datasets.number(dataset, 0)
-            )
-            for s in found
-        ]
+        """The readers of this dataset, with order and position: the streams, and one for each order
+        that streams are expected to read next, as far ahead as the first of them.
+        """
+        found: list[WalkPosition] = []
+        following: dict[int, WalkPosition] = {}
+        for stream in self.streams.of_dataset(dataset):
+            walk, first_block = stream.walk, stream.delivery.datasets.number(dataset, 0)
+            start = self._start(stream)
+            found.append(WalkPosition(stream.stream_id, walk.order, start, first_block))
+            order = stream.next_order
+            if order is not None:
+                left = self._left(stream)
+                known = following.get(id(order))
+                if known is None or known.position < -left:
+                    following[id(order)] = WalkPosition(
+                        -id(order), order, -left, first_block, is_open=False
+                    )
+        return [*found, *following.values()]
+
+    def away(self, task: SlabTask) -> int:
+        """How many positions the reader of its stream is before it."""
+        return max(task.plan.first_position - self._start(task.stream), 0)
+
+    def _start(self, stream: StreamState) -> int:
+        """Where its reader is: before its first position, as long as that of another is ahead."""
+        before = stream.after if stream.is_ahead else None
+        return self.position(stream) - (0 if before is None else self._left(before))
+
+    def _left(self, stream: StreamState) -> int:
+        """How many positions of its epoch it has not reached."""
+        return max(stream.walk.order.sample_count - self.position(stream), 0)
 
     def position(self, stream: StreamState) -> int:
         """The first position for which the stream needs blocks, as far as it is planned."""

@@ -27,11 +27,13 @@ from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import BlockChange
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import Ints
+from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     AssembleSlab,
     CopyKept,
     DropDelivery,
     Effect,
+    MakeElsewhere,
     Note,
     SlabAssembled,
 )
@@ -63,11 +65,13 @@ class SlabTasks:
         shared: SharedSlabs,
         waiting: WaitingTasks,
         excerpts: Excerpts,
+        elsewhere: Elsewhere,
         do: Callable[[Effect], None],
         time: Moment,
     ) -> None:
         self._blocks = blocks
         self._shared = shared
+        self._elsewhere = elsewhere
         self._do = do
         self._time = time
         self._waiting, self._excerpts = waiting, excerpts
@@ -107,13 +111,21 @@ class SlabTasks:
     def add(self, stream: StreamState, plan: Plan) -> None:
         """Add a slab task at the end of a stream."""
         task = self._new(stream, plan)
-        self._waiting.add(task)
         stream.tasks.append(task)
-        self._fit(task)
+        self._wait(task)
+        if self._elsewhere.has_workers:  # they may have to make it, now or later
+            self._fit(task)
+
+    def _wait(self, task: SlabTask) -> None:
+        """The task waits for its blocks, unless another node makes it."""
+        self._elsewhere.choose(task)
+        if not self._elsewhere.is_elsewhere(task):
+            self._waiting.add(task)
 
     def fail(self, task: SlabTask, error: DataplaneError) -> None:
         """Requests for this slab get the error."""
         self.unpin(task)
+        self._elsewhere.leave(task)
         self._waiting.remove(task)
         self._excerpts.release(task)
         task.error, task.phase = error, SlabPhase.FAILED
@@ -124,6 +136,7 @@ class SlabTasks:
         if was is SlabPhase.ASSEMBLING:
             return  # its slot and pins are free when the worker has answered
         self.unpin(task)
+        self._elsewhere.leave(task)
         self._waiting.remove(task)
         self._excerpts.release(task)
         self._free_slot(task)
@@ -197,10 +210,11 @@ class SlabTasks:
             self.unpin(task)
             self._waiting.remove(task)
         task.plan = first
+        self._elsewhere.cut(task, after)
         self._excerpts.share(task, after)
         if is_waiting:
-            self._waiting.add(task)
-        self._waiting.add(after)
+            self._wait(task)
+        self._wait(after)
         task.stream.tasks.insert(task.stream.tasks.index(task) + 1, after)
         return after
 
@@ -218,11 +232,17 @@ class SlabTasks:
 
     def assemble(self, task: SlabTask, shared: SharedSlab | None) -> bool:
         """Copy a task's slab, or assemble it from its ready blocks: False if no slot is free."""
+        is_elsewhere = self._elsewhere.is_elsewhere(task)
+        if is_elsewhere and not self._elsewhere.may_begin(task):
+            return False
+        if is_elsewhere and not self._elsewhere.is_elsewhere(task):
+            self._waiting.add(task)  # the own workers make it, now that others cannot
+            return True
         slot = self._slot_for(task)
         if slot is None:
             return False
         delivery = task.delivery
-        slab, row_index = in_slot(slot, len(task.plan.row_index))
+        slab, row_index = in_slot(slot, task.plan.row_count)
         if slab.length <= 0:
             delivery.slots.give_back(slot)
             if not self.halve(task):
@@ -230,11 +250,13 @@ class SlabTasks:
             return True
         task.slot, task.phase = slot, SlabPhase.ASSEMBLING
         task.stamps.slotted = self._time.now
-        effect = (
-            self._gather(task, slab, row_index)
-            if shared is None
-            else self._copy(task, slab, shared)
-        )
+        effect: AssembleSlab | CopyKept | MakeElsewhere
+        if is_elsewhere:
+            effect = self._elsewhere.order(task, slab)
+        elif shared is None:
+            effect = self._gather(task, slab, row_index)
+        else:
+            effect = self._copy(task, slab, shared)
         self._waiting.remove(task)
         self._assembling[task.number] = task
         delivery.assembling_count += 1
@@ -320,13 +342,14 @@ class SlabTasks:
         if task is not None:
             self._free_slot(task)
             task.assembled, task.phase = None, SlabPhase.WAITING
-            self._waiting.add(task)
+            self._wait(task)
 
     def assembled(self, event: SlabAssembled) -> None:
         """A worker has made or copied a slab, or has failed."""
         task, result = self._assembling.pop(event.number), event.result
         task.stamps.started, task.stamps.made = event.started, self._time.now
         task.delivery.assembling_count -= 1
+        is_to_be_made = self._elsewhere.ended(task, event)
         self.unpin(task)
         shared, task.shared = task.shared, None
         if shared is not None:
@@ -334,8 +357,13 @@ class SlabTasks:
         if isinstance(result, tasks.Assembled):
             task.datasets.datasets[0].account.disk_us += result.disk
         if task.phase is SlabPhase.GONE:
+            self._elsewhere.leave(task)
             self._free_slot(task)
             self._excerpts.release(task)
+        elif is_to_be_made:
+            self._free_slot(task)
+            task.phase = SlabPhase.WAITING
+            self._wait(task)
         elif isinstance(result, DataplaneError):
             self._free_slot(task)
             self.fail(task, result)
@@ -350,10 +378,11 @@ class SlabTasks:
             return
         is_cut = result.batch_count < len(task.plan.batches)
         assert task.slot is not None
-        slab, _ = in_slot(task.slot, len(task.plan.row_index))
+        slab, _ = in_slot(task.slot, task.plan.row_count)
         task.stream.walk.fitted(result.batch_count, result.bytes_used, slab.length, cut=is_cut)
         if is_cut:
             self._cut(task, result.batch_count)
+        self._elsewhere.leave(task)
         self._excerpts.release(task)
         task.assembled, task.phase = result, SlabPhase.READY
 
@@ -368,4 +397,4 @@ class SlabTasks:
         if len(task.plan.batches) > 1:
             self._cut(task, 1)
         task.oversize, task.phase = True, SlabPhase.WAITING
-        self._waiting.add(task)
+        self._wait(task)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.records import Group, StreamState
+from dataplane.scheduler.events import NextOrderKnown
+from dataplane.scheduler.records import Group, SlabPhase, SlabTask, StreamState
 
 
 class StreamTable:
@@ -32,6 +33,25 @@ class StreamTable:
         stream.closed = True
         del self._streams[stream.stream_id]
         stream.delivery.streams.remove(stream)
+
+    def expect_next(self, event: NextOrderKnown) -> None:
+        """What the consumer of a stream, unless it was closed, will read next."""
+        stream = self.find(event.stream_id)
+        if stream is not None:
+            stream.next_order = event.order
+
+    def waiting_tasks(self) -> list[SlabTask]:
+        """Tasks without a slab, in the order in which they are needed, which they then know."""
+        ranked = [
+            (depth, task.number, task)
+            for stream in self._streams.values()
+            for depth, task in enumerate(stream.tasks, stream.tasks_before)
+            if task.phase is SlabPhase.WAITING
+        ]
+        ranked.sort(key=lambda rank: rank[:2])
+        for depth, number, task in ranked:
+            task.rank = depth, number
+        return [task for _, _, task in ranked]
 
     def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
         """The streams that read this dataset."""

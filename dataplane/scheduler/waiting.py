@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataplane.errors import DataplaneError
 from dataplane.scheduler.block import BlockChange, BlockOutcome
 from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.records import Moment, SlabTask
 
 
 class WaitingTasks:
     """Every slab task that waits for blocks or a slot."""
 
-    def __init__(self, time: Moment) -> None:
-        self._time = time
+    def __init__(self, time: Moment, holdings: Holdings) -> None:
+        self._time, self._holdings = time, holdings
         self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
 
     def of_block(self, dataset: DatasetBlocks, index: int) -> list[SlabTask]:
@@ -64,8 +65,9 @@ class WaitingTasks:
     def add(self, task: SlabTask) -> None:
         """The task waits from now on, for this plan."""
         datasets, blocks = task.datasets, task.plan.blocks
-        for dataset, _ in datasets.parts(blocks):
+        for dataset, some in datasets.parts(blocks):
             self._waiting[dataset.dataset_id].add(task)
+            self._holdings.want(dataset, some)
         task.blocks = None
         task.missing = set(blocks[task.keys == 0].tolist())
         task.idle = set(task.missing)
@@ -84,10 +86,11 @@ class WaitingTasks:
 
     def remove(self, task: SlabTask) -> None:
         """It waits no longer."""
-        for dataset, _ in task.datasets.parts(task.plan.blocks):
+        for dataset, some in task.datasets.parts(task.plan.blocks):
             waiting = self._waiting.get(dataset.dataset_id)
-            if waiting is not None:
-                waiting.discard(task)
+            if waiting is not None and task in waiting:
+                waiting.remove(task)
+                self._holdings.want_no_more(dataset, some)
                 if not waiting:
                     del self._waiting[dataset.dataset_id]
         task.missing.clear()

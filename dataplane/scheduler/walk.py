@@ -8,9 +8,15 @@ Invariants:
    is planned ahead of its consumer does not need this, unless it is aligned.
 4. The plans of an aligned walk end at the same steps of the epoch for every consumer, whatever was
    made so far, so that consumers a few batches apart need the same slabs.
+5. A walk that `is_fed` has one plan for each range of steps that it was fed, and no others; it
+   never ends. Ranges that are not planned yet are planned in rising order.
 """
 
 from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +25,17 @@ from msgspec import Struct
 from dataplane.config import JobSpec
 from dataplane.model import Stream
 from dataplane.plan.order import SampleOrder
+from dataplane.plan.pack_keys import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
+from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.transforms.image_steps import steps_of
+
+Ints = npt.NDArray[np.int64]
+_NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
+_MANY = 1 << 30
 
 
 class SlabSizes(Struct):
@@ -57,7 +69,9 @@ class SlabSizes(Struct):
 
 
 class Plan(Struct, frozen=True):
-    """The plan of one slab: the rows of each block, batch after batch.
+    """The plan of one slab: the rows of each block, batch after batch. Both are empty in the plan
+    of a light walk. Rows may be packs: if they are shuffled, `pack_keys` are those of each block,
+    and plan/pack_keys.py says how rows name them.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
@@ -66,6 +80,12 @@ class Plan(Struct, frozen=True):
     blocks: npt.NDArray[np.int64]
     row_index: npt.NDArray[np.int32]
     first_position: int
+    pack_keys: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the slab has."""
+        return sum(batch.rows for batch in self.batches)
 
     def rows_of(self, block: int) -> npt.NDArray[np.int32]:
         """The rows that the slab needs of one of its blocks.
@@ -74,6 +94,10 @@ class Plan(Struct, frozen=True):
         """
         at = int(self.blocks.searchsorted(block))
         return np.unique(self.row_index[self.row_index[:, 0] == at, 1])
+
+    def pack_keys_of(self, block: int) -> tuple[int, ...]:
+        """The keys of the packs of one of its blocks, if they have any."""
+        return self.pack_keys[int(self.blocks.searchsorted(block))] if self.pack_keys else ()
 
     def rows_by_block(self) -> npt.NDArray[np.int64]:
         """How many rows it needs of each of its blocks, repeated ones included.
@@ -94,11 +118,14 @@ class Plan(Struct, frozen=True):
         used, index = distinct(rows[:, 0].astype(np.int64))
         own = rows.copy()
         own[:, 0] = index
-        return Plan(batches, self.blocks[used], own, self.first_position)
+        keys = tuple(self.pack_keys[at] for at in used) if self.pack_keys else ()
+        return Plan(batches, self.blocks[used], own, self.first_position, keys)
 
 
 class Walk:
-    """The plans of one stream, one after the other."""
+    """The plans of one stream, one after the other. Those of a light walk say which steps a slab
+    has, and not which rows: another node makes it.
+    """
 
     def __init__(
         self,
@@ -109,11 +136,15 @@ class Walk:
         *,
         is_ahead: bool = False,
         is_aligned: bool = False,
+        is_light: bool = False,
+        is_fed: bool = False,
     ) -> None:
+        self.is_light = is_light
         self.order = order
         self.stream = stream
         images = spec.transforms
         self.render = Render(images, spec.seed, stream.epoch) if images else None
+        self._draws_packs = spec.view.pack is not None and spec.shuffle
         self.crops = any(steps_of(image).is_cut for image in images)
         self._slice = Slice(
             order.sample_count,
@@ -128,6 +159,31 @@ class Walk:
         self.is_aligned = is_aligned
         self._batch_count = sizes.batches if is_ahead and not is_aligned else 1
         self.global_batch = spec.global_batch
+        self.is_fed = is_fed
+        self.fed: list[StepRange] = []
+        """The ranges that are not planned, nor about to be."""
+        self.taken: deque[StepRange] = deque()
+        """The others, oldest first. Whoever feeds the walk removes those whose slabs it has got."""
+        self._planned_next: deque[StepRange] = deque()
+
+    @property
+    def waiting_count(self) -> int:
+        """How many plans could be made now, or more."""
+        return len(self.fed) if self.is_fed else _MANY
+
+    def feed(self, steps: StepRange) -> None:
+        """Plan these steps, too.
+
+        Raises:  ConfigError: the slice does not have them.
+        """
+        self._slice.check_steps(steps.first, steps.count, self.stream.step_stride)
+        insort(self.fed, steps, key=lambda each: each.first)
+
+    def begin(self, count: int) -> None:
+        """The next call of `next_plans`, maybe in a thread, will ask for so many plans."""
+        some, self.fed = self.fed[:count], self.fed[count:]
+        self.taken += some
+        self._planned_next += some
 
     @property
     def step_count(self) -> int:
@@ -144,13 +200,17 @@ class Walk:
         return self.stream.cursor + plan.batches[0].step * self.global_batch
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """As SlabSizes.fitted; an aligned walk keeps its first value."""
-        if not self.is_aligned:
+        """As SlabSizes.fitted; a walk that is aligned or fed keeps its first value."""
+        if not self.is_aligned and not self.is_fed:
             self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
 
     def next_plans(self, count: int) -> list[Plan]:
         """Up to `count` plans; fewer at the end of the epoch."""
         plans: list[Plan] = []
+        if self.is_fed:
+            while self._planned_next:
+                plans.append(self._plan(self._planned_next.popleft()))
+            return plans
         while len(plans) < count and self._next_step < self.step_count:
             plans.append(self._next_plan())
         return plans
@@ -162,18 +222,37 @@ class Walk:
         if self.is_aligned:
             ordinal = self.position // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
-        numbers = range(self._next_step, self._next_step + count * stride, stride)
-        steps = self._slice.positions_of_steps(self._next_step, count, stride)
-        blocks, rows = self.order.locate(steps.positions)
-        used, index = distinct(blocks)
-        row_index = np.empty((len(blocks), 2), np.int32)
-        row_index[:, 0], row_index[:, 1] = index, rows
+        self._batch_count = min(self._batch_count * 2, self.sizes.batches)
+        return self._plan(StepRange(self._next_step, count))
+
+    def _plan(self, of: StepRange) -> Plan:
+        stride = self.stream.step_stride
+        self._next_step = of.first
+        numbers = range(of.first, of.first + of.count * stride, stride)
+        steps = self._slice.positions_of_steps(of.first, of.count, stride)
+        used, row_index, pack_keys = self._rows_at(steps.positions)
         plan = Plan(
             batches=tuple(map(Batch, numbers, steps.rows.tolist(), steps.valid.tolist())),
             blocks=used,
             row_index=row_index,
             first_position=self.position,
+            pack_keys=pack_keys,
         )
-        self._next_step += count * stride
-        self._batch_count = min(self._batch_count * 2, self.sizes.batches)
+        self._next_step += of.count * stride
         return plan
+
+    def _rows_at(
+        self, positions: Ints
+    ) -> tuple[Ints, npt.NDArray[np.int32], tuple[tuple[int, ...], ...]]:
+        """The blocks, the row index and the keys of packs of a plan of these positions."""
+        if self.is_light:
+            return _NO_BLOCKS, _NO_ROWS, ()
+        blocks, rows = self.order.locate(positions)
+        used, index = distinct(blocks)
+        pack_keys: tuple[tuple[int, ...], ...] = ()
+        if self._draws_packs:
+            drawn = drawn_rows(cast(DrawsPacks, self.order), positions, blocks, rows, index)
+            rows, pack_keys = drawn.rows, drawn.keys
+        row_index = np.empty((len(blocks), 2), np.int32)
+        row_index[:, 0], row_index[:, 1] = index, rows
+        return used, row_index, pack_keys

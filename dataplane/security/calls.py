@@ -32,6 +32,7 @@ CALLS: Mapping[str, frozenset[Role]] = {
     f"{_COORDINATOR}/Heartbeat": NODE_ONLY,
     f"{_COORDINATOR}/Leave": NODE_ONLY,
     f"{_COORDINATOR}/Status": READERS,
+    f"{_COORDINATOR}/Ledger": READERS,
     # Probes of Kubernetes cannot send a token, and learn only whether the service is ready.
     f"{_HEALTH}/Check": ANYBODY,
     f"{_HEALTH}/Watch": EVERYONE,

@@ -15,7 +15,7 @@ from dataplane.errors import ConfigError
 from dataplane.security import tokens
 from dataplane.security.calls import HOLDER_OF_SHARED, Caller, WrongTokenError
 from dataplane.security.jwts import Jwts, is_jwt
-from dataplane.security.tls import Certificates, TlsFiles
+from dataplane.security.tls import Certificates, TlsFiles, is_any_of
 from dataplane.security.tokens import TokenSource
 
 AUTHORIZATION = "authorization"
@@ -64,11 +64,7 @@ class Security(Struct, frozen=True):
 
     def knows(self, uris: Sequence[str]) -> bool:
         """Whether a certificate with these URIs is one of `peers`."""
-        return any(
-            uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
-            for uri in uris
-            for peer in self.peers
-        )
+        return is_any_of(uris, self.peers)
 
     def advice(self) -> str:
         """What to do about a refused token, for the one whose call was refused."""
@@ -104,6 +100,20 @@ class Security(Struct, frozen=True):
                 "give --tls-cert and --tls-key, listen on 127.0.0.1 or unix:/path, or pass "
                 "--insecure on a network where nobody else can read along",
                 address=address,
+            )
+
+    def check_peer_tls(self) -> None:
+        """Whether connections between nodes can be encrypted: both sides show certificates.
+
+        Raises:  ConfigError: not without all files.
+        """
+        files = TlsFiles() if self.tls is None else self.tls.files
+        missing = [f"tls_{name}" for name in ("cert", "key", "ca") if not getattr(files, name)]
+        if missing:
+            raise ConfigError(
+                f"peer_tls is set, and {' and '.join(missing)} not: nodes show each other "
+                "certificates, so give --tls-cert, --tls-key and --tls-ca, or leave peer_tls out",
+                key=missing[0],
             )
 
     def check_channel(self, address: str, *, is_loopback: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,12 +64,21 @@ class Certificates:
         return self._pems.current()
 
 
+def is_any_of(uris: Sequence[str], peers: Sequence[str]) -> bool:
+    """Whether one of these URIs is one of `peers`: "spiffe://cluster/ns/*" is all that start so."""
+    return any(
+        uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
+        for uri in uris
+        for peer in peers
+    )
+
+
 def _read(files: TlsFiles) -> Pems:
     pems = Pems(_content(files.cert), _content(files.key), _content(files.ca))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if pems.cert is not None and pems.key is not None:
         try:
-            _load(context, pems.key + b"\n" + pems.cert)
+            load_cert_chain(context, pems.key + b"\n" + pems.cert)
         except (ssl.SSLError, OSError, ValueError) as error:
             raise ConfigError(
                 f"{files.cert} and {files.key} are not a certificate and its key in PEM, without a "
@@ -87,8 +96,12 @@ def _read(files: TlsFiles) -> Pems:
     return pems
 
 
-def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """The ssl module reads only files, and the bytes checked must be those used."""
+def load_cert_chain(context: ssl.SSLContext, pem: bytes) -> None:
+    """Use this key and certificate. The ssl module reads only files, and the bytes checked must be
+    those used.
+
+    Raises:  ssl.SSLError, OSError, ValueError: they are none.
+    """
     fd = os.memfd_create("dataplane-tls", os.MFD_CLOEXEC)
     try:
         os.write(fd, pem)

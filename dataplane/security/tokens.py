@@ -14,17 +14,18 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from dataplane.errors import ConfigError
+from dataplane.security import private_file
 from dataplane.security.watched import Watched, content
 
 VARIABLE = "DATAPLANE_TOKEN"
 OWN_NAME = "token"
+_INSTEAD = f"or give a token with {VARIABLE} or --token-file"
 _LENGTH_MIN, _LENGTH_MAX = 16, 4096
 _TOKENS_MAX = 8
 _FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
@@ -87,7 +88,7 @@ def find(
         return TokenSource(token_file, given)
     path = Path(state_dir, OWN_NAME)
     if makes:
-        _make(path)
+        private_file.make(path, f"{secrets.token_urlsafe(32)}\n", "the token", _INSTEAD)
     own = Watched("token file", (str(path),), partial(_read_own, path), clock)
     return TokenSource(str(path), own, is_own=True)
 
@@ -95,49 +96,8 @@ def find(
 def _read_own(path: Path) -> tuple[str, ...]:
     if not os.path.lexists(path):
         return ()
-    _check_private(path)
+    private_file.check(path)
     return _read(str(path))
-
-
-def _make(path: Path) -> None:
-    """Create the token, unless it exists: whole or not at all, and only one of two at once."""
-    if os.path.lexists(path):
-        return
-    written = path.with_name(f".{OWN_NAME}-{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, f"{secrets.token_urlsafe(32)}\n".encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        try:
-            os.link(written, path)
-        except FileExistsError:
-            return
-        finally:
-            written.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the token {path} cannot be created: {error.strerror}. Choose another --state-dir, or "
-            f"give a token with {VARIABLE} or --token-file",
-            path=str(path),
-        ) from error
-
-
-def _check_private(path: Path) -> None:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}: "
-            f"only its owner, and the user that runs this process, may be able to read it. "
-            f"Remove it, so that the coordinator creates another, or `chmod 600 {path}`",
-            path=str(path),
-        )
 
 
 def _read(path: str) -> tuple[str, ...]:

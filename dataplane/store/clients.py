@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from dataplane.errors import ConfigError
+from dataplane.store.connections import CONNECT_TIMEOUT_S
 
 if TYPE_CHECKING:
     # These exist for type checkers only: obstore's module does not have them at run time.
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Client = S3Store | GCSStore | AzureStore | HTTPStore
 
-CONNECT_TIMEOUT_S = 5.0
 CREDENTIAL_LIFE = dt.timedelta(minutes=5)
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)

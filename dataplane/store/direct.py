@@ -5,42 +5,31 @@ again: that is more than half of the client's CPU time. Here the kernel writes r
 directly to their destination. obstore still finds the credentials and signs each request. It also
 repeats every request that was not answered with the bytes, so that all errors come from one place.
 
-Invariants:
-1. Memory is filled with exactly the range of the object with that etag: status, range, length and
-   etag of the answer are checked.
-2. A connection is reused only after a whole answer was read from it.
-3. A request ends at its timeout, however slowly bytes arrive.
+Invariant: memory is filled with exactly the range of the object with that etag. Status, range,
+length and etag of the answer are checked.
 """
 
 from __future__ import annotations
 
 import http.client
 import re
-import ssl
-import threading
 import time
 import urllib.parse
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from dataplane.errors import DataplaneError, StoreThrottled
+from dataplane.store.connections import Connections
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import Why, unreachable, why_of
 
-CONNECT_TIMEOUT_S = 5.0
 Sign = Callable[[str], str]
 """The url of a key with its signature in it."""
 
-IDLE_MAX = 64
-IDLE_S = 20.0
-_SLICE_BYTES = 1 << 20
+_IDLE_MAX = 64
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/")
 # After this many refusals in a row, direct requests pause for a while.
 _REFUSALS_MAX = 8
 _PAUSE_S = 60.0
-
-
-_Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
 
 
 class Refused(Exception):
@@ -53,11 +42,7 @@ class DirectReads:
     def __init__(self, sign: Sign, request_timeout_s: float) -> None:
         self._sign = sign
         self._timeout_s = request_timeout_s
-        self._tls: ssl.SSLContext | None = None
-        self._lock = threading.Lock()
-        self._idle: _Idle = {}
-        # Not by __del__: in a cycle the sockets could be finalized first, and complain.
-        weakref.finalize(self, _close_all, self._idle).atexit = False
+        self._connections = Connections(_IDLE_MAX, request_timeout_s)
         self._refusals = 0
         self._off_until = 0.0
 
@@ -90,7 +75,7 @@ class DirectReads:
         headers = {"Range": f"bytes={offset}-{offset + length - 1}", "If-Match": etag}
         base, target = _split(self._sign(key))
         try:
-            connection, answer = self._asked(base, target, headers, deadline, race)
+            connection, answer = self._connections.ask(base, target, headers, deadline, race)
         except (OSError, http.client.HTTPException) as cause:
             why = why_of(cause)
             if why is None:
@@ -100,8 +85,11 @@ class DirectReads:
         try:
             _check(url, answer, offset, length, etag)
             try:
-                for each in into:
-                    _fill(answer, connection, each, deadline)
+                filled = sum(
+                    self._connections.fill(answer, connection, each, deadline) for each in into
+                )
+                if filled < length:
+                    raise ConnectionResetError(f"closed after {filled} bytes of {length}")
             except (OSError, http.client.HTTPException) as cause:
                 raise unreachable(url, base, why_of(cause) or Why.BROKEN) from cause
             race.claim()
@@ -109,10 +97,8 @@ class DirectReads:
         except Refused:
             raise self._refused() from None
         finally:
-            if is_whole and not answer.will_close:
-                self._give_back(base, connection)
-            else:
-                connection.close()
+            is_usable = is_whole and not answer.will_close
+            self._connections.give_back(base, connection, is_whole=is_usable)
         self._refusals, self._off_until = 0, 0.0
 
     def _refused(self) -> Refused:
@@ -123,62 +109,7 @@ class DirectReads:
 
     def close(self) -> None:
         """Close idle connections. May be called twice."""
-        with self._lock:
-            _close_all(self._idle)
-
-    def _asked(
-        self, base: str, target: str, headers: Mapping[str, str], deadline: float, race: Race
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """The head of an answer. A server may close an idle connection at any moment, even during a
-        request: only the failure of a new connection counts.
-        """
-        while True:
-            connection, is_new = self._connection(base)
-            try:
-                left_s = max(0.001, deadline - time.monotonic())
-                if is_new:
-                    connection.timeout = min(CONNECT_TIMEOUT_S, left_s)
-                    connection.connect()
-                connection.sock.settimeout(left_s)
-                race.hold(connection.sock)
-                connection.request("GET", target, headers=dict(headers))
-                return connection, connection.getresponse()
-            except BaseException as cause:
-                connection.close()
-                is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
-                if is_new or not is_stale or race.is_over:
-                    raise
-
-    def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:
-        now = time.monotonic()
-        with self._lock:
-            waiting = self._idle.get(base, [])
-            while waiting:
-                since, connection = waiting.pop()
-                if now - since < IDLE_S:
-                    return connection, False
-                connection.close()
-        scheme, _, host = base.partition("://")
-        if scheme == "http":
-            return http.client.HTTPConnection(host), True
-        with self._lock:
-            self._tls = self._tls or ssl.create_default_context()
-        return http.client.HTTPSConnection(host, context=self._tls), True
-
-    def _give_back(self, base: str, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            waiting = self._idle.setdefault(base, [])
-            if len(waiting) < IDLE_MAX:
-                waiting.append((time.monotonic(), connection))
-                return
-        connection.close()
-
-
-def _close_all(idle: _Idle) -> None:
-    for each in idle.values():
-        for _, connection in each:
-            connection.close()
-    idle.clear()
+        self._connections.close()
 
 
 def is_possible(environment: Mapping[str, str]) -> bool:
@@ -209,23 +140,3 @@ def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int,
         or answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
     ):
         raise Refused
-
-
-def _fill(
-    answer: http.client.HTTPResponse,
-    connection: http.client.HTTPConnection,
-    into: memoryview,
-    deadline: float,
-) -> None:
-    """Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke."""
-    at, length = 0, len(into)
-    while at < length:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        if connection.sock is not None:
-            connection.sock.settimeout(left_s)
-        count = answer.readinto(into[at : at + _SLICE_BYTES])
-        if not count:
-            raise ConnectionResetError(f"closed after {at} bytes of {length}")
-        at += count

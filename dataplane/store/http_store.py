@@ -17,12 +17,10 @@ import email.utils
 import http.client
 import re
 import socket
-import ssl
-import threading
 import time
 import urllib.parse
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from typing_extensions import Buffer
 
@@ -37,21 +35,17 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
+from dataplane.store.connections import Connections
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import unreachable, why_of
 
-_CONNECT_TIMEOUT_S = 5.0
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _IDLE_MAX = 16
-_IDLE_S = 20.0
-_SLICE_BYTES = 1 << 20
 _SPAN = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 _NO_ETAG = "modified-"
-
-_Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
 
 
 class HttpStore:
@@ -61,11 +55,7 @@ class HttpStore:
         self._base = base
         self._timeout_s = request_timeout_s
         self._policy = policy
-        self._lock = threading.Lock()
-        self._idle: _Idle = {}
-        # Not by __del__: in a cycle the sockets could be finalized first, and complain.
-        weakref.finalize(self, _close_all, self._idle).atexit = False
-        self._tls: ssl.SSLContext | None = None
+        self._connections = Connections(_IDLE_MAX, request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         raise ShardNotFound(f"{prefix}: an http server cannot list: name each file", shard=prefix)
@@ -112,8 +102,7 @@ class HttpStore:
 
     def reconnect(self) -> None:
         """As `base.Reconnecting.reconnect`."""
-        with self._lock:
-            _close_all(self._idle)
+        self._connections.close()
 
     def _get(
         self,
@@ -131,16 +120,18 @@ class HttpStore:
         deadline = time.monotonic() + self._timeout_s
         at = url
         for _ in range(_REDIRECTS_MAX + 1):
-            base = "/".join(at.split("/", 3)[:3])
+            base, server = "/".join(at.split("/", 3)[:3]), _server_of(at)
             is_whole, connection, answer = False, None, None
             try:
-                connection, answer = self._asked(url, at, base, headers, deadline, race)
+                connection, answer = self._asked(url, at, headers, deadline, race)
                 if answer.status in _REDIRECTS:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
                 found, filled = _described(url, answer), 0
                 if into and answer.status == 206:
-                    filled = sum(_fill(answer, connection, each, deadline) for each in into)
+                    filled = sum(
+                        self._connections.fill(answer, connection, each, deadline) for each in into
+                    )
                 elif answer.status == 206:
                     answer.read(length)
                 is_whole = answer.isclosed() and not answer.will_close
@@ -154,7 +145,7 @@ class HttpStore:
                 if answer is not None:
                     answer.close()
                 if connection is not None:
-                    self._done(base, connection, is_whole=is_whole)
+                    self._connections.give_back(server, connection, is_whole=is_whole)
             return found, filled
         raise StoreError(f"{url} redirects more than {_REDIRECTS_MAX} times", shard=url)
 
@@ -171,86 +162,40 @@ class HttpStore:
         return target
 
     def _asked(
-        self,
-        url: str,
-        at: str,
-        base: str,
-        headers: Mapping[str, str],
-        deadline: float,
-        race: Race,
+        self, url: str, at: str, headers: Mapping[str, str], deadline: float, race: Race
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """The head of an answer. Only the failure of a new connection counts: a server may close
-        an idle one at any time.
-        """
+        """The head of an answer."""
         parts = urllib.parse.urlsplit(at)
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         target = urllib.parse.quote(target, safe="/%?&=+$,;:@~!*'()-._")
-        while True:
-            connection, is_new = self._connection(base)
-            try:
-                left_s = max(0.001, deadline - time.monotonic())
-                if is_new:
-                    self._connect(url, parts, connection, min(_CONNECT_TIMEOUT_S, left_s))
-                connection.sock.settimeout(left_s)
-                race.hold(connection.sock)
-                connection.request("GET", target, headers={**headers, **_credentials(parts)})
-                return connection, connection.getresponse()
-            except BaseException as cause:
-                connection.close()
-                is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
-                if is_new or not is_stale or race.is_over:
-                    raise
+        shown = {**headers, **_credentials(parts)}
+        connect = partial(self._connect, url, parts)
+        return self._connections.ask(_server_of(at), target, shown, deadline, race, connect)
 
     def _connect(
         self,
         url: str,
         parts: urllib.parse.SplitResult,
         connection: http.client.HTTPConnection,
-        timeout_s: float,
     ) -> None:
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        sock = socket.create_connection((host, port), timeout_s)
+        sock = socket.create_connection((host, port), connection.timeout)
         try:
             self._policy.check_address(url, sock.getpeername()[0])
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if parts.scheme == "https":
-                with self._lock:
-                    self._tls = self._tls or ssl.create_default_context()
-                sock = self._tls.wrap_socket(sock, server_hostname=host)
+                sock = self._connections.tls.wrap_socket(sock, server_hostname=host)
         except BaseException:
             sock.close()
             raise
         connection.sock = sock
 
-    def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:
-        now = time.monotonic()
-        with self._lock:
-            waiting = self._idle.get(base, [])
-            while waiting:
-                since, connection = waiting.pop()
-                if now - since < _IDLE_S:
-                    return connection, False
-                connection.close()
-        scheme, _, host = base.partition("://")
-        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-        return kind(host.rpartition("@")[2]), True
 
-    def _done(self, base: str, connection: http.client.HTTPConnection, *, is_whole: bool) -> None:
-        if is_whole:
-            with self._lock:
-                waiting = self._idle.setdefault(base, [])
-                if len(waiting) < _IDLE_MAX:
-                    waiting.append((time.monotonic(), connection))
-                    return
-        connection.close()
-
-
-def _close_all(idle: _Idle) -> None:
-    for waiting in idle.values():
-        for _, connection in waiting:
-            connection.close()
-    idle.clear()
+def _server_of(url: str) -> str:
+    """Its scheme, host and port, without the credentials in it."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
@@ -289,23 +234,3 @@ def _described(url: str, answer: http.client.HTTPResponse) -> ObjectInfo:
         changed = email.utils.parsedate_to_datetime(answer.getheader("Last-Modified", ""))
         etag = f"{_NO_ETAG}{changed.timestamp():.0f}-{size}"
     return ObjectInfo(url, size, etag)
-
-
-def _fill(
-    answer: http.client.HTTPResponse,
-    connection: http.client.HTTPConnection,
-    into: memoryview,
-    deadline: float,
-) -> int:
-    at = 0
-    while at < len(into):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        if connection.sock is not None:
-            connection.sock.settimeout(left_s)
-        count = answer.readinto(into[at : at + _SLICE_BYTES])
-        if not count:
-            break
-        at += count
-    return at

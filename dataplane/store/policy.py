@@ -72,7 +72,7 @@ class UrlPolicy(Struct, frozen=True):
         self._check_host(url)
 
     def check_all(self, urls: Iterable[str]) -> None:
-        """Check the urls of objects, of which many lie in one folder.
+        """Check the urls of many objects. A folder is looked up once.
 
         Raises:  StoreDenied.
         """
@@ -110,7 +110,7 @@ class UrlPolicy(Struct, frozen=True):
             )
 
     def _check_host(self, url: str) -> None:
-        """For every scheme, whoever connects: a host that is written as an address."""
+        """A host that is written as an address, in a url of any scheme."""
         host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
         address = host.partition(":")[0]
         if host.startswith("["):

@@ -54,6 +54,12 @@ class Race:
             self._check()
             self._is_won = True
 
+    def cut_off(self) -> None:
+        """Whatever the first request waits for fails, and so does the request."""
+        with self._changed:
+            if self._sock is not None:
+                _shut(self._sock)
+
     def overtake(self, timeout_s: float) -> bool:
         """The second request has all bytes. End the first one: True once it writes no more, False
         if it has won.
@@ -65,9 +71,7 @@ class Race:
                 return False
             self._is_over = True
             if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    # Not the method of a TLS socket, which is not meant for another thread.
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                _shut(self._sock)
             if not self._changed.wait_for(lambda: self._sock is None, timeout_s):
                 raise TimeoutError
             return True
@@ -80,6 +84,12 @@ class Race:
     def _check(self) -> None:
         if self._is_over:
             raise EndedEarlyError
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket, which is not meant for another thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 _local = threading.local()

@@ -33,6 +33,10 @@ _ENDPOINT_HINTS = {
 _OTHER_HINT = ("the endpoint", "of the endpoint")
 
 
+class SilentError(TimeoutError):
+    """A server sent a part of an answer, and then nothing for too long."""
+
+
 class Why(enum.Enum):
     """How a store cannot be reached."""
 
@@ -40,6 +44,7 @@ class Why(enum.Enum):
     NO_ROUTE = "cannot be reached: there is no route to it"
     NO_ADDRESS = "has no address"
     LATE = "did not answer in time"
+    SILENT = "stopped in the middle of an answer"
     BROKEN = "closed the connection"
     UNKNOWN = "cannot be connected to"
 
@@ -53,6 +58,7 @@ def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
         Why.NO_ROUTE: ": check the network",
         Why.NO_ADDRESS: f": check the host name ({host}) and DNS",
         Why.LATE: ": it may be overloaded, or a firewall drops packets",
+        Why.SILENT: ": it may be overloaded, or the connection is dead",
         Why.BROKEN: "",
         Why.UNKNOWN: ": check the endpoint, the network, the proxy and TLS",
     }[why]
@@ -61,6 +67,8 @@ def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
 
 def why_of(error: BaseException) -> Why | None:
     """How a connection failed; None if it failed in another way."""
+    if isinstance(error, SilentError):
+        return Why.SILENT
     if isinstance(error, TimeoutError):
         return Why.LATE
     if isinstance(error, ConnectionRefusedError):

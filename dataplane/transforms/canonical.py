@@ -34,7 +34,7 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
         if part is LeafPart.IS_NULL:  # marks the previous column
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
-        stored = _leaf_array(batch.column(leaf.top), leaf.path)
+        stored = leaf_array(batch.column(leaf.top), leaf.path)
         if part is LeafPart.CODES:
             code = nulls.code_of(spec)
             arrays.append(codes_of(stored, leaf, plan.categories[leaf.name], code, url))
@@ -99,7 +99,7 @@ def _scalar(value: float, spec: ColumnSpec, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(value if pa.types.is_floating(kind) else int(value), type=kind)
 
 
-def _leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
+def leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
     """The leaf at a place below a top-level column; a null struct has null leaves."""
     for i in path:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array

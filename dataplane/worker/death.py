@@ -14,12 +14,28 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
+from dataplane.errors import (
+    BudgetTooSmall,
+    CorruptShard,
+    DataplaneError,
+    DataStallError,
+    FunctionError,
+)
 from dataplane.units import raise_to, show_bytes, ways_to_set
 
 # Messages of C++ and Python when memory runs out and no error can be returned.
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
 _WORDS_MAX = 200
+_UNDAMAGED = "If the shard is not damaged, "
+_LARGE_FUNCTION = "If the function needs that much, "
+_STUCK = (
+    "Either a library loops over damaged bytes or a disk does not answer; if decoding a block can "
+    "take this long, raise stall_timeout_s"
+)
+_SLOW_FUNCTION = (
+    "If the function does not hang, but takes this long for a block, raise stall_timeout_s, or "
+    "write smaller blocks (row groups)"
+)
 
 
 class Cause(enum.Enum):
@@ -41,7 +57,7 @@ class ProcessEnd(Struct, frozen=True):
 
 class WorkerPlace(Struct, frozen=True):
     """The place that a worker was working at. `block` and `row` count from 0 within the shard;
-    `first_row` is the block's first row.
+    `first_row` is the block's first row. `of_view`: rows are counted among those of a view.
     """
 
     shard: str
@@ -49,11 +65,13 @@ class WorkerPlace(Struct, frozen=True):
     row: int | None = None
     column: str | None = None
     first_row: int = 0
+    of_view: bool = False
 
     def __str__(self) -> str:
         parts = [self.shard]
         parts += [f"block {self.block}"] if self.block is not None else []
-        parts += [f"row {self.row}"] if self.row is not None else []
+        named = " of those in the view" if self.of_view else ""
+        parts += [f"row {self.row}{named}"] if self.row is not None else []
         parts += [f"column {self.column!r}"] if self.column is not None else []
         return ", ".join(parts)
 
@@ -93,11 +111,18 @@ def _name_of(number: int) -> str:
 
 
 def blame(
-    doing: str, place: WorkerPlace, ends: Sequence[ProcessEnd], limit_bytes: int
+    doing: str,
+    place: WorkerPlace,
+    ends: Sequence[ProcessEnd],
+    limit_bytes: int,
+    function: str = "",
 ) -> DataplaneError:
     """The error for a task at which these workers ended. `doing` is a phrase about the place;
-    `limit_bytes` is the memory limit of each worker.
+    `limit_bytes` is the memory limit of each worker; `function` the user's function that the task
+    calls.
     """
+    if function:
+        doing = f"{doing} and calling {function!r}"
     last = ends[-1]
     who = "a worker process ended" if len(ends) == 1 else f"{len(ends)} worker processes ended"
     ended = f"{place}: {who} while {doing}; the last one {last.words}."
@@ -105,7 +130,7 @@ def blame(
         case Cause.OUT_OF_MEMORY:
             return BudgetTooSmall(
                 f"{place}: {doing} takes more memory than the {show_bytes(limit_bytes)} that a "
-                "worker process may have. If the shard is not damaged, "
+                f"worker process may have. {_LARGE_FUNCTION if function else _UNDAMAGED}"
                 f"{raise_to('worker_memory_bytes', 2 * limit_bytes)}, or write smaller blocks (row "
                 "groups)",
                 budget=limit_bytes,
@@ -121,9 +146,8 @@ def blame(
             )
         case Cause.STUCK:
             return DataStallError(
-                f"{place}: a worker process was killed, because {doing} {last.words}. Either a "
-                "library loops over damaged bytes or a disk does not answer; if decoding a block "
-                "can take this long, raise stall_timeout_s",
+                f"{place}: a worker process was killed, because {doing} {last.words}. "
+                f"{_SLOW_FUNCTION if function else _STUCK}",
                 stage=doing,
                 **place.nouns,
             )
@@ -131,6 +155,13 @@ def blame(
             return DataplaneError(
                 f"{ended} The kernel does that when memory runs out (see `dmesg`); otherwise a "
                 "user or another process did",
+                **place.nouns,
+            )
+        case Cause.CRASHED if function:
+            return FunctionError(
+                f"{ended} The function, or a library that it calls, ends the process: call it on "
+                "the rows of this block in a process of its own",
+                function=function,
                 **place.nouns,
             )
         case Cause.CRASHED:

@@ -15,6 +15,8 @@ from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec
 from dataplane.worker.columns import BlockColumns, Ints, RowIndex, RowLayout, by_block
+from dataplane.worker.pack_blocks import PackBlock, PackForm
+from dataplane.worker.packing import packed_batch
 from dataplane.worker.row_layout import open_stored, rows_of_block, store_rows
 
 
@@ -29,6 +31,16 @@ def write_excerpt(
     others, packed = rows_of_block(block, specs, _numbers(region, row_count))
     head = row_numbers_bytes(row_count)
     return head + store_rows(others, packed, block.row_layout, region[head:])
+
+
+def write_packs(form: PackForm, block: PackBlock, region: memoryview, row_count: int) -> int:
+    """As `write_excerpt`, for packs of the block: the excerpt has their columns.
+
+    Raises:  RowOutOfBounds: there is no such pack.
+    """
+    packed = packed_batch(form, block, _numbers(region, row_count))
+    head = row_numbers_bytes(row_count)
+    return head + store_rows(packed, np.empty(0, np.uint8), None, region[head:])
 
 
 def open_excerpt(

@@ -113,7 +113,8 @@ class SlabImages:
         block, place = row_index[int(error.row or 0)].tolist()
         origin, key = self._origins[block], _key_of(blocks[block], place)
         row = origin.first_row + int(self._numbers[int(error.row or 0)])
-        named = "" if key is None else f" ({KEY} {key!r})"
+        named = " of those in the view" if origin.of_view else ""
+        named += "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
             f"{origin.url}: row {row}{named}, column {image.column!r}: {error}",
             shard=origin.url,

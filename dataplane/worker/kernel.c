@@ -204,6 +204,87 @@ int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t 
     return -1;
 }
 
+#define WIDENED(type)                                                                              \
+    for (int64_t i = 0; i < count; i++) {                                                          \
+        type number;                                                                               \
+        memcpy(&number, from + i * (int64_t)sizeof number, sizeof number);                         \
+        out[i] = (int64_t)number;                                                                  \
+    }                                                                                              \
+    return
+
+static void widen(const char *from, int64_t count, int64_t element_bytes, int64_t is_signed,
+                  int64_t *out)
+{
+    switch (is_signed ? -element_bytes : element_bytes) {
+    case -1: WIDENED(int8_t);
+    case -2: WIDENED(int16_t);
+    case -4: WIDENED(int32_t);
+    case 1: WIDENED(uint8_t);
+    case 2: WIDENED(uint16_t);
+    case 4: WIDENED(uint32_t);
+    default: memcpy(out, from, count * (int64_t)sizeof *out);
+    }
+}
+
+int64_t gather_wide_runs(const struct source *sources, int64_t stride, const int32_t *index,
+                         int64_t count, int64_t element_bytes, int64_t is_signed,
+                         const int64_t *starts, const int64_t *lengths, const int64_t *put,
+                         const int64_t *room, int64_t *out, int64_t out_count, int64_t rest)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const struct source *source = sources + index[2 * i] * stride;
+        if (!is_within(starts[i], lengths[i], source->count) ||
+            !is_within(put[i], room[i], out_count) || lengths[i] > room[i])
+            return i;
+        if (lengths[i] > 0)
+            widen(source->values + starts[i] * element_bytes, lengths[i], element_bytes, is_signed,
+                  out + put[i]);
+        for (int64_t at = lengths[i]; at < room[i]; at++)
+            out[put[i] + at] = rest;
+    }
+    return -1;
+}
+
+int64_t list_pieces(const struct packs *packs, int64_t packs_count, const int64_t *tables,
+                    const int64_t *numbers, int64_t count, int64_t *out, int64_t room)
+{
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (tables[i] < 0 || tables[i] >= packs_count)
+            return -1 - i;
+        const struct packs *own = packs + tables[i];
+        if (numbers[i] < 0 || numbers[i] >= own->count)
+            return -1 - i;
+        int64_t start = own->starts[numbers[i]], end = own->starts[numbers[i] + 1];
+        if (!is_within(start, end - start, own->pieces_count) || end - start > room - found)
+            return -1 - i;
+        for (int64_t at = start; at < end; at++, found++) {
+            const int32_t *piece = own->pieces + at;
+            int64_t *to = out + found;
+            to[0] = tables[i];
+            for (int64_t fact = 0; fact < 4; fact++)
+                to[(1 + fact) * room] = piece[fact * own->pieces_count];
+            to[5 * room] = i;
+            to[6 * room] = at - start;
+        }
+    }
+    return found;
+}
+
+int64_t fill_runs(int64_t count, const int64_t *put, const int64_t *room, const int32_t *first,
+                  int32_t step, int32_t *out, int64_t out_count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (!is_within(put[i], room[i], out_count))
+            return i;
+        int32_t *run = out + put[i], number = first[i];
+        int64_t length = room[i];
+        for (int64_t at = 0; at < length; at++)
+            run[at] = (int32_t)(number + at * step);
+    }
+    return -1;
+}
+
 void gather_valid(const struct source *sources, int64_t stride, const int32_t *index, int64_t count,
                   uint8_t *out)
 {

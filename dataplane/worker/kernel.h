@@ -41,6 +41,14 @@ struct exported {
     const struct exported *const *children;
 };
 
+/* The packs of one block: where the pieces of each pack start, and where the last ones end. */
+struct packs {
+    const int32_t *starts;
+    const int32_t *pieces; /* of all: rows; then begins; then lengths; then places */
+    int64_t pieces_count;
+    int64_t count;
+};
+
 /* One of its columns. */
 struct placed {
     int64_t length;
@@ -62,6 +70,27 @@ EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const i
                            int64_t count, int64_t element_bytes, const int64_t *starts,
                            const int64_t *lengths, const int64_t *put, const int64_t *room,
                            char *out, int64_t out_bytes, const char *padding);
+
+/*
+ * As gather_runs, for numbers that become int64: `is_signed` says how those of the source are read.
+ * The rest of the room of a run gets `rest`. Everything but `element_bytes` is in numbers.
+ */
+EXPORT int64_t gather_wide_runs(const struct source *sources, int64_t stride, const int32_t *index,
+                                int64_t count, int64_t element_bytes, int64_t is_signed,
+                                const int64_t *starts, const int64_t *lengths, const int64_t *put,
+                                const int64_t *room, int64_t *out, int64_t out_count, int64_t rest);
+
+/*
+ * Lists the pieces of packs: row i is pack numbers[i] of packs[tables[i]]. `out` gets, of each piece:
+ * its table, its row, its begin, its length, its place, i, and its number in the pack; `room` is how
+ * many there may be. Returns how many there are, or -1 - i if there is no such pack or no room.
+ */
+EXPORT int64_t list_pieces(const struct packs *packs, int64_t packs_count, const int64_t *tables,
+                           const int64_t *numbers, int64_t count, int64_t *out, int64_t room);
+
+/* Fills run i of `out`, room[i] numbers from put[i] on: with first[i], first[i] + step, ... */
+EXPORT int64_t fill_runs(int64_t count, const int64_t *put, const int64_t *room,
+                         const int32_t *first, int32_t step, int32_t *out, int64_t out_count);
 
 EXPORT void gather_valid(const struct source *sources, int64_t stride, const int32_t *index,
                          int64_t count, uint8_t *out);

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import resource
 import signal
@@ -24,9 +25,8 @@ import pyarrow as pa
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from dataplane.arena.memfd import Arena, populate
+from dataplane.arena.memfd import Arena
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
-from dataplane.formats import base, registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -34,27 +34,21 @@ from dataplane.rpc import local, tasks
 from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
-from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, open_block
+from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
+from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
 from dataplane.worker.disk_time import timed
-from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt
+from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard, MappedShards
-from dataplane.worker.placed import may_have_nulls, placed_columns
-from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stacked
+from dataplane.worker.named_sources import Gathers, NamedSources
+from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
+from dataplane.worker.packing import CountGather, PackGather
 
 if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
 
 _APART_BYTES = 1 << 20
-
-
-class _Dataset(Struct):
-    format: base.Format
-    schema: pa.Schema
-    plan: StackedPlan
-    row_layout: RowLayout | None
-    is_whole: bool
-    """Whether all columns of its shards are needed."""
+_PackKeys = tuple[int | None, ...]
 
 
 class _OpenBlock(Struct, frozen=True):
@@ -75,10 +69,11 @@ class _State(Struct):
     memory_bytes: int
     tell: Callable[[tasks.Reading], None]
     arenas: dict[int, Arena] = field(default_factory=dict)
-    datasets: dict[int, _Dataset] = field(default_factory=dict)
+    datasets: dict[int, ReadDataset] = field(default_factory=dict)
     schema_parts: dict[int, bytes] = field(default_factory=dict)
     blocks: dict[int, _OpenBlock] = field(default_factory=dict)
     shards: MappedShards = field(default_factory=MappedShards)
+    packs: KnownPacks = field(default_factory=KnownPacks)
 
 
 def run(sock: socket.socket, memory_bytes: int) -> None:
@@ -157,20 +152,13 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
         state.memory_bytes = body.memory_bytes
         limit_memory(body.memory_bytes)
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
-    plan = plan_stacked(schema, body.column_options)
-    state.datasets[body.dataset_id] = _Dataset(
-        registry.by_name(body.format),
-        schema,
-        plan,
-        row_layout.plan_row_layout(plan.specs) if body.pack else None,
-        set(plan.leaves.top_level).issuperset(schema.names),
-    )
+    state.datasets[body.dataset_id] = read_dataset(body, schema)
     return tasks.Done()
 
 
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
-    batch, places = _canonical_batch(state, dataset, body.raw)
+    batch, places = canonical_batch(dataset, body.raw, state.arenas, state.shards)
     size = row_layout.stored_bytes(batch, dataset.row_layout)
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
@@ -182,60 +170,10 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     return tasks.Decoded(size, stored=True)
 
 
-def _canonical_batch(
-    state: _State, dataset: _Dataset, raw: tasks.RawBlockRef
-) -> tuple[pa.RecordBatch, Ints | None]:
-    """A block in canonical form, and the places of its columns if they were determined."""
-    preamble, body, number = _raw_views(state, raw, is_whole=dataset.is_whole)
-    block = base.RawBlock(
-        raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
-        preamble, body, raw.pieces if raw.arena is not None else (), number,
-    )  # fmt: skip
-    batch = dataset.format.decode(block, dataset.schema, dataset.plan.leaves.top_level)
-    if batch.num_rows != raw.rows:
-        raise CorruptShard(
-            f"{raw.url}: block {raw.index} has {batch.num_rows} rows, its index says {raw.rows}",
-            shard=raw.url,
-            offset=raw.place.offset,
-            expected=raw.rows,
-            found=batch.num_rows,
-        )
-    places = placed_columns(batch) if dataset.plan.is_plain else None
-    if places is not None and not may_have_nulls(places):
-        return batch, places
-    return canonical_stacked(batch, dataset.plan, raw.url), None
-
-
-def _raw_views(
-    state: _State, raw: tasks.RawBlockRef, *, is_whole: bool
-) -> tuple[memoryview, memoryview, int]:
-    """(preamble, body, number of the preamble): from arenas, or from the mapped file. `is_whole`:
-    all columns of it are needed.
-    """
-    if raw.arena is not None:
-        whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
-        cut = raw.preamble_place.length
-        length = sum(piece.length for piece in raw.pieces or (raw.place,))
-        preamble, kept = whole[:cut], raw.kept_preamble
-        if kept is not None:
-            arena = state.arenas[tasks.PREAMBLE_ARENA]
-            preamble = arena.view(kept.offset, kept.length).toreadonly()
-        return preamble, whole[cut : cut + length], raw.preamble_number
-    mapped = state.shards.of(raw)
-    mapping = mapped.mapping
-    for piece in raw.pieces or ((raw.place,) if is_whole else ()):
-        populate(mapping, piece.offset, piece.length)
-    shard = memoryview(mapping)
-    return _cut(shard, raw.preamble_place), _cut(shard, raw.place), mapped.number
-
-
-def _cut(view: memoryview, region: Region) -> memoryview:
-    return view[region.offset : region.offset + region.length]
-
-
 def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
     for key in body.forget:
         state.blocks.pop(key, None)
+        state.packs.forget(key)
     dataset = state.datasets[body.dataset_id] if body.blocks else None
     for source in body.blocks:
         assert dataset is not None
@@ -250,17 +188,20 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
 
 
 def _columns_of(
-    state: _State, dataset: _Dataset, source: tasks.BlockSource
+    state: _State, dataset: ReadDataset, source: tasks.BlockSource
 ) -> tuple[BlockColumns, Ints | None]:
     specs = dataset.plan.specs
     if source.raw is not None:
-        columns = open_block(_canonical_batch(state, dataset, source.raw)[0], specs)
+        batch, _ = canonical_batch(dataset, source.raw, state.arenas, state.shards)
+        columns = open_block(batch, specs)
         if source.raw.path is not None and not dataset.is_whole:
             state.shards.of(source.raw).populate(columns)
         return columns, None
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
+    if source.row_count and dataset.packs is not None:
+        return open_excerpt(view, dataset.packs.specs, None, source.row_count)
     if source.row_count:
         return open_excerpt(view, specs, dataset.row_layout, source.row_count)
     return row_layout.open_stored(view, specs, dataset.row_layout), None
@@ -283,13 +224,9 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        slab_images = _slab_images(dataset, blocks, body.render, rows)
-        specs = dataset.plan.specs if slab_images is None else slab_images.specs
-        columns = [block.columns for block in blocks]
-        places = places_of(rows, [block.numbers for block in blocks])
-        gather = Gather(
-            specs, columns, places, body.batches, slab_images=slab_images, lists=dataset.plan.lists
-        )
+        gather = _gather_of(state, dataset, body, rows)
+        if body.sources:
+            gather = NamedSources(gather, body.sources, rows, body.batches)
         slab = arena.view(body.slab.offset, body.slab.length)
         made = gather.into(slab, partial(arena.prepare, body.slab.offset))
         _keep(state, arena, body, made.bytes_used)
@@ -302,6 +239,52 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             shard.check()
 
 
+def _gather_of(
+    state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
+) -> Gathers:
+    blocks = [state.blocks[key] for key in body.block_keys]
+    places = places_of(rows, [block.numbers for block in blocks])
+    if dataset.packs is not None:
+        named = tuple(zip(body.block_keys, _pack_keys(body), strict=True))
+        return _pack_gather(state, dataset.packs, named, places, body.batches)
+    slab_images = _slab_images(dataset, blocks, body.render, rows)
+    specs = dataset.plan.specs if slab_images is None else slab_images.specs
+    columns, lists = [block.columns for block in blocks], dataset.plan.lists
+    return Gather(specs, columns, places, body.batches, slab_images=slab_images, lists=lists)
+
+
+def _pack_gather(
+    state: _State,
+    form: PackForm,
+    blocks: Sequence[tuple[int, _PackKeys]],
+    places: RowIndex,
+    batches: Sequence[Batch],
+) -> PackGather | CountGather:
+    """The packs of these blocks, each by its own key and the keys of its packs."""
+    if form.counts:
+        opened = [state.blocks[key] for key, _ in blocks]
+        return CountGather(form, [(one.columns, one.origin) for one in opened], places, batches)
+    packed = [_packed(state, form, key, keyed) for key, keyed in blocks]
+    return PackGather(form, packed, places, batches)
+
+
+def _pack_keys(body: tasks.Assemble) -> tuple[_PackKeys, ...]:
+    """The keys of the packs of each block; None for packs that are not shuffled."""
+    if not body.pack_keys:
+        return ((None,),) * len(body.block_keys)
+    keys = iter(body.pack_keys)
+    return tuple(tuple(itertools.islice(keys, count)) for count in body.pack_key_counts)
+
+
+def _packed(state: _State, form: PackForm, block_key: int, keyed: _PackKeys) -> PackBlock:
+    """A block with its packs for these keys."""
+    block = state.blocks[block_key]
+    if block.numbers is not None:
+        return PackBlock(block.columns, None)
+    packs = (state.packs.of(block_key, block.columns, form, one, block.origin) for one in keyed)
+    return PackBlock(block.columns, tuple(packs))
+
+
 def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
     dataset, block = state.datasets[body.dataset_id], state.blocks[body.block_key]
     sizes: list[int] = []
@@ -309,6 +292,10 @@ def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
         for place in body.places:
             into = state.arenas[0].view(place.into.offset, place.into.length)
             state.arenas[0].prepare(place.into.offset, place.into.length)
+            if dataset.packs is not None:
+                packed = _packed(state, dataset.packs, body.block_key, place.pack_keys or (None,))
+                sizes.append(write_packs(dataset.packs, packed, into, place.row_count))
+                continue
             sizes.append(write_excerpt(block.columns, dataset.plan.specs, into, place.row_count))
         return tasks.Extracted(tuple(sizes))
     finally:
@@ -317,7 +304,7 @@ def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
 
 
 def _read_one_by_one(
-    state: _State, dataset: _Dataset, body: tasks.Assemble, rows: RowIndex
+    state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
 ) -> None:
     """Run the task's reads once in advance, block by block and image by image, and report each
     before it is read: one of them has crashed a worker.
@@ -326,6 +313,12 @@ def _read_one_by_one(
         block = state.blocks[key]
         mine = rows[rows[:, 0] == at, 1].tolist()
         state.tell(tasks.Reading(key))
+        if dataset.packs is not None:
+            index = places_of(np.array([(0, row) for row in mine], np.int32), [block.numbers])
+            named = ((key, _pack_keys(body)[at]),)
+            batches = (Batch(0, len(mine), len(mine)),)
+            _scratch(_pack_gather(state, dataset.packs, named, index, batches))
+            continue
         _gather_apart(dataset, block, mine, None)
         if body.render is None:
             continue
@@ -337,7 +330,7 @@ def _read_one_by_one(
 
 
 def _gather_apart(
-    dataset: _Dataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
+    dataset: ReadDataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
 ) -> None:
     """Gather rows of one block into scratch memory."""
     index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
@@ -347,6 +340,10 @@ def _gather_apart(
     batches = (Batch(0, len(rows), len(rows)),)
     lists = dataset.plan.lists
     gather = Gather(specs, [block.columns], index, batches, slab_images=slab_images, lists=lists)
+    _scratch(gather)
+
+
+def _scratch(gather: Gather | PackGather | CountGather) -> None:
     room = bytearray(_APART_BYTES)
     needed = gather.into(memoryview(room)).bytes_needed
     if needed:
@@ -372,7 +369,7 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
 
 
 def _slab_images(
-    dataset: _Dataset,
+    dataset: ReadDataset,
     blocks: Sequence[_OpenBlock],
     render: tasks.Render | None,
     row_index: RowIndex,

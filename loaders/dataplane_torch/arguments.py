@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from msgspec import Struct
 from torch.utils.data import Dataset
@@ -12,18 +14,20 @@ from torch.utils.data import Dataset
 from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, End, Topology
-from dataplane.rpc.messages import DatasetSource, JobOpened, OpenJob
+from dataplane.model import ColumnOptions, End, Topology, View
+from dataplane.rpc.messages import DatasetSource, JobOpened, MixtureAsked, OpenJob
 from dataplane.settings import named_service
+from dataplane.transforms.functions import function_name
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.options import ARGUMENTS, column_options
+from dataplane.transforms.pack_options import pack_spec
+from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import whole
 from dataplane_torch.group import check_layout, check_pixels, launch_token
+from dataplane_torch.mixture import Mixture
 from dataplane_torch.options import DEFAULTS, UrlOptions
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
-
-Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SEED_MAX = (1 << 64) - 1
 _NAME_MAX = 200
@@ -88,7 +92,9 @@ def job_of(given: Arguments) -> JobToOpen:
     Raises:  ConfigError, TypeError: arguments are invalid or cannot be combined.  PeerLost:
              torch.distributed is initialized, and its store does not answer.
     """
-    urls = _urls(given.urls)
+    mixture = given.urls if isinstance(given.urls, Mixture) else None
+    by_source = {} if mixture is None else _urls_of(mixture)
+    urls = tuple(itertools.chain(*by_source.values())) or _urls(given.urls)
     options = given.options
     topology = topology_of(options)
     ranks = max(topology.world_size, topology.dp_size)
@@ -110,6 +116,8 @@ def job_of(given: Arguments) -> JobToOpen:
         transforms=image_specs(options["transforms"] or {}, options["decode"]),
         sharing=_sharing(options["sharing"]),
         column_options=_column_options(options),
+        view=_view(options),
+        mixture=None if mixture is None else _mixture(mixture, by_source, options),
     )
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
@@ -120,7 +128,24 @@ def job_of(given: Arguments) -> JobToOpen:
 
 def _column_options(options: UrlOptions) -> ColumnOptions:
     given: Mapping[str, Any] = {**options}
-    return column_options(**{name: given[name] for name in ARGUMENTS})
+    asked = {name: given[name] for name in ARGUMENTS}
+    if (pack := pack_spec(options["pack"])) is not None:
+        refused = [name for name in (*ARGUMENTS, "transforms") if given[name] != DEFAULTS[name]]
+        if refused:
+            raise ConfigError(
+                f"{refused[0]}={given[refused[0]]!r:.80} with pack=: batches of packs have the"
+                " columns that Pack(column, carry=[…], outputs=[…]) names, as they are stored",
+                field=refused[0],
+            )
+        asked["columns"] = (pack.column, *pack.carry)
+    return column_options(**asked)
+
+
+def _view(options: UrlOptions) -> View:
+    given: Mapping[str, Any] = {**options}
+    rows = view_of(**{name: given[name] for name in VIEW_ARGUMENTS})
+    mapped, pack = function_name(options["map"], "map"), pack_spec(options["pack"])
+    return dataclasses.replace(rows, map=mapped, pack=pack)
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
@@ -163,6 +188,30 @@ def refuse_arguments(given: Arguments) -> None:
             f"a {type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
             field=name,
         )
+
+
+def _mixture(
+    mixture: Mixture, urls: Mapping[str, tuple[str, ...]], options: UrlOptions
+) -> MixtureAsked:
+    """The mixture; each source has the loader's options of rows, unless it has its own."""
+    views = {}
+    for name, source in mixture.sources.items():
+        try:
+            views[name] = _view(cast("UrlOptions", {**options, **source.own_options()}))
+        except ConfigError as error:
+            raise ConfigError(f"source {name!r}: {error}", **error.nouns) from error
+    return mixture.asked(urls, views)
+
+
+def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:
+    """The urls of each source."""
+    found = {}
+    for name, source in mixture.sources.items():
+        try:
+            found[name] = _urls(source.urls)
+        except ConfigError as error:
+            raise ConfigError(f"source {name!r}: {error}", field="urls") from error
+    return found
 
 
 def _urls(given: object) -> tuple[str, ...]:

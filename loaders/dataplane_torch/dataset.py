@@ -16,8 +16,9 @@ from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
 from dataplane.units import whole
-from dataplane_torch.arguments import Arguments, Urls, epoch_of, job_of
+from dataplane_torch.arguments import Arguments, epoch_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
+from dataplane_torch.mixture import Mixture, Urls
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
@@ -42,7 +43,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     @url_options
     def __init__(
         self,
-        urls: Urls,
+        urls: Urls | Mixture,
         batch_size: int = 1,
         shuffle: bool = False,
         *,

@@ -17,7 +17,6 @@ from dataplane.errors import ConfigError
 from dataplane.units import whole
 from dataplane_torch.arguments import (
     Arguments,
-    Urls,
     epoch_of,
     passed_options,
     passed_to_torch,
@@ -30,6 +29,7 @@ from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.sampling import epochs_of, make_told
 from dataplane_torch.local.worker_pass import WorkerPass
+from dataplane_torch.mixture import Mixture, Urls
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
@@ -66,8 +66,15 @@ class DataLoader(LoaderBase[_T_co]):
     the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of longer
     ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one for each
     column. `codes=["country"]` turns columns into integers; `categories("country")` has their
-    values, for which a new dataset is read once. Every pass is one epoch, and the next pass is the
-    next epoch; after a pass that was left early, the next pass starts that epoch again.
+    values, for which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads only
+    the rows where that is true. `split=("train", 0.99)` reads that share of the
+    rows, and `split=("validation", 0.01)` the rest: by a hash of each row, so that shards can be
+    added; a range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so
+    many, the first ones. `map` is a function of a module, or its name ("package.module:function"),
+    that the node's workers call over the columns of each block; all other options are about what
+    it returns (docs/functions.md). `pack=Pack("tokens", length=4096)` makes each sample of several
+    rows of tokens, with little padding. Every pass is one epoch, and the next pass is the next
+    epoch; after a pass that was left early, the next pass starts that epoch again.
 
     Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
     known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.
@@ -100,7 +107,7 @@ class DataLoader(LoaderBase[_T_co]):
     @url_options
     def __init__(
         self,
-        dataset: Dataset[Any] | Urls,
+        dataset: Dataset[Any] | Urls | Mixture,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -181,6 +188,11 @@ class DataLoader(LoaderBase[_T_co]):
             )
         return self._shards.schema
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of a mixture's sources: those that the numbers in `source_column` mean."""
+        return () if self._shards is None else self._shards.sources
+
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes: code i means the i-th value. Values are sorted, and the
         same on every rank and in every run over the dataset. A null is -1, or its fill_null.
@@ -232,6 +244,16 @@ class DataLoader(LoaderBase[_T_co]):
             self._keep(latest)
             self._place = latest.place
         return self._place.state().to_dict()
+
+    def ledger(self) -> str:
+        """What this run was given to train on, as JSON lines to be saved beside its checkpoints:
+        `dataplane trace`, `where` and `replay` answer from it which rows any step has.
+
+        Raises:  ConfigError: over a Dataset, whose samples have no names.
+        """
+        if self._shards is None:
+            raise ConfigError("only loaders over urls have a ledger()", field="dataset")
+        return self._shards.ledger()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the next pass where the state was taken: over urls on any number of ranks, over

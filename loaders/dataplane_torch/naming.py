@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
+from dataplane_torch.mixture import Mixture
 
 _GLOB = re.compile(r"[*?\[{]")
 
@@ -25,14 +26,14 @@ class _Looks(enum.Enum):
 
 
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
-    """Whether this is one url or a list of urls. `for_urls` and `for_torch` say that the user
-    passed arguments that apply only to urls, or only to torch Datasets, which decides what a list
-    of strings is. Without either, all strings must look like shards: by suffix, scheme, glob or
-    folder.
+    """Whether this is one url, a list of urls, or a mixture. `for_urls` and `for_torch` say that
+    the user passed arguments that apply only to urls, or only to torch Datasets, which decides what
+    a list of strings is. Without either, all strings must look like shards: by suffix, scheme,
+    glob or folder.
 
     Raises:  ConfigError: the list is empty, or its strings might be urls or samples.
     """
-    if isinstance(dataset, str | os.PathLike):
+    if isinstance(dataset, str | os.PathLike | Mixture):
         return True
     if not isinstance(dataset, list | tuple):
         return False

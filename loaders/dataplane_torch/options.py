@@ -9,18 +9,21 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, ParamSpec, TypedDict, get_type_hints
+from typing import Any, Final, ParamSpec, TypedDict, get_type_hints
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataplane.model import Topology
 from dataplane.settings import BY_NAME
 from dataplane.transforms.options import Lengths, Numbers
+from dataplane.transforms.pack_options import Pack
 from dataplane.transforms.stacks import Stack
 from dataplane.transforms.steps.registry import Transform
 from dataplane.units import ways_to_set
 
 _P = ParamSpec("_P")
+Function = str | Callable[..., Any]
+"""A function of a module, or its name: "package.module:function"."""
 
 
 class UrlOptions(TypedDict, total=False):
@@ -29,6 +32,7 @@ class UrlOptions(TypedDict, total=False):
     seed: int
     end: str | None
     global_batch_size: int | None
+    map: Function | None
     columns: Sequence[str] | None
     lists: str
     codes: Sequence[str] | None
@@ -40,6 +44,11 @@ class UrlOptions(TypedDict, total=False):
     stack: Mapping[str, Stack | Sequence[str]] | None
     transforms: Mapping[str, Sequence[Transform]] | None
     decode: str | None
+    where: str | None
+    sample: float | None
+    split: Sequence[str | float] | None
+    limit: int | None
+    pack: Pack | None
     format: str | None
     lanes: int | None
     window: int | None
@@ -68,7 +77,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
 # Arguments of other loaders, and what to use here.
 _FOREIGN: Final[Mapping[str, str]] = {
     "weights streams proportion probabilities datasets stopping_strategy": (
-        "one loader reads one dataset: make a loader for each, and draw from them in your loop"
+        "pass Mixture({name: Source(url, weight=…), …}) as the first argument"
     ),
     "shuffle_seed manual_seed random_seed": "use seed=, from which the whole order follows",
     "shuffle_algo shuffle_block_size shuffle_buffer shuffle_buffer_size buffer_size shardshuffle "
@@ -98,10 +107,17 @@ _FOREIGN: Final[Mapping[str, str]] = {
         "call set_epoch(epoch) on the loader before the pass; without it each pass is the next "
         "epoch, and load_state_dict() resumes where a state was taken"
     ),
-    "split subset partition": (
-        "name the shards of that split in the first argument: a folder such as …/train/, a glob "
-        "such as …/train-*.parquet, or a list of urls"
+    "subset partition subset_fraction fraction dataset_fraction": (
+        'use sample=0.1 for a tenth of the rows, split=("train", 0.99) and ("validation", 0.01) '
+        "for disjoint parts, or name the shards of a part in the first argument"
     ),
+    "validation_split val_split test_split train_size test_size": (
+        'use split=("train", 0.99) in one loader, and split=("validation", 0.01) in another'
+    ),
+    "filter filters filter_fn predicate query row_filter": (
+        "use where=, a condition on columns such as where=\"lang == 'en' and score > 0.5\""
+    ),
+    "max_samples num_samples n_samples take max_examples": "use limit=, a number of rows",
     "storage_options client_kwargs s3_client_kwargs s3_client_config filesystem": (
         "leave it out: stores take their endpoint and credentials from the environment "
         "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …), as their own tools do"
@@ -116,8 +132,9 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "epochs num_epochs repeat resampled infinite": (
         "each pass over the loader is one epoch: write a loop around it"
     ),
-    "transform map map_fn operations pipelines preprocess decode_fn": (
-        "use transforms= for images, and change other columns in the loop"
+    "transform map_fn operations pipelines preprocess decode_fn process_fn": (
+        'use map="package.module:function", which workers call once a block, or transforms= for '
+        "images"
     ),
     "remote local data_files input_dir urls url path paths fname data_source data_dir "
     "file_pattern": "pass a url, folder or glob, or a list of them, as the first argument",
@@ -128,6 +145,9 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "pad_token_id padding_value pad_id padding_token_id": "use pad_value=",
     "categorical categorical_columns cat_cols category_columns vocab vocabulary": "use codes=",
     "max_len max_seq_len max_seq_length seq_len sequence_length truncation": "use max_length=",
+    "packing pack_sequences sequence_packing packed pack_to_max_length": (
+        'use pack=Pack("tokens", length=4096)'
+    ),
     "batch_format return_type output_format as_dict": (
         "leave it out: a batch is a dict of tensors and lists, by column"
     ),

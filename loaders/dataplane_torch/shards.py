@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from dataplane.client.describe import describe_columns, read_categories
+from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import step_count
@@ -70,6 +71,8 @@ class UrlJob:
         self._ended: int | None = None
         self._reader: EpochReader | None = None
         self._last: EpochReader | None = None
+        self._digest = RowsDigest()
+        self._digested: EpochReader | None = None
 
     def begin(self) -> BatchIterator:
         """The next pass. The previous one is over once it has yielded its whole epoch, even if its
@@ -89,9 +92,12 @@ class UrlJob:
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
+        job = self._session.job
+        rows = job.spec.rows_digest(job.dataset.layout)
+        self._digest = self._rows().continued(rows, self._epoch, self._cursor)
         # A state is used by one pass: if that one is left early, the next starts the epoch again.
         self._cursor, self._ended = 0, None
-        self._reader = self._last = reader
+        self._reader = self._last = self._digested = reader
         return reader
 
     @property
@@ -106,6 +112,12 @@ class UrlJob:
         if self._schema is None:
             self._schema = schema_of(describe_columns(self._session), self._job.parts)
         return self._schema
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources of a mixture."""
+        mixture = self._job.request.mixture
+        return () if mixture is None else tuple(source.name for source in mixture.sources)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes."""
@@ -141,8 +153,17 @@ class UrlJob:
         if reader is None:
             state = self._session.state(self._epoch, self._cursor)
             is_told = self._ended == self._epoch - 1 and not self._cursor
-            return dataclasses.replace(state, in_last_step=state.in_last_step or is_told).to_dict()
-        return self._session.state(reader.epoch, reader.cursor).to_dict()
+            state = dataclasses.replace(state, in_last_step=state.in_last_step or is_told)
+        else:
+            state = self._session.state(reader.epoch, reader.cursor)
+        return dataclasses.replace(state, digest=self._rows()).to_dict()
+
+    def ledger(self) -> str:
+        """The job's ledger as JSON lines, at the position of this run."""
+        reader = self._reader
+        if reader is None:
+            return self._session.ledger(self._epoch, self._cursor)
+        return self._session.ledger(reader.epoch, reader.cursor)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the next pass where the state was taken, on any number of ranks; an empty state
@@ -153,7 +174,8 @@ class UrlJob:
         """
         state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
         self._epoch, self._cursor, self._ended = state.epoch, state.cursor, state.ended
-        self._reader = None
+        self._reader, self._digested = None, None
+        self._digest = state.digest or RowsDigest()
 
     def close(self) -> None:
         """Leave the job. Tensors that are still held stay valid. May be called twice."""
@@ -165,6 +187,11 @@ class UrlJob:
         """Record that a pass has reached the end of its epoch."""
         if self._reader is reader:
             self._epoch, self._cursor, self._reader = reader.epoch + 1, 0, None
+
+    def _rows(self) -> RowsDigest:
+        """The digest of the rows of all steps so far."""
+        reader = self._digested
+        return self._digest if reader is None else self._digest.reached(reader.cursor)
 
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:

@@ -92,3 +92,32 @@ def test_the_tightest_fitting_extent_is_taken_and_the_lowest_of_equals():
     assert allocator.allocate(2 * GRANULE_BYTES) == places[2]
     assert allocator.allocate(2 * GRANULE_BYTES) == places[4]
     assert allocator.allocate(GRANULE_BYTES) == places[0]
+
+
+def test_what_is_free_again_soon_leaves_the_room_at_the_other_end_whole():
+    allocator = Allocator(8 * GRANULE_BYTES)
+    assert allocator.allocate(2 * GRANULE_BYTES) == 0
+    brief = allocator.allocate(GRANULE_BYTES, is_brief=True)
+    assert brief == 7 * GRANULE_BYTES
+    assert allocator.allocate(5 * GRANULE_BYTES) == 2 * GRANULE_BYTES
+    allocator.free(brief)
+    assert allocator.allocate(GRANULE_BYTES, is_brief=True) == brief
+
+
+@given(steps=actions, first=st.integers(1, 30), second=st.integers(1, 30))
+def test_where_a_trial_has_room_for_both_there_is_room_for_both(steps, first, second):
+    allocator, taken = Allocator(SIZE), []
+    for action, number in steps:
+        if action == "allocate" and (at := allocator.allocate(number)) is not None:
+            taken.append(at)
+    trial = allocator.trial()
+    for at in taken:
+        trial.free(at)
+        if trial.has_room(first * GRANULE_BYTES, second * GRANULE_BYTES):
+            break
+    else:
+        return
+    for freed in taken[: taken.index(at) + 1]:
+        allocator.free(freed)
+    for length in sorted((first, second), reverse=True):
+        assert allocator.allocate(length * GRANULE_BYTES, is_brief=length == second) is not None

@@ -4,12 +4,14 @@ import mmap
 import os
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.arena import pages
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, ClosedError
 
@@ -116,3 +118,39 @@ def test_more_memory_than_there_is_gives_our_error():
     ):
         Arena.create("test", 1 << 60)
     assert mmap.PAGESIZE == 4096
+
+
+def _of_mapping(name: str, fact: str) -> int:
+    """Bytes of this fact of the mappings of a memfd, from /proc/self/smaps."""
+    found, is_wanted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if "-" in line.partition(" ")[0]:
+            is_wanted = f"memfd:{name}" in line
+        elif is_wanted and key == fact:
+            found += int(value.split()[0]) << 10
+    return found
+
+
+@pytest.mark.parametrize("size", [pages.HUGE_BYTES - 1, 2 * pages.HUGE_BYTES, 3 * SIZE + 5])
+def test_an_arena_is_mapped_where_huge_pages_fit_and_nothing_beside_it(size: int):
+    fd = os.memfd_create("test-huge", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    address = pages.map_shared(fd, size)
+    assert size < pages.HUGE_BYTES or address % pages.HUGE_BYTES == 0
+    assert _of_mapping("test-huge", "Size") == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= before + 2
+    pages.unmap(address, size)
+    os.close(fd)
+
+
+def test_reserved_memory_has_huge_pages_where_the_kernel_gives_them():
+    arena = Arena.create("test-pages", 2 * pages.HUGE_BYTES)
+    arena.prepare(0, arena.size_bytes)
+    assert os.fstat(arena.fd).st_blocks * 512 == arena.size_bytes
+    is_huge = pages.shared_huge_pages() not in {"never", "deny"}
+    huge_bytes = _of_mapping("test-pages", "ShmemPmdMapped")
+    # A machine without free huge pages gives small ones.
+    assert huge_bytes in ({0, arena.size_bytes} if is_huge else {0})
+    arena.close()

@@ -116,7 +116,8 @@ def test_the_same_sweep_is_reported_once_for_all_cases_of_a_scenario():
     cases = case_figures(bench_report.full())
     ours = dict(notes.sweeps(cases))["Dataplane 1.0"]
     starts = ", ".join(f"first-batch · {each}" for each in ("cold", "warm", "served"))
-    assert ours[0][0] == f"tokens · local, {starts}, resume, compute"
+    made = "mixture · local, packed · local, tokenise"
+    assert ours[0][0] == f"tokens · local, {made}, {starts}, resume, compute"
 
 
 def test_the_summary_counts_the_faster_systems():

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from bombs import long_line
-from dataplane_torch import DataLoader
+from dataplane_torch import DataLoader, Pack
 from small_nodes import alone_and_small
 
 from dataplane.cli import run
@@ -110,6 +110,35 @@ def test_categories_saved_in_an_index_are_read_once_for_all_nodes(
     assert not (tmp_path / "another" / "categories").exists()
     assert run(["index", str(shards), "--codes", "tokens"]) == 2
     assert "codes: column 'tokens' is of type list" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_node")
+def test_packs_counted_for_an_index_are_counted_once_for_all_nodes(tmp_path, capsys, monkeypatch):
+    rows = [[1] * length for length in (5, 3, 8, 2, 6, 1, 4, 3, 20, 0)]
+    pq.write_table(pa.table({"tokens": rows, "text": ["x"] * 10}), tmp_path / "a.parquet")
+    target, asking = tmp_path / "a.manifest", "tokens,length=8"
+    found = asked(capsys, "index", str(tmp_path / "a.parquet"), "--pack", asking, "-o", str(target))
+    told = {"packs": 7, "tokens": 52, "tokens in no pack": 0, "percent of padding": 7.14}
+    assert told.items() <= found.items()
+    wrapped = "tokens,length=8,policy=wrap,long=drop"
+    found = asked(capsys, "plan", str(target), "--pack", wrapped, "--global-batch", "2")
+    assert (found["packs"], found["documents cut short or left out"]) == (4, 1)
+    # What has nothing in its cache takes them from the manifest.
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
+    planned = asked(capsys, "plan", str(target), "--pack", asking, "--global-batch", "2")
+    assert planned["step_count"] == 4
+    assert told.items() <= planned.items()
+    with DataLoader(str(target), 2, pack=Pack("tokens", 8)) as loader:
+        assert len(loader) == 4
+        assert sum(int((batch["tokens"] == 1).sum()) for batch in loader) == 52
+    assert not (tmp_path / "another" / "packs").exists()
+    for wrong, said in (
+        ("tokens", "length=0"),
+        ("tokens,size=8", "none of"),
+        ("text,length=8", "lists"),
+    ):
+        assert run(["index", str(target), "--pack", wrong]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_an_index_is_remembered_in_the_cache_folder(shards, tmp_path, capsys):
@@ -268,9 +297,48 @@ def test_ctrl_c_ends_a_command_at_once_though_the_store_is_silent():
             text=True,
         )
         connection, _ = silent.accept()
-        with connection:
-            connection.recv(1)
-            process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+        with process, connection:
+            try:
+                connection.recv(1)
+                process.send_signal(signal.SIGINT)
+                _, told = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert process.returncode == 130
     assert told.strip() == "interrupted"
+
+
+def test_views_are_inspected_planned_and_counted_ahead(
+    shards: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    part = ("--where", "id % 3 == 0 and id >= 30", "--sample", "0.5")
+    found = asked(capsys, "inspect", str(shards), *part, "--rows", "3")
+    assert found["of"] == SHARDS * ROWS
+    assert 0 < found["samples"] < 90
+    assert all(row["id"] % 3 == 0 and row["id"] >= 30 for row in found["rows"])
+    planned = asked(capsys, "plan", str(shards), *part, "--global-batch", "1", "--limit", "9")
+    assert planned["step_count"] == 9
+    target = tmp_path / "d.manifest"
+    told = asked(capsys, "index", str(shards), *part, "-o", str(target))
+    assert told["samples"] == found["samples"]
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
+    again = asked(capsys, "inspect", str(target), *part, "--rows", "3")
+    assert (again["samples"], again["rows"]) == (found["samples"], found["rows"])
+    assert not (tmp_path / "another" / "counts").exists(), "the manifest has the counts"
+    first, last = (
+        asked(capsys, "inspect", str(shards), "--split", one)["samples"]
+        for one in ("train:0.9", "validation:0.1")
+    )
+    assert first + last == SHARDS * ROWS
+
+
+def test_a_wrong_view_is_told(shards: Path, capsys) -> None:
+    for arguments, says in {
+        ("--where", "idd > 1"): "did you mean 'id'",
+        ("--where", "id >"): "at the end",
+        ("--split", "train"): "first 99 %",
+        ("--sample", "2"): "share of all rows",
+    }.items():
+        assert run(["inspect", str(shards), *arguments]) != 0
+        assert says in " ".join(capsys.readouterr().err.split())

@@ -17,7 +17,7 @@ from dataplane_bench.processes import running, wait_until
 from PIL import Image
 
 from dataplane.cli import run
-from dataplane.commands.doctor import trial
+from dataplane.commands.doctor import checks, trial
 
 LATENCY_MS = 250  # all other stages take less, on any machine
 SMALL = (
@@ -165,3 +165,11 @@ def test_output_for_people_is_text_and_wrong_use_says_what_is_allowed(capsys, tm
 def test_its_examples_stand_in_the_help(capsys):
     assert run(["doctor", "--help"]) == 0
     assert "dataplane doctor s3://bucket/train/ --batch-size 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["never", "deny"])
+def test_without_huge_pages_for_shared_memory_doctor_says_how_to_allow_them(mode):
+    found = checks.huge_pages(mode)
+    assert mode in found.found
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in found.advice
+    assert not checks.huge_pages("advise").advice

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 from fleet import Service, free_address
 from trusted import TOKEN, TRUSTED
 
@@ -216,6 +217,41 @@ def test_a_taken_port_is_named(tmp_path, monkeypatch, capsys):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert run(["serve", "--coordinator", "--listen", address]) == 2
     assert address in capsys.readouterr().err
+
+
+def test_a_taken_port_for_neighbours_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        joining = ["--node", "--join", free_address(), "--data-listen", address]
+        assert run(["serve", *joining, *SMALL]) == 2
+        told = capsys.readouterr().err
+        assert f"cannot listen for neighbours at {address}" in told
+        assert "--data-listen" in told
+
+
+@pytest.mark.parametrize("given", [(), ("cert", "key"), ("ca",)])
+def test_encrypted_neighbours_need_all_files_of_tls(tmp_path, monkeypatch, capsys, given):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    files = Authority.made().write(tmp_path, "node")
+    options = [text for name in given for text in (f"--tls-{name}", getattr(files, name))]
+    assert run(["serve", "--node", "--join", "unix:/none", "--peer-tls", *options, *SMALL]) == 2
+    told = capsys.readouterr().err
+    assert "peer_tls is set, and " in told
+    missing = [name for name in ("cert", "key", "ca") if name not in given]
+    assert " and ".join(f"tls_{name}" for name in missing) + " not: " in told
+
+
+def test_a_secret_of_neighbours_that_others_can_read_ends_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    (tmp_path / "neighbours.key").write_text("0" * 64 + "\n")
+    (tmp_path / "neighbours.key").chmod(0o644)
+    assert run(["serve", "--coordinator", "--listen", "127.0.0.1:0"]) == 2
+    told = capsys.readouterr().err
+    assert "neighbours.key belongs to user" in told
+    assert "0" * 64 not in told
 
 
 def test_beyond_loopback_needs_a_flag(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import sys
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec import structs
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
@@ -21,6 +22,7 @@ from dataplane.rpc.membership import (
     HeartbeatRequest,
     JobStatus,
     JoinRequest,
+    KnownNodes,
     LeaveRequest,
     MemberProgress,
     MemberStatus,
@@ -30,7 +32,10 @@ from dataplane.rpc.membership import (
 )
 
 AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connection"),)
-NODE = RegisterNodeRequest("node-1", "host-1", 17, VERSION, PROTOCOL_VERSION)
+NODE = RegisterNodeRequest(
+    "node-1", "host-1", 17, VERSION, PROTOCOL_VERSION, "10.0.0.1:7078", 64 << 30, 8
+)
+READS = NodeReads(2, 5 << 30, 64 << 20, 3 << 30, 2 << 30, 1 << 30, 7 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +54,8 @@ async def coordinator_with_one_of_two_ranks():
             MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
         ]
         await join_one(server.coordinator, "m-1")
-        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, NodeReads(2, 5 << 30, 64 << 20))
+        known = (KnownNodes("job-1", joined.nodes.version),)
+        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, READS, known)
         await server.coordinator.heartbeat(beat)
         yield address
     finally:
@@ -100,6 +106,9 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
     node = next(line for line in out.splitlines() if line.split()[:2] == ["node-1", "host-1"])
     assert node.split()[2:9] == ["17", VERSION, "41", "ms", "5.0", "GiB", "1.25%"]
+    blocks = next(line for line in out.splitlines() if "10.0.0.1:7078" in line).split()
+    came = ["5.0", "GiB", "3.0", "GiB", "7.0", "GiB", "1.0", "GiB", "2.0", "GiB"]
+    assert blocks == ["node-1", "10.0.0.1:7078", *came]
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
     assert "ranks from" in out
     away = next(line for line in out.splitlines() if "s3://lab" in line)
@@ -132,6 +141,47 @@ def test_json_has_the_same_for_programs():
     assert json.loads(out)["nodes"][0]["loop_holds"] == 3
     assert json.loads(out)["nodes"][0]["reads"]["hedged_bytes"] == 64 << 20
     assert away["away_s"] >= 61.0, "it goes on since the node told"
+    node = json.loads(out)["nodes"][0]
+    assert node["data_address"] == "10.0.0.1:7078"
+    assert (node["reads"]["neighbour_bytes"], node["reads"]["lent_bytes"]) == (3 << 30, 2 << 30)
+    assert (node["reads"]["memory_bytes"], node["reads"]["disk_bytes"]) == (1 << 30, 7 << 30)
+    address, arena_bytes = "10.0.0.1:7078", 64 << 30
+    lends = {
+        "node_id": "node-1", "address": address, "arena_bytes": arena_bytes, "worker_count": 0,
+        "disk_id": "",
+    }  # fmt: skip
+    assert job["nodes"] == [lends]
+    assert node["known"] == [{"job_id": "job-1", "version": job["nodes_version"]}]
+
+
+def test_who_makes_slabs_for_whom_can_be_seen():
+    maker = structs.replace(NODE, node_id="maker-1", data_address="10.0.0.2:7078", worker_count=96)
+
+    async def short(*arguments):
+        async with coordinator_with_one_of_two_ranks() as address, client_of(address) as client:
+            made = NodeReads(made_slabs=3, made_bytes=3 << 20)
+            await client.heartbeat(HeartbeatRequest(maker, reads=made))
+            progress = MemberProgress("job-1", "m-0", 1)
+            await client.heartbeat(HeartbeatRequest(NODE, (progress,), is_short=True))
+            return await dataplane("status", address, *arguments)
+
+    _, out, _ = asyncio.run(short())
+    lines = out[out.index("slabs from other nodes") :].splitlines()
+    rows = [line.split() for line in lines if "job-1" in line]
+    assert rows == [
+        ["maker-1", "96", "job-1", "-", "3", "3.0", "MiB"],
+        ["node-1", "8", "-", "job-1", "-", "-"],
+    ]
+    _, out, _ = asyncio.run(short("--json"))
+    found = json.loads(out)
+    assert [(one["node_id"], one["worker_count"]) for one in found["jobs"][0]["nodes"]] == [
+        ("node-1", 0),
+        ("maker-1", 96),
+    ]
+    assert [(one["worker_count"], one["is_short"]) for one in found["nodes"]] == [
+        (96, False),
+        (8, True),
+    ]
 
 
 def test_a_finished_job_still_shows_how_far_it_came():

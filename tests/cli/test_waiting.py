@@ -87,3 +87,25 @@ def test_a_store_that_goes_away_for_good_is_not_reported_as_damage(
     assert "StoreUnavailable" in told.err
     assert "gave up" in told.err
     assert told.out == ""
+
+
+def test_ctrl_c_is_heard_though_another_thread_got_the_signal():
+    # As when the kernel hands it to a thread of a library, which does not wake the main thread.
+    script = """
+import os, signal, time
+from dataplane.commands.interrupt import interruptible
+
+@interruptible
+def command():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    time.sleep(0.5)  # the main thread waits by then
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+try:
+    command()
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 130

@@ -8,8 +8,9 @@ from membership import beat, join, leave, node, progress
 from msgspec import structs
 
 from dataplane.coordinator import roster as rosters
+from dataplane.coordinator.nodes import NODE_KEPT_S
 from dataplane.coordinator.records import Incarnation, Job, Member, Tick
-from dataplane.coordinator.state import JOB_KEPT_S, NODE_KEPT_S
+from dataplane.coordinator.state import JOB_KEPT_S
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, VersionMismatch
 from dataplane.model import Topology
 from dataplane.rpc.membership import StatusRequest, StoreOutage

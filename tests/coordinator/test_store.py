@@ -15,12 +15,22 @@ from membership import SPEC
 from msgspec import structs
 
 from dataplane.config import JobSpec
-from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
+from dataplane.coordinator.records import (
+    Forget,
+    Incarnation,
+    Job,
+    Keep,
+    LedgerRecord,
+    Member,
+    Phase,
+)
 from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body, _read
 from dataplane.errors import ConfigError
+from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.model import (
     ColumnOptions,
     Cut,
+    DatasetIdentity,
     Decoding,
     End,
     ImageSpec,
@@ -64,12 +74,25 @@ specs = st.builds(
     transforms=st.lists(images, max_size=2).map(tuple),
     column_options=of_columns,
 )
-jobs = st.builds(Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10))
+jobs = st.builds(
+    Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10),
+    urls=st.lists(names, max_size=2).map(tuple),
+    identity=st.none() | st.builds(DatasetIdentity, names, names),
+)  # fmt: skip
 places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)
 members = st.builds(
     Member, names, names, places, names, st.sampled_from(Phase), u64, u64, u64, st.floats(0, 1e9)
 )
-records = st.lists(jobs | members | st.builds(Incarnation, names, names, u64), max_size=8)
+entries = st.builds(
+    LedgerEntry, u64, names, st.builds(LedgerPosition, u64, u64), names, names, st.floats(0, 1e10)
+)
+records = st.lists(
+    jobs
+    | members
+    | st.builds(Incarnation, names, names, u64)
+    | st.builds(LedgerRecord, names, names, entries),
+    max_size=8,
+)
 
 
 def key(record):

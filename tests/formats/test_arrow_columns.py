@@ -26,9 +26,9 @@ from dataplane.formats import arrow_columns, arrow_ipc
 from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.flatbuf import root
+from dataplane.index import projection
+from dataplane.index.projection import Projection
 from dataplane.model import Region
-from dataplane.node import projection
-from dataplane.node.projection import Projection
 from dataplane.plan.column_places import ColumnPlaces
 
 ARROW = ArrowIpc()

@@ -98,6 +98,30 @@ def test_an_indexing_process_asks_the_node_for_bytes_of_remote_shards(
         files.rm(folder, recursive=True)
 
 
+@pytest.mark.parametrize("kind", SHARDS)
+def test_preambles_that_are_read_while_indexing_are_handed_on(kind: str) -> None:
+    files, folder = fsspec.filesystem("memory"), f"/preambles/{kind}"
+    for name, content in SHARDS[kind].items():
+        files.pipe_file(f"{folder}/{name}", content)
+    kept: dict[tuple[str, str], tuple[Region, bytes]] = {}
+
+    def keep(url: str, etag: str, place: Region, content: bytes) -> None:
+        kept[url, etag] = place, content
+
+    try:
+        with IndexProcesses(HARD, 60.0, 2, keep) as processes:
+            manifest = index_dataset(f"memory://{folder}/", index_shard=processes.index)
+        for shard in manifest.shards:
+            place = shard.preamble
+            if place.length:
+                content = SHARDS[kind][shard.url.rpartition("/")[2]]
+                expected = content[place.offset : place.offset + place.length]
+                assert kept[shard.url, shard.etag] == (place, expected)
+        assert len(kept) == sum(bool(shard.preamble.length) for shard in manifest.shards)
+    finally:
+        files.rm(folder, recursive=True)
+
+
 @pytest.mark.parametrize("rows", [10, 4_000, 400_000])
 @pytest.mark.parametrize("name", ["arrow", "parquet"])
 def test_what_a_format_names_as_its_first_reads_is_what_it_reads(name: str, rows: int) -> None:

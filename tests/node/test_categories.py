@@ -47,7 +47,7 @@ class Reader:
     """A reader whose passes end when a test says so."""
 
     def __init__(self, folder: Path) -> None:
-        config: Any = SimpleNamespace(cache_dir=str(folder))
+        config: Any = SimpleNamespace(cache_dir=str(folder), has_workers=True)
         self.manifest: Any = SimpleNamespace(fingerprint="f", categories={})
         self.reader = CategoryReader(config, cast("Any", None), itertools.count(1), lambda: 1)
         self.begun, self.given_up = 0, 0

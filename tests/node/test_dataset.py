@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from dataplane.config import JobSpec
 from dataplane.index.indexing import open_dataset
-from dataplane.model import ColumnOptions, NullPolicy, Region
+from dataplane.model import ColumnOptions, NullPolicy, Region, View
 from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.row_layout import stored_bytes
 from dataplane.worker.stacking import canonical_stacked
 
@@ -127,3 +128,18 @@ def test_arrow_is_gathered_from_where_it_lies_whatever_the_width_of_its_offsets(
     manifest = open_dataset(str(tmp_path))
     dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint))
     assert dataset.blocks.needs_decode(0) != is_direct
+
+
+def test_blocks_of_a_view_know_what_they_store_and_have_memory_to_decode_all_of_it() -> None:
+    whole = small(schema=SCHEMA, block_decoded=np.array([80, 64 << 20, 56]))
+    view = View(sample=1 << 31, limit=12)
+    manifest = whole.viewed(np.array([0, 2, 10]))
+    spec, limits = JobSpec(whole.fingerprint, view=view), WorkerBytes(1 << 20, 1 << 40)
+    made = dataset_of(1, manifest, spec, worker_bytes=limits)
+    raw = [made.raw_block(block, None) for block in range(2)]
+    assert [(one.rows, one.stored_rows, one.first_row) for one in raw] == [(2, 20, 10), (10, 30, 0)]
+    assert [one.index for one in raw] == [2, 0]
+    assert raw[0].shard_word != raw[1].shard_word
+    assert made.is_decoded(1), "the rows of a share are not found in place"
+    assert made.message.memory_bytes >= 3 * (64 << 20)
+    assert made.digest != dataset_of(1, whole, JobSpec(whole.fingerprint)).digest

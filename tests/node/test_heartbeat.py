@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from membership import join, node, progress
+
+from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import LeaseFenced
-from dataplane.node.heartbeat import Heartbeat
+from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.watchdog import Watchdog
-from dataplane.rpc.membership import NodeReads
+from dataplane.rpc.membership import HeartbeatRequest, MemberVerdict, NodeReads
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -37,3 +42,39 @@ def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:
     beat._end(member, error)
     assert member.error is error
     assert told[0] == ("first", error)
+
+
+def test_a_maker_that_ends_is_named_no_longer() -> None:
+    async def main() -> None:
+        coordinator = Coordinator(CoordinatorConfig(VERSION))
+        config = replace(default_node_config(), coordinator="10.0.0.9:7077", worker_count=2)
+        trace, empty = Trace("test"), SimpleNamespace(members={})
+        jobs: Any = empty
+        engine: Any = empty
+        beat = Heartbeat(
+            config, coordinator, jobs, engine, "maker", trace, Outages(), Watchdog(trace),
+            NodeReads, "10.0.0.2:7078",
+        )  # fmt: skip
+        short = node("n0", VERSION, data_address="10.0.0.1:7078", worker_count=0)
+        await coordinator.start()
+        await beat.register()
+        await coordinator.register_node(short)
+        told = (await coordinator.join(join(0, 2))).nodes
+        assert [one.node_id for one in told.nodes] == ["n0", "maker"]
+        await beat.leave()
+        renewed = HeartbeatRequest(short, (progress(),), is_short=True)
+        (news,) = (await coordinator.heartbeat(renewed)).jobs
+        assert [one.node_id for one in news.nodes] == ["n0"]
+        await coordinator.close()
+
+    asyncio.run(main())
+
+
+def test_nodes_hear_soon_of_ranks_that_join_last_however_many_there_are() -> None:
+    whole, gathers = MemberVerdict("a"), MemberVerdict("b", None, (3,), 1.0)
+    assert beat_after_s(2.0, (), 4) == beat_after_s(2.0, (whole,), 4) == 2.0
+    assert beat_after_s(2.0, (whole, gathers), 4) == 0.25
+    assert beat_after_s(0.1, (gathers,), 4) == 0.1
+    for hosts in (100, 300, 10_000):
+        assert hosts / beat_after_s(2.0, (gathers,), hosts) <= max(200, hosts / 2.0)
+    assert beat_after_s(2.0, (MemberVerdict("b", None, (3,), 600.0),), 4) == 2.0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from membership import node
 from msgspec import structs
 
 from dataplane.arena.memfd import Arena
@@ -17,10 +20,11 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import ConfigError
 from dataplane.index.indexing import open_dataset
 from dataplane.model import Topology
-from dataplane.node import jobs
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.jobs import Jobs
+from dataplane.node.neighbours import JobTables
+from dataplane.node.opener import check_names
 from dataplane.node.pool import WorkerPool
 from dataplane.rpc.membership import JoinRequest, JoinResponse
 from dataplane.rpc.messages import DatasetSource, OpenJob
@@ -46,46 +50,74 @@ class SlowCoordinator(Coordinator):
         return await asyncio.get_running_loop().create_future()
 
 
-def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
-    url = str(tmp_path / "0.parquet")
+@asynccontextmanager
+async def running(
+    coordinator: Coordinator, folder: Path, tables: JobTables
+) -> AsyncIterator[tuple[Jobs, OpenJob]]:
+    """A node's jobs, without its sockets, and a request to open one."""
+    url = str(folder / "0.parquet")
     pq.write_table(pa.table({"x": range(10)}), url)
-    config = dataclasses.replace(default_node_config(), block_arena_bytes=MIB)
-    request = OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)
+    config = dataclasses.replace(
+        default_node_config(), block_arena_bytes=MIB, cache_dir=str(folder / "cache")
+    )
+    arena, trace = Arena.create("blocks", MIB), Trace("test")
+    fetcher, pool = Fetcher.of(config, arena, trace, Outages()), WorkerPool(1, trace)
+    scheduler = Scheduler(MIB, 1, Autoscaler(1, 1, 1), 60.0)
+    engine = Engine(scheduler, arena, fetcher, pool, trace)
+    await coordinator.start()
+    found = Jobs(
+        config, engine, coordinator, "n0", lambda source, _view: open_dataset(source.urls), tables
+    )
+    try:
+        yield found, OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)
+    finally:
+        await coordinator.close()
+        engine.close()
+        fetcher.close()
+        arena.close()
 
+
+def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Path) -> None:
     async def play() -> None:
-        arena, trace = Arena.create("blocks", MIB), Trace("test")
-        fetcher, pool = Fetcher.of(config, arena, trace, Outages()), WorkerPool(1, trace)
-        scheduler = Scheduler(MIB, 1, Autoscaler(1, 1, 1), 60.0)
-        engine = Engine(scheduler, arena, fetcher, pool, trace)
         coordinator = SlowCoordinator()
-        await coordinator.start()
-        running = Jobs(
-            config, engine, coordinator, "node", lambda source: open_dataset(source.urls)
-        )
-        try:
-            opening = asyncio.create_task(running.open(request))
+        async with running(coordinator, tmp_path, JobTables()) as (found, request):
+            opening = asyncio.create_task(found.open(request))
             await coordinator.asked.wait()
-            assert running._datasets
+            assert found.opener.datasets
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
-            assert not running._datasets
-            assert not running.members
-        finally:
-            await coordinator.close()
-            engine.close()
-            fetcher.close()
-            arena.close()
+            assert not found.opener.datasets
+            assert not found.members
+
+    asyncio.run(play())
+
+
+def test_the_nodes_of_a_job_are_known_from_its_first_member_to_its_last(tmp_path: Path) -> None:
+    async def play() -> None:
+        coordinator, said = Coordinator(CoordinatorConfig(VERSION)), []
+        tables = JobTables(said.append, said.append)
+        async with running(coordinator, tmp_path, tables) as (found, request):
+            await coordinator.register_node(node(version=VERSION, data_address="10.0.0.1:7078"))
+            members = [(await found.open(request))[0]]
+            known = tables.get("j")
+            assert known is not None
+            assert [one.node_id for one in known.nodes] == ["n0"]
+            assert len(known.key) == 32
+            members.append((await found.open(structs.replace(request, member_id="m2")))[0])
+            found.close(members.pop())
+            assert tables.get("j") == known
+            assert found.joined.is_set()
+            found.close(members.pop())
+            assert tables.get("j") is None
+            assert said == [known, "j"]
 
     asyncio.run(play())
 
 
 def test_names_that_are_too_long_are_refused_before_any_work() -> None:
     whole = OpenJob("j", "i", "m", DatasetSource(("file:///x.parquet",)), Topology())
-    jobs._check_names(whole)
+    check_names(whole)
     for field in ("job_id", "incarnation", "member_id", "sharing"):
         with pytest.raises(ConfigError, match=f"{field} has 300 characters"):
-            jobs._check_names(structs.replace(whole, **{field: "x" * 300}))
+            check_names(structs.replace(whole, **{field: "x" * 300}))

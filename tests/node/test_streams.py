@@ -8,12 +8,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 from small_engine import SmallEngine
 
-from dataplane.model import Stream, Topology
+from dataplane.model import Region, Stream, Topology
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
+from dataplane.node.opener import Opened, OpenedJob
 from dataplane.node.served import ServedStream
 from dataplane.node.streams import Streams
+from dataplane.plan.defaults import BlockSizes
+from dataplane.plan.identity import identity_of
 from dataplane.rpc import messages
+from dataplane.rpc.membership import JoinRequest
 from dataplane.scheduler.walk import SlabSizes
 
 Scene = Callable[[Engine, Streams, ServedMember], Awaitable[None]]
@@ -27,9 +31,18 @@ def play(scene: Scene) -> None:
     async def whole() -> None:
         small = SmallEngine(5)
         request = messages.OpenJob("j", "i", "m", messages.DatasetSource(("u",)), Topology())
-        member = ServedMember(
-            request, small.spec, small.dataset, small.deliver(), SlabSizes(4, 16, 0), 1, 1
+        manifest = small.dataset.manifest
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        identity = identity_of(manifest)
+        opened = OpenedJob(
+            small.spec,
+            (Opened(manifest, identity, sizes, 0, None),),
+            (small.dataset,),
+            identity,
+            manifest.sample_count,
         )
+        joining = JoinRequest("j", "u", small.spec, Topology(), "i", "m", "n", 1)
+        member = ServedMember(request, opened, small.deliver(), SlabSizes(4, 16, 0), 1, 1, joining)
         try:
             await scene(small.engine, Streams(small.engine), member)
         finally:
@@ -109,6 +122,27 @@ def test_with_several_streams_no_next_stream_is_predicted() -> None:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert member.next_epoch is None
+        streams.close_all(member)
+
+    play(scene)
+
+
+@pytest.mark.timeout(100)
+def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> None:
+    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
+        stream = await opened(streams, member, messages.OpenStream("j", 3, 0, 0, 2))
+        state = engine.scheduler._streams.find(stream.stream_id)
+        assert state is not None
+        await asyncio.sleep(0)
+        assert state.next_order is None
+        stream.answer(1, messages.EndOfStream(stream.stream_id))
+        assert stream.on_begun is not None
+        batch = messages.Slab(stream.stream_id, 1, Region(0, 1), (), b"")
+        stream.answer(2, batch)
+        stream.answer(3, batch)
+        while state.next_order is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert state.next_order is await streams._order(member, 4)
         streams.close_all(member)
 
     play(scene)

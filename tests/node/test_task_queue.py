@@ -250,6 +250,25 @@ def test_a_worker_is_kept_free_only_for_datasets_that_were_at_work_lately() -> N
     assert workers.begun() == [WIDE]
 
 
+def test_no_worker_is_kept_free_for_a_dataset_without_readers() -> None:
+    """A node that has called a map over some rows, say, reads them as a dataset of its own."""
+    workers = Workers(2)
+    workers.knows(NARROW, LONG_S / 2)
+    workers.knows(WIDE, 2 * LONG_S)
+    for _ in range(2):
+        workers.queued(WIDE)
+    assert workers.begun() == [WIDE]
+    workers.queue.forget(NARROW)
+    assert workers.begun() == [WIDE]
+
+
+def test_tasks_of_a_forgotten_dataset_still_go() -> None:
+    workers = Workers(1)
+    workers.queued(WIDE)
+    workers.queue.forget(WIDE)
+    assert workers.begun() == [WIDE]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_job_is_always_running_while_others_wait(workers: int) -> None:
     """So that the end of one is when the next is looked for."""

@@ -7,6 +7,8 @@ import hashlib
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 BLOCKS, WINDOW, AUGMENT = 1, 2, 3
+ROUND, ROUND_LANES, SOURCE = 5, 6, 7
+SHARE, SPLIT, SAMPLE = 11, 0, 1
 
 
 def mix(word):
@@ -25,6 +27,19 @@ def key(seed, *parts):
 def sample_key(seed, epoch, shard, row, op):
     name = hashlib.blake2b(op.encode("utf-8"), digest_size=8).digest()
     return key(seed, AUGMENT, epoch, int.from_bytes(name, "little"), shard, row)
+
+
+def share_key(use, name, row):
+    word = int.from_bytes(hashlib.blake2b(name.encode("utf-8"), digest_size=8).digest(), "little")
+    return key(0, SHARE, use, word, row)
+
+
+def is_in_shares(name, row, sample=0, split_from=0, split_to=0):
+    """Whether a row is in a sample and in a range of the split, in units of 2**-32; 0: all."""
+    in_sample = not sample or share_key(SAMPLE, name, row) >> 32 < sample
+    return in_sample and (
+        not split_to or split_from <= share_key(SPLIT, name, row) >> 32 < split_to
+    )
 
 
 def permutation(keyed, length):
@@ -61,6 +76,58 @@ def order(block_rows, seed, lanes, window, epoch, ramp=0):
     return [served[position % lanes][position // lanes] for position in range(len(samples))]
 
 
+PACK = 8
+
+
+def packs(lengths, size, keyed, *, wrap=False, long="fragment", multiple=1, most=None):
+    """The packs of a block, each a list of pieces: (row, first token, tokens, place in the pack)."""
+    order = permutation(keyed, len(lengths)) if keyed is not None else range(len(lengths))
+    kept, most = list(lengths), most or max(8, size // 8)
+    if long == "truncate":
+        kept = [min(length, size) for length in kept]
+    elif long == "drop":
+        kept = [length if length <= size else 0 for length in kept]
+    if wrap:
+        return wrapped(kept, size, order, multiple)
+    found = [[(row, part * size, size, 0)] for row in order for part in range(kept[row] // size)]
+    room, used, since = {}, {}, {}
+    for row in sorted(order, key=lambda row: -padded(kept[row] % size, multiple)):
+        rest = kept[row] % size
+        taken = padded(rest, multiple)
+        if not rest:
+            continue
+        able = [pack for pack in room if room[pack] >= taken and used[pack] < most]
+        pack = min(able, key=lambda pack: (room[pack], since[pack]), default=len(found))
+        if pack == len(found):
+            found.append([])
+            room[pack], used[pack] = size, 0
+        found[pack].append((row, kept[row] - rest, rest, size - room[pack]))
+        room[pack] -= taken
+        used[pack] += 1
+        since[pack] = sum(used.values())
+    return found
+
+
+def padded(length, multiple):
+    return -(-length // multiple) * multiple
+
+
+def wrapped(kept, size, order, multiple):
+    tokens = [
+        (row, token if token < kept[row] else None)
+        for row in order
+        for token in range(padded(kept[row], multiple))
+    ]
+    found = []
+    for start in range(0, len(tokens) - size + 1, size):
+        pieces = {}
+        for place, (row, token) in enumerate(tokens[start : start + size]):
+            first = pieces.setdefault(row, [token, 0, place])
+            first[1] += token is not None
+        found.append([(row, *piece) for row, piece in pieces.items()])
+    return found
+
+
 def defaults(samples, blocks, decoded):
     """Lanes, window and ramp."""
     size, block, rows = -(-decoded // samples), -(-decoded // blocks), -(-samples // blocks)
@@ -90,3 +157,126 @@ def defaults(samples, blocks, decoded):
     while lanes * (first := -(-length // 2**ramp)) * size > 2**25 and first >= 2 * least:
         ramp += 1
     return lanes, length, ramp
+
+
+def steps(served, shard_blocks, batch, end, cursor=0):
+    """The (shard, row in the shard) of each step from the cursor on, of the (block, row) `served`
+    at each position, for shards that have blocks of so many rows.
+    """
+    names = []
+    for shard, blocks in enumerate(shard_blocks):
+        for at, rows in enumerate(blocks):
+            names.append([(shard, sum(blocks[:at]) + row) for row in range(rows)])
+    positions = list(range(cursor, len(served)))
+    if end == "pad":
+        positions += range(len(served), len(served) + -len(positions) % batch)
+    found = [positions[begin : begin + batch] for begin in range(0, len(positions), batch)]
+    if end == "drop":
+        found = [step for step in found if len(step) == batch]
+    rows = [[served[position % len(served)] for position in step] for step in found]
+    return [[names[block][row] for block, row in step] for step in rows]
+
+
+def tree(shares):
+    """(weight, number, left, right) of the root; leaves have no children."""
+    nodes = [(share, source, None, None) for source, share in enumerate(shares) if share]
+    number = len(shares)
+    while len(nodes) > 1:
+        nodes.sort(key=lambda node: node[:2])
+        small, large, *nodes = nodes
+        both = (small, large) if small[0] == large[0] else (large, small)
+        nodes.append((small[0] + large[0], number, *both))
+        number += 1
+    return nodes[0]
+
+
+def counts(node, slots):
+    """{source: how many of the first slots it has}."""
+    weight, number, left, right = node
+    if left is None:
+        return {number: slots}
+    mine = -(-slots * left[0] // weight)
+    return counts(left, mine) | counts(right, slots - mine)
+
+
+def segment(seed, sizes, shares, steps, lanes, batch, round_steps, number, base):
+    """(source, sample) at every position of a segment whose first round has this number."""
+    served, whole = [], tree(shares)
+    for begin in range(0, steps, round_steps):
+        length = min(round_steps, steps - begin)
+        before, after = counts(whole, begin), counts(whole, begin + length)
+        slots = [
+            (source, index)
+            for source in sorted(before)
+            for index in range(before[source], after[source])
+        ]
+        places = permutation(key(seed, ROUND, number), length)
+        ranks = permutation(key(seed, ROUND_LANES, number), lanes)
+        for place in places:
+            for lane, rank in enumerate(ranks):
+                source, index = slots[(place + rank * length // lanes) % length]
+                slot = index * lanes + (lane - sum(sizes[:source])) % lanes
+                served += [(source, base[source] + slot * batch + one) for one in range(batch)]
+        number += 1
+    return served
+
+
+def dealt(left, base):
+    """(source, sample) at every position of a tail."""
+    by_left = sorted(range(len(left)), key=lambda source: (-left[source], source))
+    turns = range(max(left))
+    return [(at, base[at] + turn) for turn in turns for at in by_left if left[at] > turn]
+
+
+def mixture(
+    seed, sizes, shares, passes, lanes, exhausted, length=0, batch=1, round_steps=1024, epoch=0,
+    changes=(),
+):  # fmt: skip
+    """(source, sample) at every position of an epoch. `changes`: (epoch, position, shares)."""
+    base, number = [0] * len(sizes), 0
+    most = [size * times or 2**62 for size, times in zip(sizes, passes, strict=True)]
+    deals = exhausted == "renormalise" and not length
+    for each in range(epoch + 1):
+        served, used = [], [0] * len(sizes)
+        pending = [change[1:] for change in changes if change[0] == each]
+        for width in [lanes] if deals or batch > 1 else [lanes, 1]:
+            unit = width * batch
+            while True:
+                now = [share * (limit - mine >= unit)
+                       for share, limit, mine in zip(shares, most, used, strict=True)]  # fmt: skip
+                if not any(now) or (exhausted == "stop" and now != list(shares)):
+                    break
+                whole, steps, why = tree(now), 0, ""
+                while not why:
+                    pending = pending if pending and pending[0][1] != shares else pending[1:]
+                    at, has = len(served) + steps * unit, counts(whole, steps)
+                    then = counts(whole, steps + 1)
+                    is_whole = all(
+                        used[one] + has[one] * unit >= min(sizes[one], most[one]) for one in has
+                    )
+                    if pending and at >= pending[0][0] and steps % round_steps == 0:
+                        why = "change"
+                    elif at + unit > length if length else exhausted == "cycle" and is_whole:
+                        why = "end"
+                    elif any(used[one] + then[one] * unit > most[one] for one in has):
+                        why = "exhausted"
+                    else:
+                        steps += 1
+                start = [a + b for a, b in zip(base, used, strict=True)]
+                served += segment(seed, sizes, now, steps, width, batch, round_steps, number, start)
+                number += -(-steps // round_steps)
+                for one, count in counts(whole, steps).items():
+                    used[one] += count * unit
+                if why == "change":
+                    shares, *pending = [pending[0][1], *pending[1:]]
+                elif why == "end":
+                    break
+        if deals and batch == 1:
+            left = [(limit - mine) * (share > 0)
+                    for share, limit, mine in zip(shares, most, used, strict=True)]  # fmt: skip
+            start = [a + b for a, b in zip(base, used, strict=True)]
+            served += dealt(left, start)
+            used = [a + b for a, b in zip(used, left, strict=True)]
+        base = [a + b for a, b in zip(base, used, strict=True)]
+        shares = pending[-1][1] if pending else shares
+    return served

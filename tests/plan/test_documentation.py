@@ -18,8 +18,23 @@ def test_documentation_has_every_golden_vector_and_no_other():
         *((joined(parts), str(key)) for parts, key in golden.KEYS.items()),
         *((joined(asked), joined(found)) for asked, found in golden.PERMUTATIONS.items()),
         *((joined(sample), str(key)) for sample, key in golden.SAMPLE_KEYS.items()),
+        *((joined(row), str(key)) for row, key in golden.SHARE_KEYS.items()),
         *((joined(rows), joined(rest), order) for (rows, *rest), order in golden.ORDERS.items()),
         *((joined(at), f"{block}.{row}") for at, (block, row) in golden.FAR.items()),
+        *(
+            ("; ".join(map(joined, shards)), joined(rest), places)
+            for (shards, *rest), places in golden.TRAILS.items()
+        ),
+        *((joined(shares), sources) for shares, sources in golden.COUNTS.items()),
+        *(
+            (joined(counts), joined(shares), joined(rest), order)
+            for (counts, shares, *rest), order in golden.MIXTURES.items()
+        ),
+        *((joined(at), f"{one}.{sample}") for at, (one, sample) in golden.FAR_MIXTURES.items()),
+        *(
+            (joined(lengths), joined("none" if one is None else one for one in rest), packs)
+            for (lengths, *rest), packs in golden.PACKS.items()
+        ),
     ]
     _, vectors = PAGE.read_text().split("## Golden vectors")
     rows = [line for line in vectors.splitlines() if line.startswith("| `")]

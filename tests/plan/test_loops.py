@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import loops_library
 
-from dataplane.plan.loops import find_places, loops, number_values, sort_rows
+from dataplane.plan.loops import find_places, number_values, sort_rows
 
 WORDS = st.integers(0, 2**64 - 1) | st.integers(0, 5) | st.integers(2**64 - 5, 2**64 - 1)
-
-
-def _library() -> ctypes.CDLL:
-    """What CI must have."""
-    found = loops()
-    if found.library is None:
-        told = f"{found.missing}: install one, and run `make setup`"
-        if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
-    return found.library
 
 
 def _check(rows: Sequence[Sequence[int]]) -> None:
     words = np.array(rows, np.uint64).reshape(len(rows), -1)
     expected = np.sort(words, axis=1)
-    sort_rows(words, _library())
+    sort_rows(words, loops_library())
     assert (words == expected).all()
 
 
@@ -61,7 +49,7 @@ def test_colliding_words_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.ui
 @given(st.lists(st.integers(-5, 60), min_size=1, max_size=50))
 def test_distinct_values_are_numbered_in_rising_order(drawn: list[int]) -> None:
     values = np.array(drawn, np.int64)
-    for library in (_library(), None):
+    for library in (loops_library(), None):
         distinct, numbers = number_values(values, -5, 66, library)
         assert distinct.tolist() == sorted(set(drawn))
         assert distinct[numbers].tolist() == drawn
@@ -77,7 +65,7 @@ def test_positions_are_found_from_any_part(
     edges = np.minimum(np.arange(((end - 1) >> shift) + 2) << shift, end - 1)
     first = (np.searchsorted(starts, edges, side="right") - 1).astype(np.int32)
     expected = np.searchsorted(starts, places, side="right") - 1
-    for library in (_library(), None):
+    for library in (loops_library(), None):
         found, within = find_places(places, first, shift, starts, library)
         assert found.tolist() == expected.tolist()
         assert (starts[found] + within).tolist() == places.tolist()

@@ -234,6 +234,19 @@ def test_no_positions_give_no_samples():
     assert upcoming(order, 4, 4).tolist() == []
 
 
+@modest
+@given(layouts, words, st.booleans(), counts, counts, epochs, ramps)
+def test_a_block_has_the_same_span_alone_as_among_others(
+    rows, seed, shuffle, lanes, window, epoch, ramp
+):
+    order = Order(rows, seed, shuffle, lanes, window, epoch, ramp)
+    blocks = np.arange(len(rows))
+    alone = [np.concatenate(order.block_span(np.array([block]))).tolist() for block in blocks]
+    # Two or more: a single one is computed in another way.
+    among = np.stack(order.block_span(np.append(blocks, 0)), 1)[:-1]
+    assert alone == among.tolist()
+
+
 def test_without_shuffling_a_block_spans_its_own_positions():
     order = Order(np.array([3, 2, 4]), 0, False, 2, 8, 0)
     first, last = order.block_span(np.arange(3))

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "plan_scale.py"
+MIXTURES = SCRIPT.with_name("mixtures.py")
 SMALL = ("--blocks", "2000", "--rows", "50")
 # Very generous: a test must not depend on the machine's load.
 EASY = ("--plan-s-max", "1e9", "--plan-mb-max", "1e9", "--seek-ms-max", "1e9")
 
 
-def run(*arguments):
+def run(*arguments, script=SCRIPT):
     return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False
     )
 
 
@@ -30,6 +31,14 @@ def test_scale_script_fails_when_a_bar_is_missed():
     done = run(*SMALL, *EASY, "--seek-ms-max", "0")
     assert done.returncode == 1, done.stderr
     assert "MISSED" in done.stdout
+
+
+def test_the_script_about_mixtures_measures_and_says_that_bars_are_met():
+    done = run(*SMALL, *EASY, "--sources", "5", "--json", script=MIXTURES)
+    assert done.returncode == 0, done.stderr
+    measures = {each["name"]: each["value"] for each in json.loads(done.stdout)["measures"]}
+    assert 90_000 < measures["samples"] <= 100_000
+    assert measures["counts of a lane, away from exact, at most"] < 3.4
 
 
 def test_the_script_about_manifests_measures_every_part(tmp_path):

@@ -13,12 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import config, errors, model
-from dataplane.rpc import convert, fetches, local, membership, messages, tasks
-from dataplane.rpc.v1 import coordinator_pb2, fetcher_pb2, local_pb2, types_pb2, worker_pb2
+from dataplane.rpc import convert, fetches, lending, local, making, membership, messages, tasks
+from dataplane.rpc.v1 import (
+    coordinator_pb2,
+    fetcher_pb2,
+    local_pb2,
+    making_pb2,
+    neighbours_pb2,
+    types_pb2,
+    worker_pb2,
+)
 
 VALUES = [
     cls
-    for module in (membership, messages, tasks, fetches)
+    for module in (membership, messages, tasks, fetches, lending, making)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
 ] + list(convert._SHARED.values())
@@ -26,7 +34,8 @@ VALUES = [
 
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
-    for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2, fetcher_pb2):
+    files = (types_pb2, coordinator_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2)
+    for module in (*files, making_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
             if name in {"Error", "ColumnValue", "ColumnLength", "Steps"}:
                 continue
@@ -207,3 +216,23 @@ def test_no_listener_is_a_lost_peer_and_a_taken_name_is_reported():
     assert local.peer_credentials(client)[1] == os.getuid()
     client.close()
     listener.close()
+
+
+def test_the_nodes_of_a_job_survive_the_wire_and_show_no_key():
+    nodes = (membership.NeighbourNode("n0", "10.0.0.1:7078", 1 << 40),)
+    told = membership.JobNodes("j", 3, 2**64 - 1, b"\xffkey" * 8, nodes)
+    for message in (
+        membership.JoinResponse(3, 1.0, told),
+        membership.HeartbeatResponse((), (told,)),
+        membership.JoinResponse(3, 1.0),
+    ):
+        assert convert.decode(type(message), convert.encode(message)) == message
+        assert "key" not in f"{message!r} {message}"
+
+
+def test_the_nodes_of_a_job_are_put_into_a_message_once_for_all_who_get_them():
+    told = [membership.JobNodes("j", 1, number) for number in range(convert._FOR_MANY_MAX + 1)]
+    for _ in range(2):
+        for one in (*told, membership.JobNodes("j", 1, 0)):
+            answer = membership.HeartbeatResponse((), (one, one))
+            assert convert.decode(type(answer), convert.encode(answer)) == answer

@@ -27,7 +27,7 @@ class Refusing:
     async def join(self, _):
         raise self.error
 
-    register_node = heartbeat = leave = status = join
+    register_node = heartbeat = leave = status = ledger = join
 
 
 def refused(every):

@@ -16,9 +16,11 @@ from dataplane.model import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
-from dataplane.scheduler import blocks as blocks_module
+from dataplane.scheduler import eviction_orders
+from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
@@ -67,10 +69,16 @@ class Table:
         self.shared = SharedSlabs(self.allocator, streams, moment)
         self.effects: list[Effect] = []
         self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
-        waiting = WaitingTasks(moment)
+        waiting = WaitingTasks(moment, self.blocks.holdings)
         excerpts = Excerpts(self.blocks, self.allocator, waiting, self.effects.append)
         self.tasks = SlabTasks(
-            self.blocks, self.shared, waiting, excerpts, self.effects.append, moment
+            self.blocks,
+            self.shared,
+            waiting,
+            excerpts,
+            Elsewhere(Autoscaler(1, 1, 1), moment),
+            self.effects.append,
+            moment,
         )
         self.group = Group("g", is_declared=True)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
@@ -177,7 +185,7 @@ def test_pinned_blocks_stay_and_a_block_that_finds_no_room_evicts_nothing() -> N
 def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(blocks_module, "_DIRECT_BLOCKS_MAX", 3)
+    monkeypatch.setattr(eviction_orders, "_DIRECT_BLOCKS_MAX", 3)
     table = Table(1, is_remote=False)
     for index in (1, 8, 4):
         assert table.load(index)

@@ -72,7 +72,7 @@ class Memory:
     def exact(self, index: int) -> int:
         """The next use computed only from lanes and windows, by checking every reader."""
         soonest = NEVER
-        for _, order, position, _ in self.readings:
+        for _, order, position, *_ in self.readings:
             first, last = (int(each[0]) for each in order.block_span(np.array([index])))
             soonest = min(soonest, NEVER if last < position else max(first - position, 0))
         return soonest
@@ -92,7 +92,7 @@ def test_the_next_use_is_never_later_than_the_plan_says(
         found = memory.uses.use_of(memory.dataset, block)
         assert found == memory.exact(block)
         truth = NEVER
-        for _, order, position, _ in readings:
+        for _, order, position, *_ in readings:
             blocks, _ = order.locate(np.arange(position, total))
             ahead = np.flatnonzero(blocks == block)
             truth = min(truth, int(ahead[0]) if len(ahead) else NEVER)
@@ -131,8 +131,10 @@ def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.Data
         elif act == "evict" and memory.held:
             memory.evict(sorted(memory.held)[which % len(memory.held)])
         elif act == "open":
-            reading = WalkPosition(next(numbers), orders[which % 2], which % (total + 1))
-            memory.readings.append(reading)
+            order, position = orders[which % 2], which % (total + 1)
+            is_open = draw(st.booleans())
+            reading = WalkPosition(next(numbers), order, position if is_open else -position)
+            memory.readings.append(reading._replace(is_open=is_open))
         elif act == "pin":
             memory.dataset.marks.pins[which % len(rows)] ^= 1
         elif memory.readings:
@@ -144,7 +146,7 @@ def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.Data
                 position = min(reading.position + which % 7, total)
                 memory.readings[at] = reading._replace(position=position)
             else:
-                memory.readings[at] = reading._replace(position=which % (reading.position + 1))
+                memory.readings[at] = reading._replace(position=reading.position - which % 7)
         _check_farthest(memory)
 
 
@@ -173,6 +175,25 @@ def test_a_block_is_offered_for_eviction_even_if_a_reader_now_needs_it_sooner() 
     assert memory.farthest() == [(index, 90)]
     memory.readings = [WalkPosition(1, order, 60), WalkPosition(2, order, 10)]
     assert memory.farthest() == [(index, 40)]
+
+
+def test_a_block_that_the_next_epoch_reads_late_goes_before_one_that_it_reads_early() -> None:
+    now, later = (Order(np.ones(200, np.int64), 1, True, 1, 1, epoch) for epoch in (0, 1))
+    memory = Memory([1] * 200, [WalkPosition(1, now, 150)])
+    read = now.locate(np.arange(100))[0].tolist()
+    ahead = int(now.locate(np.array([180]))[0][0])
+    for index in [*read, ahead]:
+        memory.touch(index)
+    assert {use for _, use in memory.farthest()} == {NEVER, 30}
+    memory.readings.append(WalkPosition(-1, later, -50, is_open=False))
+    first, _ = later.block_span(np.array(read))
+    uses = dict(zip(read, (first + 50).tolist(), strict=True)) | {ahead: 30}
+    assert memory.farthest() == sorted(uses.items(), key=lambda each: -each[1])
+    is_spare = memory.uses.is_spare
+    assert [use for _, use in memory.farthest() if not is_spare(memory.dataset, use)] == [30]
+    placed = memory.farthest()
+    memory.readings = [WalkPosition(2, later, -50)]  # the stream of the next epoch is open
+    assert [each for each in memory.farthest() if each[0] != ahead] == placed[:-1]
 
 
 def test_blocks_stay_in_order_when_one_of_them_changes_its_reader_during_a_look() -> None:
@@ -223,6 +244,7 @@ class CountingOrder:
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        self.sample_count = order.sample_count
         self.asked = 0
 
     def block_span(self, blocks: Any) -> Any:

@@ -33,6 +33,9 @@ def test_the_default_is_closed_and_nothing_is_made(examined, tmp_path):
     found = examined()
     assert found["coordinator"] == ("127.0.0.1:7077: users of this host, with a token", "")
     assert "none yet" in found["token"][0]
+    assert "a free port: to nodes with the key of the job" in found["neighbours"][0]
+    assert "lends blocks at 7078:" in examined("--data-listen", ":7078")["neighbours"][0]
+    assert examined("--data-listen", "none")["neighbours"] == ("none", "")
     assert not (tmp_path / "state").exists()
     assert "of the same user" in examined("--listen", "unix:/run/x.sock")["coordinator"][0]
 
@@ -52,6 +55,9 @@ def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):
     assert "it has ended" in found["tls_cert"][1]
     assert "chmod" in found["tls_key"][1]
     assert "tls_peers" in found["clients"][1]
+    assert "none beyond this host" in found["neighbours"][0]
+    assert "with TLS" in examined(*tls(old), "--peer-tls")["neighbours"][0]
+    assert "tls_cert and tls_key and tls_ca" in examined("--peer-tls")["neighbours"][1]
 
 
 def test_a_service_that_is_set_up_needs_no_advice(examined, tmp_path):

@@ -14,7 +14,7 @@ from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.errors import AccessDenied, ConfigError
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.membership import StatusRequest
+from dataplane.rpc.membership import LedgerRequest, StatusRequest
 from dataplane.rpc.services import COORDINATOR, coordinator_methods
 from dataplane.security.calls import CALLS
 from dataplane.security.security import Security
@@ -44,6 +44,7 @@ def test_a_stranger_on_loopback_is_refused_every_call_and_moves_no_generation(
         "Heartbeat": lambda one: one.heartbeat(beat(progress())),
         "RegisterNode": lambda one: one.register_node(node()),
         "Status": lambda one: one.status(StatusRequest()),
+        "Ledger": lambda one: one.ledger(LedgerRequest("j")),
     }
 
     async def main():

@@ -12,12 +12,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from membership import VERSION, beat, join, leave, node, progress
+from msgspec import structs
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.errors import AccessDenied, ConfigError
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.membership import StatusRequest
+from dataplane.rpc.membership import HeartbeatRequest, KnownNodes, StatusRequest
 from dataplane.security.calls import Role, WrongTokenError
 from dataplane.security.jwts import Jwts
 from dataplane.security.security import Security
@@ -134,17 +135,26 @@ def test_a_token_that_was_right_once_ends_all_the_same_and_with_its_key():
 
 
 def conversation(token, converse):
+    conversations({"": token}, lambda clients: converse(clients[""]))
+
+
+def conversations(tokens, converse):
+    """With a client for each of these tokens, by name."""
+
     async def main():
         security = Security(SHARED, jwts=Jwts(SHARED))
         server = CoordinatorServer(CoordinatorConfig(version=VERSION), "127.0.0.1:0", security)
         address = await server.start()
-        client = CoordinatorClient(
-            address, Security(TokenSource("a test", (token,))), patience_s=0.0
-        )
+        sources = {name: TokenSource("a test", (token,)) for name, token in tokens.items()}
+        clients = {
+            name: CoordinatorClient(address, Security(source), patience_s=0.0)
+            for name, source in sources.items()
+        }
         try:
-            await converse(client)
+            await converse(clients)
         finally:
-            await client.close()
+            for client in clients.values():
+                await client.close()
             await server.stop(0.0)
 
     asyncio.run(main())
@@ -215,3 +225,93 @@ def test_a_token_for_some_datasets_joins_no_job_over_others():
             await denied(client.join(join(0, urls=urls)), "its token does not allow|100 urls")
 
     conversation(made(datasets=["s3://a/train"]), converse)
+
+
+def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
+    """Over gRPC: with tokens for each role, for one job, and for some datasets."""
+    registered = node(data_address="10.0.0.1:7078")
+
+    async def as_node(client):
+        await client.register_node(registered)
+        assert len((await client.join(join(0))).nodes.key) == 32
+        (nodes,) = (await client.heartbeat(beat(progress(), data_address="10.0.0.1:7078"))).jobs
+        assert len(nodes.key) == 32
+        # Whoever knows a job's name, and has no member of it, gets nothing.
+        assert (await client.heartbeat(beat(progress("m9"), known=(1,)))).jobs == ()
+
+    async def as_reader(client):
+        for call in (client.join(join(0)), client.heartbeat(beat(progress()))):
+            await denied(call, "which may not make this call")
+        await client.status(StatusRequest())
+
+    async def for_a_job(client):
+        await client.register_node(registered)
+        assert len((await client.join(join(0))).nodes.key) == 32
+        await denied(client.join(join(0, job="k")), "asks for 'k'")
+        known = structs.replace(beat(progress(), known=(1,)).known[0], job_id="k")
+        asking = structs.replace(beat(progress()), known=(known,))
+        await denied(client.heartbeat(asking), "asks for 'k'")
+
+    async def for_datasets(client):
+        await client.register_node(registered)
+        assert (await client.join(join(0, urls=("s3://b/x",)))).nodes is None
+        answer = await client.heartbeat(beat(progress()))
+        assert answer.verdicts[0].error is None
+        assert answer.jobs == ()
+
+    conversation(made(), as_node)
+    conversation(SECRET, as_node)
+    conversation(made(roles=["trainer"]), as_reader)
+    conversation(made(roles=["admin", "trainer"]), as_reader)
+    conversation(made(job="j"), for_a_job)
+    conversation(made(datasets=["s3://b"]), for_datasets)
+
+
+def test_a_maker_gets_keys_of_the_jobs_that_its_token_allows_and_of_no_others():
+    """Over gRPC: jobs j and k are short of workers, and makers have tokens of three kinds."""
+    names = ("all", "one", "some")
+    registered = {
+        name: node(f"c-{name}", data_address=f"10.0.0.{number}:7078")
+        for number, name in enumerate(names)
+    }
+    # Not what it says counts, but its token.
+    registered["one"] = structs.replace(registered["one"], only_job="j")
+
+    async def named_by(job, client):
+        await client.join(join(0, 1, job=job))
+        beaten = await client.heartbeat(beat(progress(job=job), worker_count=0))
+        return [one.node_id for one in beaten.jobs[0].nodes if one.worker_count]
+
+    async def converse(clients):
+        for name in names:
+            await clients[name].register_node(registered[name])
+        trainers = clients["trainers"]
+        await trainers.register_node(node("n0", data_address="10.0.1.1:7078", worker_count=0))
+        # Nobody asks those that get no key, nor for a job whose key they do not get.
+        assert await named_by("j", trainers) == ["c-all"]
+        assert await named_by("k", trainers) == ["c-all", "c-one"]
+        told = {
+            name: (await clients[name].heartbeat(HeartbeatRequest(registered[name]))).jobs
+            for name in names
+        }
+        assert {name: [one.job_id for one in jobs] for name, jobs in told.items()} == {
+            "all": ["j", "k"],
+            "one": ["k"],
+            "some": [],
+        }
+        assert [len(one.key) for one in told["all"]] == [32, 32]
+        # Of another job it hears neither by its name nor in the name of another maker.
+        asking = HeartbeatRequest(registered["one"], known=(KnownNodes("j", 1),))
+        await denied(clients["one"].heartbeat(asking), "asks for 'j'")
+        in_its_name = await clients["one"].heartbeat(HeartbeatRequest(registered["all"]))
+        assert [one.job_id for one in in_its_name.jobs] == ["k"]
+        await denied(clients["reader"].heartbeat(asking), "may not make this call")
+
+    tokens = {
+        "all": made(),
+        "one": made(job="k"),
+        "some": made(datasets=["s3://b"]),
+        "reader": made(roles=["trainer"]),
+        "trainers": SECRET,
+    }
+    conversations(tokens, converse)

@@ -117,7 +117,9 @@ def node(tmp_path, monkeypatch):
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "data" / "a.parquet")
     config = dataclasses.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
-    yield lambda *urls, form="": opening(config, stores.connect)(DatasetSource(urls, form))
+    yield lambda *urls, form="": opening(config, stores.connect, lambda *_: None)(
+        DatasetSource(urls, form)
+    )
     stores.close()
 
 

@@ -134,7 +134,12 @@ class Membership(RuleBasedStateMachine):
     def send_heartbeat(self, which, node, epoch, cursor):
         members = (self.session(one).member_id for one in which)
         known = [one for one in dict.fromkeys(members) if one in self.generation_of]
-        reports = [progress(one, self.generation_of[one], epoch % 3, cursor) for one in known]
+        reports = [
+            progress(
+                one, self.generation_of[one], epoch % 3, cursor, began=(0, 0) if epoch else None
+            )
+            for one in known
+        ]
         self.wire.append(beat(*reports, node_id=node))
 
     @rule(which=pick, lost=st.booleans())

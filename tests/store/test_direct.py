@@ -27,6 +27,7 @@ from dataplane.errors import (
 from dataplane.store import direct
 from dataplane.store.base import Filling, Store
 from dataplane.store.connect import Stores, open_store
+from dataplane.store.connections import Connections
 
 BODY = bytes(i % 251 for i in range(600_000))
 URL = "s3://bucket/a folder/shard+1.bin"
@@ -88,12 +89,15 @@ def test_each_failure_has_its_error(
     assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
 
 
-@pytest.mark.parametrize("mood", [Mood.HANG, Mood.STALL])
-def test_a_server_that_hangs_is_given_up_at_the_deadline(awry: Awry, mood: Mood) -> None:
+@pytest.mark.parametrize(
+    ("mood", "said"),
+    [(Mood.HANG, "did not answer in time"), (Mood.STALL, "stopped in the middle of an answer")],
+)
+def test_a_server_that_hangs_is_given_up(awry: Awry, mood: Mood, said: str) -> None:
     etag = open_store("s3://bucket").head(URL).etag
     store = open_store("s3://bucket", request_timeout_s=0.3)
     awry.be(mood)
-    with pytest.raises(StoreUnavailable, match="did not answer in time"):
+    with pytest.raises(StoreUnavailable, match=said):
         _fill(store, etag)
     assert len(awry.seen) == 1
 
@@ -160,18 +164,18 @@ def test_no_connection_of_ours_goes_past_a_proxy_or_is_signed_unasked(
     assert not direct.is_possible({name.lower(): value})
 
 
-def test_a_store_that_the_collector_finds_closes_its_idle_connections_first() -> None:
+def test_idle_connections_that_the_collector_finds_are_closed_first() -> None:
     gc.disable()
     try:
-        reads: Any = direct.DirectReads(lambda key: key, 1.0)
-        reads.itself = reads
+        held: Any = Connections(4, 30.0)
+        held.itself = held
         gc.collect(0)  # older than its connection, which ends first
         with socket.create_server(("127.0.0.1", 0)) as server:
             connection = http.client.HTTPConnection(*server.getsockname())
             connection.connect()
-            reads._give_back("http://host", connection)
+            held.give_back("http://host", connection, is_whole=True)
             closes = weakref.finalize(connection, int)
-            del reads, connection
+            del held, connection
             gc.collect()
         assert not closes.alive
     finally:

@@ -202,10 +202,27 @@ def test_resuming_from_any_step_gives_the_same_suffix(fake, dp_size) -> None:
             other.set_epoch(0)
             assert [rows_of(batch) for batch in other] == whole[k:]
             assert other.state_dict() == states[-1]
-        assert states[-1] == {**states[0], "epoch": 1}
+        assert states[-1] == {**states[0], "epoch": 1, "digest": states[-1]["digest"]}
+        digests = [state["digest"]["value"] for state in states[:-1]]
+        assert len(set(digests)) == len(digests)
+        assert not digests[0]
         other.load_state_dict(states[3])
         other.set_epoch(5)
         assert next(iter(other))["t"].tolist() == whole_positions(whole[0])
+
+
+def test_the_digest_of_a_state_is_the_same_on_all_ranks_and_whatever_their_number(fake) -> None:
+    fake(sample_count=30)
+    found = set()
+    for dp_size in (1, 2, 3, 4):
+        for rank in range(dp_size):
+            place = {"dp_rank": rank, "dp_size": dp_size, "name": f"digest-{dp_size}"}
+            with DataLoader(URL, global_batch_size=4, **place) as loader:
+                steps = iter(loader)
+                for _ in range(5):
+                    next(steps)
+                found.add(loader.state_dict()["digest"]["value"])
+    assert len(found) == 1
 
 
 def whole_positions(rows) -> list[int]:
@@ -361,10 +378,14 @@ def test_closing_and_garbage_collection_leave_nothing_behind_and_print_nothing(f
         len(loader)
 
 
-def test_a_process_that_ends_while_it_holds_batches_says_nothing(fake) -> None:
-    fake()
+def test_no_garbage_is_looked_for_during_the_import_and_an_end_with_batches_is_silent(fake) -> None:
+    fake()  # both in one process, since importing torch takes seconds
     code = (
+        "import gc\n"
+        "looked = []\n"
+        "gc.callbacks.append(lambda phase, facts: looked.append(facts['generation']))\n"
         "import dataplane_torch\n"
+        "assert looked.count(2) == 0 and gc.isenabled(), looked\n"
         f"loader = dataplane_torch.DataLoader({URL!r}, 4)\n"
         "iterator = iter(loader)\n"
         "held = [next(iterator) for _ in range(5)]\n"

@@ -16,8 +16,8 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("weights", "make a loader for each"),
-        ("streams", "make a loader for each"),
+        ("weights", "pass Mixture"),
+        ("streams", "pass Mixture"),
         ("predownload", "the node reads ahead"),
         ("batching_method", "leave it out"),
         ("shuffle_seed", "use seed="),
@@ -28,7 +28,10 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
         ("remote", "as the first argument"),
         ("nodesplitter", "every rank gets its own part"),
         ("epoch", r"set_epoch\(epoch\)"),
-        ("split", "the shards of that split"),
+        ("subset", "sample=0.1"),
+        ("filter_fn", "use where="),
+        ("val_split", 'split=."train", 0.99'),
+        ("max_samples", "use limit="),
         ("storage_options", "AWS_ENDPOINT_URL"),
         ("delivery_bytes_per_rank", "DATAPLANE_DELIVERY_BYTES_PER_RANK=.*dataplane.toml"),
         ("slab_bytes", "dataplane serve --slab-bytes"),

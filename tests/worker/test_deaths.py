@@ -13,11 +13,17 @@ from pictures import drawn, encoded
 from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane import machine
-from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
+from dataplane.errors import (
+    BudgetTooSmall,
+    CorruptShard,
+    DataplaneError,
+    DataStallError,
+    FunctionError,
+)
 from dataplane.model import Cut, ImageSpec, Region
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
-from dataplane.worker.death import Cause, end_of
+from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, blame, end_of
 
 START = "from dataplane.worker import worker\n"
 SERVE = "worker.main(fd, 1 << 30)\n"
@@ -75,12 +81,12 @@ def test_a_block_that_crashes_when_it_is_opened_is_named(
 ) -> None:
     code = (
         START
-        + "whole = worker._canonical_batch\n"
-        + "def crash(state, dataset, raw):\n"
+        + "whole = worker.canonical_batch\n"
+        + "def crash(dataset, raw, *memory):\n"
         + "    if raw.url.endswith('007.arrow'):\n"
         + "        os.kill(os.getpid(), 11)\n"
-        + "    return whole(state, dataset, raw)\n"
-        + "worker._canonical_batch = crash\n"
+        + "    return whole(dataset, raw, *memory)\n"
+        + "worker.canonical_batch = crash\n"
         + SERVE
     )
     url = arrow_shards(tmp_path, 9)
@@ -182,6 +188,29 @@ def test_what_a_worker_last_wrote_tells_a_crash_from_a_lack_of_memory() -> None:
         assert cause(-signal.SIGABRT, f"one\n{words}\n") is Cause.OUT_OF_MEMORY
     assert cause(-signal.SIGKILL) is Cause.KILLED
     assert cause(-signal.SIGKILL, short=True) is Cause.MACHINE_SHORT
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "why"),
+    [
+        (
+            Cause.CRASHED,
+            FunctionError,
+            "The function, or a library that it calls, ends the process",
+        ),
+        (Cause.STUCK, DataStallError, "If the function does not hang, but takes this long"),
+        (Cause.OUT_OF_MEMORY, BudgetTooSmall, "If the function needs that much, raise worker_mem"),
+    ],
+)
+def test_a_users_function_is_blamed_for_the_end_of_workers_that_called_it(
+    cause: Cause, kind: type[DataplaneError], why: str
+) -> None:
+    place, ends = WorkerPlace("a.parquet", 3), [ProcessEnd(cause, "did so")] * 2
+    error = blame("decoding it", place, ends, MIB, "mine:f")
+    assert type(error) is kind
+    assert "decoding it and calling 'mine:f'" in str(error)
+    assert why in str(error)
+    assert error.block == 3
 
 
 def test_two_kills_from_outside_are_reported_as_such_and_blame_no_shard(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
@@ -22,8 +23,8 @@ class TableBatches:
     Each process draws crops from a generator of its own.
     """
 
-    def __init__(self, workload: Workload, seed: int) -> None:
-        self._columns, self._seed = workload.columns, seed
+    def __init__(self, columns: Sequence[WorkloadColumn], seed: int) -> None:
+        self._columns, self._seed = columns, seed
         self._random: np.random.Generator | None = None
         # Arrow's memory is read-only, and nobody here writes into a batch.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

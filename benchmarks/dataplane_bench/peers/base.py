@@ -9,6 +9,11 @@ since only `open` and `prepare` run in the loader's own environment.
 What every loader must deliver, so that they can be compared:
 - batches of `workload.batch_size` samples, dicts of what model.Kind says, as torch tensors on the
   CPU; at the end of an epoch a smaller batch or none is as good;
+- where `workload.delivery` asks for more than samples as they are stored, what its `batch_columns`
+  say: a mixture's samples until the first source is exhausted; packs of whole documents, those
+  longer than a pack cut every `length` tokens, with the position of each token in its document, and
+  a number that tells it from the pack's others; tokens made by peers/tokenising.py. An adapter that
+  can do this says so in `delivers`;
 - every sample once an epoch (of its rank), shuffled anew each epoch as well as the loader's
   documentation advises: over the whole epoch, or with a buffer of SHUFFLE_BUFFER samples or more;
 - where the case has a `cache_share`, it keeps at most `case.cache_bytes_max(...)` of its samples
@@ -23,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dataplane_bench.model import BenchCase, Settings, TrialTask, Workload
+from dataplane_bench.model import BatchKind, BenchCase, Settings, TrialTask, Workload
 
 SHUFFLE_BUFFER = 8192
 """Samples in the shuffle buffer of a loader that cannot shuffle an epoch as a whole."""
@@ -91,6 +96,13 @@ class ServedPeer(Peer, Protocol):
         """Start the daemon in this process (or below it): what trials need to find it, and an
         object whose `close()` ends it.
         """
+
+
+class MakingPeer(Peer, Protocol):
+    """An adapter of a loader that can mix sources, pack documents, or tokenise texts."""
+
+    delivers: frozenset[BatchKind]
+    """What it can deliver, STORED included."""
 
 
 class Built(Peer, Protocol):

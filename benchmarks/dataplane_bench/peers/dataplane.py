@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataplane_bench import processes
-from dataplane_bench.model import CROP, BenchCase, ColumnType, Settings, TrialTask, Workload
+from dataplane_bench.model import (
+    CROP,
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    Settings,
+    TrialTask,
+    Workload,
+)
+from dataplane_bench.peers import tokenising
 from dataplane_bench.peers.base import Batch, Loader
 
 if TYPE_CHECKING:
@@ -23,6 +32,11 @@ _BLOCKS_AT_EDGES = 3
 START_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 10.0
 _READY = "ready: node "
+_MADE = {
+    BatchKind.MIXED: "a Mixture",
+    BatchKind.PACKED: "its workers pack, anew in each epoch",
+    BatchKind.TOKENISED: "its workers tokenise, and the node keeps what it has room for",
+}
 
 
 class Dataplane:
@@ -32,30 +46,43 @@ class Dataplane:
     title = "Dataplane"
     requirements: tuple[str, ...] = ()
     distribution = "dataplane-loader"
+    delivers = frozenset(BatchKind)
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
     def layout(self, workload: Workload) -> str:
-        return "shards" if workload.urls else "arrow"
+        return "shards" if workload.urls or workload.delivery is BatchKind.TOKENISED else "arrow"
 
     def describe(self, workload: Workload) -> str:
-        form = "the shards as they are" if workload.urls else "Arrow IPC, record batches of 4 MiB"
+        form = "Arrow IPC, record batches of 4 MiB"
+        if self.layout(workload) == "shards":
+            form = "the shards as they are"
         told = f"{form}; shuffled over the whole epoch, in windows where it is very long"
+        if workload.delivery in _MADE:
+            return f"{told}; {_MADE[workload.delivery]}"
         if workload.of_kind(ColumnType.IMAGE):
             return f"{told}; its workers decode what a crop needs, resize and flip it"
         return told
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload, cores
+        if workload.delivery is BatchKind.TOKENISED:
+            # By default a node begins with fewer workers, and adds them while trainers wait.
+            return {}, {"workers": cores}
         # By default, a small dataset is shuffled as a whole, and stays in memory for that.
         return ({"lanes": 1, "window": "what fits"} if case.cache_share else {},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
-        if workload.urls:
-            for url in workload.urls:
-                _same_file(Path(url), folder / Path(url).name)
+        for part in workload.parts:
+            below = folder / part.name
+            below.mkdir()
+            self.prepare(workload.alone(part), below)
+        if workload.parts:
+            return
+        if self.layout(workload) == "shards":
+            for shard in workload.urls or workload.shards:
+                _same_file(Path(shard), folder / Path(shard).name)
             return
         import pyarrow.parquet as pq
 
@@ -79,32 +106,34 @@ class Dataplane:
 
 class _Opened:
     def __init__(self, task: TrialTask) -> None:
-        from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
+        from dataplane_torch import DataLoader
 
         from dataplane_bench.workloads.about import leaves
-
-        images = {column.name for column in task.workload.of_kind(ColumnType.IMAGE)}
 
         # Dataplane's name of a column of a user's shards, and the name that all peers use.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
         lanes, window = _lanes_window(task)
         self._loader = DataLoader(
-            _urls(task),
+            _where(task),
             task.workload.batch_size,
             shuffle=True,
             seed=task.seed,
-            columns=list(self._names),
-            transforms={
-                leaf: [RandomResizedCrop(CROP), RandomHorizontalFlip()]
-                for leaf, name in self._names.items()
-                if name in images
-            },
             service=task.service or None,
             name=task.run,
             sharing=task.group or None,
             lanes=lanes,
             window=window,
+            **(_making(task.workload) or self._columns(task.workload)),
         )
+
+    def _columns(self, workload: Workload) -> dict[str, Any]:
+        """The columns as they are stored, images as random crops."""
+        from dataplane_torch import RandomHorizontalFlip, RandomResizedCrop
+
+        images = {column.name for column in workload.of_kind(ColumnType.IMAGE)}
+        steps = [RandomResizedCrop(CROP), RandomHorizontalFlip()]
+        transforms = {leaf: steps for leaf, name in self._names.items() if name in images}
+        return {"columns": list(self._names), "transforms": transforms}
 
     def epoch(self, number: int) -> Iterator[Batch]:
         self._loader.set_epoch(number)
@@ -121,6 +150,7 @@ class _Opened:
         self._loader.close()
 
     def _batches(self) -> Iterator[Batch]:
+        # Columns that are made have the same name for all.
         if all(leaf == name for leaf, name in self._names.items()):
             return iter(self._loader)
         names = self._names | {
@@ -160,10 +190,40 @@ def _address(log: Path) -> str:
     return next((one.removeprefix(_READY) for one in whole if one.startswith(_READY)), "")
 
 
-def _urls(task: TrialTask) -> list[str]:
+def _making(workload: Workload) -> dict[str, Any]:
+    """What makes batches of documents or texts; nothing where samples are delivered as stored."""
+    match workload.delivery:
+        case BatchKind.PACKED:
+            from dataplane_torch import Pack
+
+            made = [column.name for column in workload.batch_columns if column.name != "tokens"]
+            return {"pack": Pack("tokens", workload.length, outputs=made)}
+        case BatchKind.TOKENISED:
+            os.environ.update(tokenising.variables(workload))
+            return {"map": tokenising.BlockTokenising}
+        case _:
+            return {}
+
+
+def _where(task: TrialTask) -> Any:
+    """The samples' shards, or a mixture of the shards of several sources."""
+    parts, place = task.workload.parts, task.place
+    if not parts:
+        return _urls(place.folder, place.url)
+    from dataplane_torch import Mixture, Source
+
+    sources = {
+        part.name: Source(
+            _urls(place.folder / part.name, f"{place.url}/{part.name}"), weight=part.weight
+        )
+        for part in parts
+    }
+    return Mixture(sources, exhausted="stop")
+
+
+def _urls(folder: Path, url: str) -> list[str]:
     """All shards by name: a user's shards may have any name."""
-    names = sorted(path.name for path in task.place.folder.iterdir())
-    return [f"{task.place.url}/{name}" for name in names]
+    return [f"{url}/{name}" for name in sorted(path.name for path in folder.iterdir())]
 
 
 def _lanes_window(task: TrialTask) -> tuple[int | None, int | None]:
@@ -181,7 +241,10 @@ def _lanes_window(task: TrialTask) -> tuple[int | None, int | None]:
 def _variables(task: TrialTask) -> dict[str, str]:
     """The node's settings, with what the case allows it to keep of the samples."""
     limit = task.case.cache_bytes_max(task.place.stored_bytes)
-    return {"DATAPLANE_BLOCK_ARENA_BYTES": str(limit)} if limit else {}
+    found = {"DATAPLANE_BLOCK_ARENA_BYTES": str(limit)} if limit else {}
+    if "workers" in task.settings:
+        found["DATAPLANE_WORKER_COUNT"] = str(task.settings["workers"])
+    return found
 
 
 def _same_file(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ of ReadOptions (no threads for what is in memory) and mp_prefetch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
-from dataplane_bench.peers import memmaps, packing, rows
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
+from dataplane_bench.peers import grain_packs, memmaps, packing, rows
 from dataplane_bench.peers.base import Batch
 
 _FILES = 8
@@ -35,6 +44,7 @@ class Grain:
     title = "Grain"
     requirements = ("grain",)
     distribution = "grain"
+    delivers = frozenset({BatchKind.STORED, BatchKind.MIXED, BatchKind.PACKED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
@@ -46,6 +56,10 @@ class Grain:
     def describe(self, workload: Workload) -> str:
         if workload.of_kind(ColumnType.IMAGE):
             return "ArrayRecord files, shuffled over the whole epoch"
+        if workload.delivery is BatchKind.PACKED:
+            return grain_packs.DESCRIBES
+        if workload.parts:
+            return "arrays in mapped files, shuffled over the whole epoch; MapDataset.mix"
         return "arrays in mapped files, shuffled over the whole epoch"
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
@@ -55,6 +69,13 @@ class Grain:
                 {"workers": 0, "threads": 16},
                 {"workers": 0, "threads": share},
                 {"workers": share, "threads": 1},
+            )
+        if workload.delivery is BatchKind.PACKED:
+            return grain_packs.choices(share)
+        if workload.parts:
+            return tuple(
+                {"order": "grain", "workers": workers, "threads": threads}
+                for workers, threads in ((0, 0), (0, 1), (0, max(share, 2)), (1, 0))
             )
         return (
             {"order": "grain", "workers": 0, "threads": 0},
@@ -79,7 +100,9 @@ class Grain:
                 writer.write(pack(row))
             writer.close()
 
-    def open(self, task: TrialTask) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened | grain_packs.GrainPacks:
+        if task.workload.delivery is BatchKind.PACKED:
+            return grain_packs.GrainPacks(task)
         return _Opened(task)
 
 
@@ -106,7 +129,8 @@ class _Opened:
         elif task.settings["order"] == "numpy":
             batches = grain.MapDataset.range(_ENDLESS).map(_Permuted(task)).map(_Gather(task))
         else:
-            ids = grain.MapDataset.range(count).seed(task.seed).shuffle()
+            ids = _mixed(task) if task.workload.parts else _shuffled(range(count), task.seed)
+            self._length = -(-len(range(task.rank, len(ids), task.size)) // size)
             mine = ids[task.rank :: task.size].batch(size, batch_fn=np.array)
             batches = mine.repeat().map(_Gather(task))
         threads, workers = task.settings["threads"], task.settings["workers"]
@@ -151,6 +175,25 @@ class _Opened:
 
     def close(self) -> None:
         self._iterator.close()
+
+
+def _shuffled(ids: range, seed: int) -> Any:
+    import grain
+
+    return grain.MapDataset.range(ids.start, ids.stop).seed(seed).shuffle()
+
+
+def _mixed(task: TrialTask) -> Any:
+    """The samples of a mixture until its first source is exhausted."""
+    import grain
+
+    parts = task.workload.parts
+    ends = list(itertools.accumulate(part.sample_count for part in parts))
+    ids = [
+        _shuffled(range(end - part.sample_count, end), task.seed + index)
+        for index, (part, end) in enumerate(zip(parts, ends, strict=True))
+    ]
+    return grain.MapDataset.mix(ids, weights=[part.weight for part in parts])
 
 
 class _Permuted:

@@ -13,12 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import BenchCase, Settings, StorageKind, TrialTask, Workload
-from dataplane_bench.peers.arrow_batches import TableBatches
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
+from dataplane_bench.peers import huggingface_made
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
+from dataplane_bench.peers.tokenising import set_threads
 
 FILE_COUNT, SHARD_COUNT = 32, 64
 """A shard, or a file in S3, is read by one worker of one rank."""
+
+
+_MADE = {
+    BatchKind.MIXED: "; interleave_datasets",
+    BatchKind.PACKED: "; packed by TRL (bfd_split): a map once for all epochs, before training",
+    BatchKind.TOKENISED: "; texts become tokens in a transform, or in an iterable's map",
+}
 
 
 class HuggingFaceDatasets:
@@ -26,8 +41,9 @@ class HuggingFaceDatasets:
 
     name = "huggingface"
     title = "Hugging Face datasets"
-    requirements = ("datasets", "torchdata")
+    requirements = ("datasets", "torchdata", "trl")
     distribution = "datasets"
+    delivers = frozenset(BatchKind)
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
@@ -38,10 +54,10 @@ class HuggingFaceDatasets:
         return "huggingface"
 
     def describe(self, workload: Workload) -> str:
-        del workload
         return (
             "Arrow files of save_to_disk; a map is shuffled over the whole epoch, an iterable by"
             f" shards and in a buffer of {SHUFFLE_BUFFER:,} samples, which a state leaves out"
+            f"{_MADE.get(workload.delivery, '')}"
         )
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
@@ -64,12 +80,18 @@ class HuggingFaceDatasets:
     def prepare(self, workload: Workload, folder: Path) -> None:
         import datasets
 
+        for part in workload.parts:
+            self.prepare(workload.alone(part), folder / part.name)
+        if workload.parts:
+            return
         datasets.disable_progress_bars()
         cache = folder / "cache"
         shards = [str(shard) for shard in workload.shards]
         names = [column.name for column in workload.columns]
         rows = datasets.Dataset.from_parquet(shards, columns=names, cache_dir=str(cache))
-        rows.save_to_disk(str(folder), num_shards=min(FILE_COUNT, workload.sample_count))
+        files = min(FILE_COUNT, workload.sample_count)
+        rows.save_to_disk(str(folder), num_shards=files)
+        huggingface_made.prepare(workload, rows, folder, files)
         shutil.rmtree(cache)
 
     def open(self, task: TrialTask) -> _Opened:
@@ -86,12 +108,13 @@ class _Opened:
         choice: dict[str, Any] = {"num_workers": self._workers}
         if self._workers:
             choice |= {"persistent_workers": True, "prefetch_factor": 4}
-        batches = TableBatches(task.workload, task.seed)
+        set_threads(self._workers)
+        batches = huggingface_made.collate(task)
         if task.settings["dataset"] == "map":
             from dataplane_bench.peers.torch_datasets import BatchSampler
 
-            self._order: Any = BatchSampler(task)
-            rows = datasets.load_from_disk(str(task.place.folder)).with_format("arrow")
+            rows = huggingface_made.stored(task, str(task.place.folder))
+            self._order: Any = BatchSampler(task, len(rows))
             choice |= {"dataset": rows, "sampler": self._order, "collate_fn": batches}
         else:
             self._order = None
@@ -130,9 +153,31 @@ def _iterable(task: TrialTask, workers: int) -> Any:
     import datasets
     from datasets.distributed import split_dataset_by_node
 
+    workload, folder = task.workload, task.place.folder
+    if workload.parts:
+        rows = datasets.interleave_datasets(
+            [_shuffled(_stream(task, folder / one.name, workers), task) for one in workload.parts],
+            probabilities=[part.weight for part in workload.parts],
+            seed=task.seed,
+        )
+    else:
+        rows = _shuffled(_stream(task, folder, workers), task)
+    rows = split_dataset_by_node(rows, rank=task.rank, world_size=task.size)
+    made = huggingface_made.streamed(workload, rows.with_format("arrow"))
+    return made.with_format("arrow").batch(workload.batch_size)
+
+
+def _shuffled(rows: Any, task: TrialTask) -> Any:
+    return rows.shuffle(seed=task.seed, buffer_size=SHUFFLE_BUFFER)
+
+
+def _stream(task: TrialTask, folder: Path, workers: int) -> Any:
+    """The samples of a folder in order, in shards that workers share."""
+    import datasets
+
     place = task.place
     if task.case.store is StorageKind.S3:
-        rows = datasets.load_dataset(
+        return datasets.load_dataset(
             "arrow",
             data_files=f"{place.url}/*.arrow",
             split="train",
@@ -143,12 +188,8 @@ def _iterable(task: TrialTask, workers: int) -> Any:
                 "client_kwargs": {"endpoint_url": place.endpoint or None},
             },
         )
-    else:
-        # Equally many per worker and rank: one worker would read a remainder while others idle.
-        readers = task.size * max(workers, 1)
-        count = min(-(-SHARD_COUNT // readers) * readers, task.workload.sample_count)
-        mapped = datasets.load_from_disk(str(place.folder))
-        rows = mapped.to_iterable_dataset(num_shards=count)
-    rows = rows.shuffle(seed=task.seed, buffer_size=SHUFFLE_BUFFER)
-    rows = split_dataset_by_node(rows, rank=task.rank, world_size=task.size)
-    return rows.with_format("arrow").batch(task.workload.batch_size)
+    # Equally many per worker and rank: one worker would read a remainder while others idle.
+    readers = task.size * max(workers, 1)
+    mapped = datasets.load_from_disk(str(folder))
+    count = min(-(-SHARD_COUNT // readers) * readers, len(mapped))
+    return mapped.to_iterable_dataset(num_shards=count)

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import (
     Row,
@@ -35,6 +43,7 @@ class LitData:
     title = "LitData"
     requirements: tuple[str, ...] = ("litdata",)
     distribution = "litdata"
+    delivers = frozenset({BatchKind.STORED, BatchKind.MIXED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         return refuses_tables(workload) or refuses_limit(
@@ -48,7 +57,8 @@ class LitData:
     def describe(self, workload: Workload) -> str:
         form = "records for its TokensLoader" if _is_records(workload) else "samples"
         size = "64 MB" if _is_records(workload) else f"64 MB, or {SHUFFLE_BUFFER:,}"
-        return f"{form} in shards of {size}; shards in random order, shuffled inside"
+        mixed = "a CombinedStreamingDataset of " if workload.parts else ""
+        return f"{mixed}{form} in shards of {size}; shards in random order, shuffled inside"
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload
@@ -63,6 +73,10 @@ class LitData:
     def prepare(self, workload: Workload, folder: Path) -> None:
         from litdata import TokensLoader, optimize
 
+        for part in workload.parts:
+            self.prepare(workload.alone(part), folder / part.name)
+        if workload.parts:
+            return
         shards = workload.shards
         optimize(
             functools.partial(_samples, workload),
@@ -80,30 +94,24 @@ class LitData:
 
 class _Opened:
     def __init__(self, task: TrialTask) -> None:
-        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+        from litdata import CombinedStreamingDataset, StreamingDataLoader
 
         announce(task)
         workload, settings = task.workload, dict(task.settings)
         workers = settings.pop("num_workers")
-        loader = None
-        collate: Any = RowCollate(workload)
-        if _is_records(workload):
-            loader = TokensLoader(block_size=record_type(workload.columns).itemsize)
-            collate = functools.partial(_columns, workload)
-        if task.case.store is StorageKind.S3:
-            settings |= _remote(task)
-        dataset = StreamingDataset(
-            task.place.url,
-            item_loader=loader,
-            shuffle=True,
-            drop_last=False,
-            seed=task.seed,
-            # A shard is shuffled as a whole, so it must be decoded as a whole: a part of it would
-            # be decoded anew for each sample that is in another part than the sample before.
-            item_shuffle_window=0,
-            batch_decode="all",
-            **settings,
-        )
+        dataset: Any
+        if workload.parts:
+            urls = [f"{task.place.url}/{part.name}" for part in workload.parts]
+            dataset = CombinedStreamingDataset(
+                [_dataset(task, url, settings) for url in urls],
+                seed=task.seed,
+                weights=[part.weight for part in workload.parts],
+                iterate_over_all=False,
+            )
+        else:
+            dataset = _dataset(task, task.place.url, settings)
+        are_records = _is_records(workload)
+        collate = functools.partial(_columns, workload) if are_records else RowCollate(workload)
         self._loader: Any = StreamingDataLoader(
             dataset,
             batch_size=workload.batch_size,
@@ -125,6 +133,28 @@ class _Opened:
 
     def close(self) -> None:
         self._loader = None
+
+
+def _dataset(task: TrialTask, url: str, settings: Settings) -> Any:
+    """The samples below this URL."""
+    from litdata import StreamingDataset, TokensLoader
+
+    loader = None
+    if _is_records(task.workload):
+        loader = TokensLoader(block_size=record_type(task.workload.columns).itemsize)
+    return StreamingDataset(
+        url,
+        item_loader=loader,
+        shuffle=True,
+        drop_last=False,
+        seed=task.seed,
+        # A shard is shuffled as a whole, so it must be decoded as a whole: a part of it would
+        # be decoded anew for each sample that is in another part than the sample before.
+        item_shuffle_window=0,
+        batch_decode="all",
+        **settings,
+        **(_remote(task) if task.case.store is StorageKind.S3 else {}),
+    )
 
 
 def _remote(task: TrialTask) -> dict[str, Any]:

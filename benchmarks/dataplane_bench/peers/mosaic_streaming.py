@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_bench.model import (
+    BatchKind,
     BenchCase,
     ColumnType,
     Settings,
@@ -41,6 +42,7 @@ class MosaicStreaming:
     title = "MosaicML Streaming"
     requirements: tuple[str, ...] = ("mosaicml-streaming",)
     distribution = "mosaicml-streaming"
+    delivers = frozenset({BatchKind.STORED, BatchKind.MIXED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         return refuses_tables(workload) or refuses_limit(
@@ -52,10 +54,11 @@ class MosaicStreaming:
         return "mds"
 
     def describe(self, workload: Workload) -> str:
-        del workload
+        mixed = "a Stream with its proportion for each source; " if workload.parts else ""
         return (
-            "MDS shards of 64 MiB; shards in random order, samples shuffled in blocks of 262,144 if"
-            " not told otherwise (py1e); ranks get equal shares, for which a sample may come twice"
+            f"{mixed}MDS shards of 64 MiB; shards in random order, samples shuffled in blocks of"
+            " 262,144 if not told otherwise (py1e); ranks get equal shares, for which a sample may"
+            " come twice"
         )
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
@@ -67,6 +70,10 @@ class MosaicStreaming:
         return {"num_workers": cores}, ahead, {"num_workers": 1}, {"num_workers": 0}
 
     def prepare(self, workload: Workload, folder: Path) -> None:
+        for part in workload.parts:
+            self.prepare(workload.alone(part), folder / part.name)
+        if workload.parts:
+            return
         streaming = _streaming()
         encodings = {column.name: _encoding(column) for column in workload.columns}
         with streaming.MDSWriter(out=str(folder), columns=encodings) as shards:
@@ -89,10 +96,19 @@ class _Opened:
             local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
             if limit := task.case.cache_bytes_max(task.place.stored_bytes):
                 settings["cache_limit"] = limit
+        where: dict[str, Any] = {"local": local, "remote": remote}
+        if workload.parts:
+            where = {
+                "streams": [
+                    streaming.Stream(local=f"{local}/{part.name}", proportion=part.weight)
+                    for part in workload.parts
+                ],
+                # As long as the first source lasts.
+                "epoch_size": int(min(one.sample_count / one.weight for one in workload.parts)),
+            }
         with _ranks_together(task):
             dataset = streaming.StreamingDataset(
-                local=local,
-                remote=remote,
+                **where,
                 batch_size=workload.batch_size,
                 shuffle=True,
                 shuffle_algo="py1e",

@@ -6,7 +6,16 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataplane_bench.model import CROP, BenchCase, ColumnType, Mode, Settings, TrialTask, Workload
+from dataplane_bench.model import (
+    CROP,
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    Mode,
+    Settings,
+    TrialTask,
+    Workload,
+)
 from dataplane_bench.peers.base import Batch
 
 
@@ -17,6 +26,7 @@ class Noop:
     title = "noop (harness)"
     requirements: tuple[str, ...] = ()
     distribution = "torch"
+    delivers = frozenset(BatchKind)
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
@@ -60,7 +70,7 @@ def _made_up(workload: Workload) -> Batch:
 
     size = workload.batch_size
     batch: dict[str, object] = {}
-    for column in workload.columns:
+    for column in workload.batch_columns:
         match column.kind:
             case ColumnType.FIXED:
                 dtype = getattr(torch, column.dtype)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataplane_bench.model import (
+    BatchKind,
     BenchCase,
     ColumnType,
     Settings,
@@ -21,7 +22,9 @@ from dataplane_bench.model import (
     Workload,
     WorkloadColumn,
 )
+from dataplane_bench.peers import documents
 from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.tokenising import tokenised, tokenising
 
 
 class Reference:
@@ -61,18 +64,29 @@ class _Source:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         del number
-        names = [column.name for column in self._workload.columns]
-        for shard in self._workload.shards:
-            for rows in pq.ParquetFile(shard).iter_batches(
-                self._workload.batch_size, columns=names
-            ):
-                batch: dict[str, Any] = {}
-                for column in self._workload.columns:
-                    _put(batch, column, rows[column.name])
-                yield batch
+        return batches(self._workload)
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def batches(workload: Workload) -> Iterator[Batch]:
+    """The samples in order; documents that a trainer wants packed fill a pack each, or several."""
+    names = [column.name for column in workload.columns]
+    tokenise = None
+    if workload.delivery is BatchKind.TOKENISED:
+        tokenise = tokenising(workload)
+    for shard in workload.shards:
+        for rows in pq.ParquetFile(shard).iter_batches(workload.batch_size, columns=names):
+            batch: dict[str, Any] = {}
+            for column in workload.columns:
+                _put(batch, column, rows[column.name])
+            if tokenise is not None:
+                yield tokenised(tokenise, batch)
+            elif workload.delivery is BatchKind.PACKED:
+                yield from documents.unpacked(batch, workload.length, workload.batch_size)
+            else:
+                yield batch
 
 
 def _put(batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
+from dataplane_bench.model import (
+    BatchKind,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
 from dataplane_bench.peers import memmaps
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ class TorchDataLoader:
     title = "torch DataLoader"
     requirements: tuple[str, ...] = ()
     distribution = "torch"
+    delivers = frozenset({BatchKind.STORED, BatchKind.MIXED, BatchKind.TOKENISED})
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
@@ -32,8 +41,13 @@ class TorchDataLoader:
         return memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
-        del workload
-        return memmaps.DESCRIBES
+        match workload.delivery:
+            case BatchKind.MIXED:
+                return f"{memmaps.DESCRIBES}; a sampler of the bench's own mixes the sources"
+            case BatchKind.TOKENISED:
+                return f"{memmaps.DESCRIBES}; texts become tokens in collate_fn"
+            case _:
+                return memmaps.DESCRIBES
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         return choices(workload, case, cores)
@@ -52,7 +66,8 @@ class TorchDataLoader:
 def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
     """The settings worth trying with these samples, the tutorials' choice first.
 
-    A gather of wide or many rows can use threads of torch's own instead of worker processes.
+    A gather of wide or many rows can use threads of torch's own instead of worker processes; where
+    other programs take some of the cores, these threads wait for each other.
     """
     share = max(cores // case.process_count, 1)
     has_images = bool(workload.of_kind(ColumnType.IMAGE))
@@ -66,10 +81,13 @@ def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, 
         )
     if has_images:
         return (_workers(share), _workers(2 * share))
+    if workload.delivery is BatchKind.TOKENISED:
+        return tuple({"fetch": "batch", **_workers(count)} for count in (max(share, 2), 0))
     threads = share > 1 and workload.shape != "text"
     return (
         {"fetch": "item", **_workers(share)},
-        {"fetch": "batch", "num_workers": 0, **({"threads": share} if threads else {})},
+        {"fetch": "batch", "num_workers": 0},
+        *(({"fetch": "batch", "num_workers": 0, "threads": share},) if threads else ()),
         {"fetch": "batch", **_workers(max(share, 2))},
     )
 

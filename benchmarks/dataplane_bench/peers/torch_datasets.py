@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataplane_bench.model import StorageKind, TrialTask, Workload
+from dataplane_bench.model import BatchKind, StorageKind, TrialTask, Workload, WorkloadPart
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.memmaps import MappedRows, Packed
+from dataplane_bench.peers.tokenising import set_threads, tokenised, tokenising
 
 State = dict[str, Any]
 
@@ -28,8 +29,12 @@ class BatchSampler:
     Shapes:  each yielded array: int64[batch_size], the last one shorter.
     """
 
-    def __init__(self, task: TrialTask) -> None:
+    def __init__(self, task: TrialTask, count: int | None = None) -> None:
+        """`count` is how many samples there are, where they are not the workload's own."""
         self.count, self.batch_size = task.workload.sample_count, task.workload.batch_size
+        self.parts = task.workload.parts
+        if count is not None:
+            self.count, self.parts = count, ()
         self.rank, self.size, self.seed = task.rank, task.size, task.seed
         self.epoch = 0
 
@@ -42,10 +47,30 @@ class BatchSampler:
 
     def ids(self, epoch: int) -> NDArray[np.int64]:
         """This rank's samples of an epoch."""
+        if self.parts:
+            return mixed(self.parts, self.seed + epoch)[self.rank :: self.size]
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(self.count, generator=generator)[self.rank :: self.size]
         result: NDArray[np.int64] = order.contiguous().numpy()
         return result
+
+
+def mixed(parts: Sequence[WorkloadPart], seed: int) -> NDArray[np.int64]:
+    """Samples of a mixture until its first source is exhausted: each of an independently drawn
+    source, and in each source in random order.
+    """
+    random = np.random.default_rng(seed)
+    sizes = [part.sample_count for part in parts]
+    weights = [part.weight for part in parts]
+    drawn = random.choice(len(parts), sum(sizes), p=weights)
+    ids = np.zeros(len(drawn), np.int64)
+    end, first = len(drawn), 0
+    for index, size in enumerate(sizes):
+        places = np.flatnonzero(drawn == index)
+        end = min(end, int(places[size])) if len(places) > size else end
+        ids[places[:size]] = first + random.permutation(size)[: len(places)]
+        first += size
+    return ids[:end]
 
 
 class Position:
@@ -106,6 +131,16 @@ def as_it_is(batch: Packed) -> Packed:
     return batch
 
 
+class TokenisedCollate:
+    """Collates texts that already form a batch, into tokens."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._tokenise = tokenising(workload)
+
+    def __call__(self, batch: Packed) -> Packed:
+        return tokenised(self._tokenise, batch)
+
+
 class SampleCollate:
     """Collates samples that were fetched one by one."""
 
@@ -144,8 +179,12 @@ class TorchPeer:
             self.loader = kind(self._order, batch_size=None, collate_fn=as_it_is, **choice)
         elif fetch == "batch":
             self._order = BatchSampler(task)
+            collate: Any = as_it_is
+            if task.workload.delivery is BatchKind.TOKENISED:
+                set_threads(self._workers)
+                collate = TokenisedCollate(task.workload)
             self.loader = kind(
-                Mapped(task), batch_size=None, sampler=self._order, collate_fn=as_it_is, **choice
+                Mapped(task), batch_size=None, sampler=self._order, collate_fn=collate, **choice
             )
         else:
             self._order = BatchSampler(task)

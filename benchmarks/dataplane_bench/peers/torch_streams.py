@@ -138,7 +138,8 @@ class Files:
 
     def __init__(self, task: TrialTask) -> None:
         self._workload = task.workload
-        self._read = CLIENTS[task.settings["client"]](task.place)
+        # Settings that were found with local files name no client.
+        self._read = CLIENTS[task.settings.get("client", "obstore")](task.place)
         width = np.dtype(np.int64).itemsize * (task.workload.sample_count + 1)
         names = [column.name for column in memmaps.listed(task.workload)]
         found = self._read([(f"{name}.offsets", 0, width) for name in names]) if names else []

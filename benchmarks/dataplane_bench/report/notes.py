@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from dataplane.commands.output import counted
-from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
+from dataplane_bench.model import BatchKind, BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.report.cells import number, off, rate, settings_told, share, size, times, title
 from dataplane_bench.report.figures import (
     HEADROOM,
@@ -36,7 +36,13 @@ _BOUNDS = {
     "jpeg_decode_resize": "JPEG decode and resize",
     "padded_lists": "lists padded",
     "string_rows": "strings made",
+    "packs": "gather of packs",
+    "tokenised_texts": "texts tokenised",
 }
+
+
+_WORDS = {BatchKind.PACKED: ("document", " packs"), BatchKind.TOKENISED: ("text", "")}
+"""What the samples of a source are, and a batch's, where they are not the same samples."""
 
 
 def one_line(text: str) -> str:
@@ -99,7 +105,9 @@ def _s3(case: BenchCase) -> str:
 
 def _samples(workload: Workload) -> str:
     own = f" of {', '.join(workload.urls)}" if workload.urls else f" of {workload.name}"
-    return f"{counted(workload.sample_count, 'sample')}{own} in batches of {workload.batch_size:,}"
+    what, packs = _WORDS.get(workload.delivery, ("sample", ""))
+    count = counted(workload.sample_count, what)
+    return f"{count}{own} in batches of {workload.batch_size:,}{packs}"
 
 
 def absent(case: CaseFigures) -> list[tuple[str, str]]:
@@ -124,6 +132,7 @@ def notes(case: CaseFigures) -> list[str]:
     ]
     if unknown:
         told.append(f"not checked whether the samples are the source's: {', '.join(unknown)}")
+    told += _made(case)
     noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
     if noisy:
         told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
@@ -137,6 +146,22 @@ def notes(case: CaseFigures) -> list[str]:
         )
     if case.ours is None:
         told.append("Dataplane was not measured here, so there are no ratios")
+    return told
+
+
+def _made(case: CaseFigures) -> list[str]:
+    """How well packs were filled, and how exact a mixture was."""
+    facts = [(one.result.title, one.result.facts) for one in case.measured]
+    waste = [f"{name} {of['waste']:.2%}" for name, of in facts if "waste" in of]
+    weights = {part.name: part.weight for part in case.workload.parts} if case.workload else {}
+    errors = []
+    for name, of in facts:
+        if "shares" in of:
+            worst = max(abs(of["shares"][part] - weight) for part, weight in weights.items())
+            errors.append(f"{name} {worst:.2%}")
+    told = [f"padding in an epoch's packs: {', '.join(waste)}"] if waste else []
+    if errors:
+        told.append(f"a source's share of an epoch is off by, at most: {', '.join(errors)}")
     return told
 
 

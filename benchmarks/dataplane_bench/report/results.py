@@ -51,6 +51,7 @@ class SystemResult:
     """One system in one case. `refused`: why it does not take part. `error`: why it failed.
 
     `trials` has one entry per round. `same_samples` is None if it was not checked (the harness).
+    `facts` are of the epoch that was checked: "shares" of a mixture's sources, "waste" of packs.
     """
 
     name: str
@@ -61,6 +62,7 @@ class SystemResult:
     sweep: tuple[Tried, ...] = ()
     digest: str = ""
     same_samples: bool | None = None
+    facts: Figures = field(default_factory=dict)
     trials: tuple[Figures, ...] = ()
     refused: str = ""
     error: str = ""

@@ -7,15 +7,21 @@ from dataplane_bench.scenarios import (
     first_batch,
     images,
     jobs,
+    mixture,
+    packed,
     ranks,
     resume,
     tabular,
     text,
+    tokenise,
     tokens,
 )
 
 WORKLOADS = (tokens.SCENARIO, images.SCENARIO, tabular.SCENARIO, text.SCENARIO)
 """One workload each; the others load whichever they are told."""
+
+MADE = (mixture.SCENARIO, packed.SCENARIO, tokenise.SCENARIO)
+"""One workload each, whose batches are more than its samples. They load generated samples only."""
 
 OTHERS = (
     ranks.SCENARIO,
@@ -24,4 +30,4 @@ OTHERS = (
     resume.SCENARIO,
     compute.SCENARIO,
 )
-SCENARIOS = {scenario.name: scenario for scenario in (*WORKLOADS, *OTHERS)}
+SCENARIOS = {scenario.name: scenario for scenario in (*WORKLOADS, *MADE, *OTHERS)}

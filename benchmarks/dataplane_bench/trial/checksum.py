@@ -29,7 +29,7 @@ def check(batch: Batch, workload: Workload) -> None:
     count = _sample_count(batch, workload)
     if not 0 < count <= workload.batch_size:
         raise BatchRefused(f"{count} samples, not {workload.batch_size}")
-    for column in workload.columns:
+    for column in workload.batch_columns:
         _check_values(batch, column)
 
 
@@ -47,29 +47,43 @@ class Sum:
 
     def add(self, batch: Batch) -> None:
         """Raises:  BatchRefused."""
-        count = _sample_count(batch, self._workload)
-        rows = np.zeros(count, np.uint64)
-        for index, column in enumerate(self._workload.columns):
-            self.byte_count += _check_values(batch, column)
-            # Mixed with the column's place, so that no column can stand for another.
-            rows += _mix(_hashes(batch, column) + np.uint64(index + 1))
+        hashes, byte_count = sample_hashes(batch, self._workload)
         if self._has_colours:
             _check_colours(batch)
-        # A sample's hash is mixed as a whole, so that no sample can lend a column to another.
-        self._sum = (self._sum + int(_mix(rows).sum(dtype=np.uint64))) % (1 << 64)
-        self.sample_count += count
+        self._sum = (self._sum + int(hashes.sum(dtype=np.uint64))) % (1 << 64)
+        self.sample_count += len(hashes)
+        self.byte_count += byte_count
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits."""
         return f"{self._sum:016x}"
 
+    def facts(self) -> dict[str, Any]:
+        """What else there is to say about the samples: nothing."""
+        return {}
+
+
+def sample_hashes(batch: Batch, workload: Workload) -> tuple[Words, int]:
+    """The hash of each sample, and the bytes of all.
+
+    Shapes:  result: uint64[B].
+    Raises:  BatchRefused.
+    """
+    rows, byte_count = np.zeros(_sample_count(batch, workload), np.uint64), 0
+    for index, column in enumerate(workload.batch_columns):
+        byte_count += _check_values(batch, column)
+        # Mixed with the column's place, so that no column can stand for another.
+        rows += mix(_hashes(batch, column) + np.uint64(index + 1))
+    # A sample's hash is mixed as a whole, so that no sample can lend a column to another.
+    return mix(rows), byte_count
+
 
 def _sample_count(batch: Batch, workload: Workload) -> int:
-    for column in workload.columns:
+    for column in workload.batch_columns:
         if column.name not in batch:
             raise BatchRefused(f"column {column.name} is missing; there are {sorted(batch)}")
-    counts = {column.name: len(batch[column.name]) for column in workload.columns}
+    counts = {column.name: len(batch[column.name]) for column in workload.batch_columns}
     count = next(iter(counts.values()))
     if any(one != count for one in counts.values()):
         raise BatchRefused(f"columns differ in length: {counts}")
@@ -170,7 +184,7 @@ def _ragged_hashes(array: NDArray[Any], lengths: NDArray[np.int64]) -> Words:
     wide = np.zeros((*array.shape, 8), np.uint8)
     flat = np.ascontiguousarray(array).view(np.uint8)
     wide[..., : array.itemsize] = flat.reshape(*array.shape, array.itemsize)
-    return _weighted(wide.view(np.uint64)[..., 0]) + _mix(lengths.astype(np.uint64))
+    return _weighted(wide.view(np.uint64)[..., 0]) + mix(lengths.astype(np.uint64))
 
 
 def _text_hash(text: str) -> int:
@@ -179,11 +193,15 @@ def _text_hash(text: str) -> int:
 
 def _weighted(words: Words) -> Words:
     """Shapes:  words: uint64[B, n].   result: uint64[B], in which each place has its own weight."""
-    weights = _mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    return np.asarray((words * weights).sum(axis=1, dtype=np.uint64))
+    return np.asarray((words * weights(words.shape[1])).sum(axis=1, dtype=np.uint64))
 
 
-def _mix(words: Words) -> Words:
+def weights(count: int) -> Words:
+    """One for each place of a row, odd numbers.   Shapes:  result: uint64[count]."""
+    return mix(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def mix(words: Words) -> Words:
     """splitmix64's finaliser, of each word.
 
     Source:  Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.

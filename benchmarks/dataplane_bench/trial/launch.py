@@ -279,6 +279,7 @@ def _added(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "digest": f"{sum(int(one['digest'], 16) for one in told) % (1 << 64):016x}",
         "sample_count": sum(one["sample_count"] for one in told),
         "byte_count": sum(one["byte_count"] for one in told),
+        "facts": told[0]["facts"],
     }
 
 

@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dataplane_bench.model import Mode, TrialTask, Workload
+from dataplane_bench.model import BatchKind, Mode, TrialTask, Workload
 from dataplane_bench.peers.registry import REFERENCE, adapter
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.checksum import Sum, check
 from dataplane_bench.trial.loop import Loop, NoBatch
+from dataplane_bench.trial.mixtures import MixtureSum
+from dataplane_bench.trial.packs import PackSum
 
 Say = Callable[[object], None]
 
@@ -125,7 +127,7 @@ def _epoch(task: TrialTask, loader: Any, began: float, say: Say, ear: Ear) -> No
 
 
 def _sum(workload: Workload, loader: Any) -> dict[str, Any]:
-    total = Sum(workload)
+    total = _total(workload)
     for batch in loader.epoch(0):
         total.add(batch)
     if not total.sample_count:
@@ -134,7 +136,18 @@ def _sum(workload: Workload, loader: Any) -> dict[str, Any]:
         "digest": total.digest,
         "sample_count": total.sample_count,
         "byte_count": total.byte_count,
+        "facts": total.facts(),
     }
+
+
+def _total(workload: Workload) -> Sum | PackSum | MixtureSum:
+    match workload.delivery:
+        case BatchKind.PACKED:
+            return PackSum(workload)
+        case BatchKind.MIXED:
+            return MixtureSum(workload)
+        case _:
+            return Sum(workload)
 
 
 def _first(batches: Iterator[Any]) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_bench.model import (
+    BatchKind,
     BenchCase,
     ColumnType,
     DatasetPlace,
@@ -22,6 +23,7 @@ from dataplane_bench.model import (
     TrialTask,
     Workload,
     WorkloadColumn,
+    WorkloadPart,
 )
 
 
@@ -68,5 +70,7 @@ def workload_of(told: Mapping[str, Any]) -> Workload:
             "columns": columns,
             "source": Path(told["source"]),
             "urls": tuple(told["urls"]),
+            "delivery": BatchKind(told["delivery"]),
+            "parts": tuple(WorkloadPart(**part) for part in told["parts"]),
         }
     )

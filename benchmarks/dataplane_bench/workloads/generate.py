@@ -11,9 +11,12 @@ import tempfile
 from pathlib import Path
 
 from dataplane_bench.model import Workload
-from dataplane_bench.workloads import images, tabular, text, tokens
+from dataplane_bench.workloads import images, mixture, packed, tabular, text, tokenise, tokens
 
-RECIPES = {one.RECIPE.name: one.RECIPE for one in (tokens, images, tabular, text)}
+RECIPES = {
+    one.RECIPE.name: one.RECIPE
+    for one in (tokens, images, tabular, text, mixture, packed, tokenise)
+}
 BATCHES_MIN = 4
 """However small the scale, so many whole batches are there."""
 
@@ -43,4 +46,7 @@ def generated(name: str, root: Path, scale: float = 1.0) -> Workload:
         folder,
         fingerprint,
         recipe.step_ms,
+        delivery=recipe.delivery,
+        length=recipe.length,
+        parts=recipe.parts(count),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import WorkloadColumn
+from dataplane_bench.model import BatchKind, WorkloadColumn, WorkloadPart
 
 SHARD_COUNT = 8
 
@@ -19,6 +19,7 @@ class Recipe:
     """How samples of one kind are made. Raise `version` whenever the output bytes change.
 
     `write` puts so many samples as Parquet shards into an empty folder; one thread of it at a time.
+    `parts` are those of a mixture with so many samples.
     """
 
     name: str
@@ -28,12 +29,18 @@ class Recipe:
     batch_size: int
     step_ms: float
     write: Callable[[Path, int], None]
+    delivery: BatchKind = BatchKind.STORED
+    length: int = 0
+    parts: Callable[[int], tuple[WorkloadPart, ...]] = lambda _: ()
 
 
-def shards(folder: Path, count: int) -> Iterator[tuple[Path, NDArray[np.int64]]]:
+def shards(
+    folder: Path, count: int, first: int = 0, files: int = SHARD_COUNT
+) -> Iterator[tuple[Path, NDArray[np.int64]]]:
     """The file of each shard, and the ids of its samples.
 
-    Shapes:  int64[n], which count up from 0 over all shards.
+    Shapes:  int64[n], which count up from `first` over all shards.
     """
-    for index, ids in enumerate(np.array_split(np.arange(count, dtype=np.int64), SHARD_COUNT)):
+    every = np.arange(first, first + count, dtype=np.int64)
+    for index, ids in enumerate(np.array_split(every, files)):
         yield folder / f"shard-{index:05d}.parquet", ids

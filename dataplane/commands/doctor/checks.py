@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from dataplane.arena import pages
 from dataplane.client.environments import from_environment
 from dataplane.commands import output
 from dataplane.commands.stores import STORES
@@ -64,7 +65,14 @@ class Probe:
 
 def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
     """All checks that need no read."""
-    return [_processors(config), _memory(config), *_compiled(), _descriptors(manifest), _ranks()]
+    return [
+        _processors(config),
+        _memory(config),
+        huge_pages(pages.shared_huge_pages()),
+        *_compiled(),
+        _descriptors(manifest),
+        _ranks(),
+    ]
 
 
 def _ranks() -> Check:
@@ -101,6 +109,18 @@ def _memory(config: NodeConfig) -> Check:
     if needed > min(free, memory):
         return Check("memory", found, "lower block_arena_bytes, or delivery_bytes_per_rank")
     return Check("memory", found)
+
+
+def huge_pages(mode: str) -> Check:
+    """Whether the kernel uses huge pages for shared memory. `mode` is its setting."""
+    if mode not in {"never", "deny"}:
+        return Check("huge pages", f"for shared memory: {mode}")
+    return Check(
+        "huge pages",
+        f"none for shared memory ({mode})",
+        f"as root, echo advise > {pages.SHARED_HUGE_PAGES}: new memory then costs 0.6 CPU "
+        "seconds a GiB less",
+    )
 
 
 def _compiled() -> list[Check]:

@@ -33,7 +33,7 @@ _POSITIVE = click.IntRange(min=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class DoctorJob:
     """The job to try, with the arguments of a DataLoader."""
 
     batch_size: int
@@ -139,7 +139,9 @@ def doctor(
     from dataplane.commands.doctor.trial import TrialLength
 
     length = TrialLength(seconds, steps)
-    _examine(urls, settings, format_name, workers, Asked(**asked), step_ms, length, as_json=as_json)
+    _examine(
+        urls, settings, format_name, workers, DoctorJob(**asked), step_ms, length, as_json=as_json
+    )
 
 
 def _examine(
@@ -147,7 +149,7 @@ def _examine(
     settings: Settings,
     format_name: str,
     workers: int,
-    job: Asked,
+    job: DoctorJob,
     step_ms: float,
     length: TrialLength,
     *,
@@ -194,7 +196,7 @@ def _check_security(settings: Settings, *, as_json: bool) -> None:
         output.write_table(("check", "found", "advice"), checks.lines(found), "security")
 
 
-def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
+def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob:
     """Raises:  ConfigError: invalid transforms."""
     from dataplane.client import identity
     from dataplane.commands.doctor.given import stacks_of, transforms_of
@@ -229,12 +231,13 @@ def _looked_at(
     format_name: str,
     workers: int,
     config: Any,
-    job: Asked,
+    job: DoctorJob,
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
     """The input of the advice, the checks, and how long it took to index the dataset."""
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor import advice, checks
+    from dataplane.commands.doctor.disk import disk
     from dataplane.machine import this_machine
     from dataplane.plan.defaults import BlockSizes, shuffle_of
 
@@ -242,7 +245,7 @@ def _looked_at(
     manifest = opened(urls, format_name, workers, config)
     indexing_s = time.monotonic() - began
     probe = checks.probe(manifest, config.fetch_count)
-    found = [*checks.environment(config, manifest), checks.storage(probe)]
+    found = [*checks.environment(config, manifest), *disk(config), checks.storage(probe)]
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     shuffle = shuffle_of(sizes, job.lanes, job.window)
     at = advice.TrialSetup(

@@ -14,6 +14,7 @@ from dataplane.commands.doctor.checks import Check
 from dataplane.commands.options import Settings, security_given
 from dataplane.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
+from dataplane.rpc.address_kinds import NO_NEIGHBOURS
 from dataplane.security.jwts import INSTALL
 from dataplane.security.security import Security
 from dataplane.security.tls import Pems
@@ -33,6 +34,7 @@ def checks(settings: Settings) -> list[Check]:
     return [
         _token(security, str(values["state_dir"])),
         _listener(security, listen, is_open=is_open),
+        _neighbours(security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"])),
         *_certificates(security),
         *_key(security),
         _peers(security, is_open=is_open),
@@ -65,10 +67,28 @@ def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: 
     if has_own:
         return Check("coordinator", f"{listen.target}: the network, with {how}")
     if security.insecure:
-        advice = "whoever reads along on the network learns the token: give tls_cert and tls_key"
+        advice = (
+            "anyone who can read the network's traffic learns the token: give tls_cert and tls_key"
+        )
         return Check("coordinator", f"{listen.target}: the network, in plain text", advice)
     advice = "give tls_cert and tls_key, or listen on 127.0.0.1"
     return Check("coordinator", f"{listen.target}: does not start without TLS", advice)
+
+
+def _neighbours(security: Security, wanted: str, *, peer_tls: bool) -> Check:
+    if wanted == NO_NEIGHBOURS:
+        return Check("neighbours", "none")
+    if peer_tls:
+        try:
+            security.check_peer_tls()
+        except ConfigError as error:
+            return Check("neighbours", "a node does not start", str(error))
+    elif not wanted and security.tls is not None and not security.insecure:
+        found = "none beyond this host: blocks would cross the network in plain text"
+        return Check("neighbours", f"{found}; peer_tls encrypts them, data_listen allows it")
+    where = "a free port" if wanted in ("", ":0") else wanted.removeprefix(":")
+    found = f"a node that joins over TCP lends blocks at {where}: to nodes with the key of the job"
+    return Check("neighbours", f"{found}, {'with TLS' if peer_tls else 'in plain text'}")
 
 
 def _certificates(security: Security) -> Iterator[Check]:

@@ -8,18 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "protocol")
+    __slots__ = ("node_id", "host", "pid", "version", "protocol", "data_address", "arena_bytes", "worker_count", "only_job", "disk_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ONLY_JOB_FIELD_NUMBER: _ClassVar[int]
+    DISK_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
     version: str
     protocol: int
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+    data_address: str
+    arena_bytes: int
+    worker_count: int
+    only_job: str
+    disk_id: str
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., data_address: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., worker_count: _Optional[int] = ..., only_job: _Optional[str] = ..., disk_id: _Optional[str] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
     __slots__ = ("lease_s", "coordinator_id")
@@ -30,7 +40,7 @@ class RegisterNodeResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count", "pixels", "urls")
+    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count", "pixels", "urls", "format", "identity")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +51,8 @@ class JoinRequest(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIXELS_FIELD_NUMBER: _ClassVar[int]
     URLS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -51,18 +63,58 @@ class JoinRequest(_message.Message):
     sample_count: int
     pixels: str
     urls: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ...) -> None: ...
+    format: str
+    identity: _types_pb2.DatasetIdentity
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "lease_s")
+    __slots__ = ("generation", "lease_s", "nodes")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     generation: int
     lease_s: float
-    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    nodes: JobNodes
+    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ..., nodes: _Optional[_Union[JobNodes, _Mapping]] = ...) -> None: ...
+
+class NeighbourNode(_message.Message):
+    __slots__ = ("node_id", "address", "arena_bytes", "worker_count", "disk_id")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DISK_ID_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    arena_bytes: int
+    worker_count: int
+    disk_id: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., worker_count: _Optional[int] = ..., disk_id: _Optional[str] = ...) -> None: ...
+
+class JobNodes(_message.Message):
+    __slots__ = ("job_id", "generation", "version", "key", "nodes")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    generation: int
+    version: int
+    key: bytes
+    nodes: _containers.RepeatedCompositeFieldContainer[NeighbourNode]
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., version: _Optional[int] = ..., key: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ...) -> None: ...
+
+class KnownNodes(_message.Message):
+    __slots__ = ("job_id", "version")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    version: int
+    def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class MemberProgress(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound")
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +123,7 @@ class MemberProgress(_message.Message):
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     BOUND_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -79,7 +132,8 @@ class MemberProgress(_message.Message):
     samples_per_s: float
     stall_s: float
     bound: str
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
+    began: _types_pb2.LedgerPosition
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
 
 class StoreOutage(_message.Message):
     __slots__ = ("store", "away_s", "error")
@@ -92,30 +146,46 @@ class StoreOutage(_message.Message):
     def __init__(self, store: _Optional[str] = ..., away_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s", "reads")
+    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s", "reads", "known", "is_short")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
     LOOP_HOLDS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HOLD_S_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    IS_SHORT_FIELD_NUMBER: _ClassVar[int]
     node: RegisterNodeRequest
     members: _containers.RepeatedCompositeFieldContainer[MemberProgress]
     stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
     loop_holds: int
     longest_hold_s: float
     reads: NodeReads
-    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ...) -> None: ...
+    known: _containers.RepeatedCompositeFieldContainer[KnownNodes]
+    is_short: bool
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., is_short: bool = ...) -> None: ...
 
 class NodeReads(_message.Message):
-    __slots__ = ("fetchers", "read_bytes", "hedged_bytes")
+    __slots__ = ("fetchers", "read_bytes", "hedged_bytes", "neighbour_bytes", "lent_bytes", "disk_bytes", "memory_bytes", "made_slabs", "made_bytes")
     FETCHERS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEDGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOUR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MADE_SLABS_FIELD_NUMBER: _ClassVar[int]
+    MADE_BYTES_FIELD_NUMBER: _ClassVar[int]
     fetchers: int
     read_bytes: int
     hedged_bytes: int
-    def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ...) -> None: ...
+    neighbour_bytes: int
+    lent_bytes: int
+    disk_bytes: int
+    memory_bytes: int
+    made_slabs: int
+    made_bytes: int
+    def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., made_slabs: _Optional[int] = ..., made_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
     __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s")
@@ -130,10 +200,14 @@ class MemberVerdict(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("verdicts",)
+    __slots__ = ("verdicts", "jobs", "left")
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     verdicts: _containers.RepeatedCompositeFieldContainer[MemberVerdict]
-    def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ...) -> None: ...
+    jobs: _containers.RepeatedCompositeFieldContainer[JobNodes]
+    left: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobNodes, _Mapping]]] = ..., left: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "lost", "progress")
@@ -182,7 +256,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor")
+    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor", "nodes", "nodes_version")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +269,8 @@ class JobStatus(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -207,10 +283,12 @@ class JobStatus(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     epoch: int
     cursor: int
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[NeighbourNode]
+    nodes_version: int
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads")
+    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads", "data_address", "known", "worker_count", "is_short")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +298,10 @@ class NodeStatus(_message.Message):
     LOOP_HOLDS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HOLD_S_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_SHORT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
@@ -229,7 +311,11 @@ class NodeStatus(_message.Message):
     loop_holds: int
     longest_hold_s: float
     reads: NodeReads
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ...) -> None: ...
+    data_address: str
+    known: _containers.RepeatedCompositeFieldContainer[KnownNodes]
+    worker_count: int
+    is_short: bool
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("version", "coordinator_id", "jobs", "nodes")
@@ -242,3 +328,33 @@ class StatusResponse(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
+
+class LedgerRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class LedgerResponse(_message.Message):
+    __slots__ = ("job_id", "urls", "format", "spec", "sample_count", "dp_size", "epoch", "cursor", "identity", "entries")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    URLS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    urls: _containers.RepeatedScalarFieldContainer[str]
+    format: str
+    spec: _types_pb2.JobSpec
+    sample_count: int
+    dp_size: int
+    epoch: int
+    cursor: int
+    identity: _types_pb2.DatasetIdentity
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, job_id: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...

@@ -59,6 +59,11 @@ class CoordinatorStub(object):
                 request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
                 response_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Ledger = channel.unary_unary(
+                '/dataplane.rpc.v1.Coordinator/Ledger',
+                request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
+                response_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -101,6 +106,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ledger(self, request, context):
+        """What a job was given to train on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
                     response_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusResponse.SerializeToString,
+            ),
+            'Ledger': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ledger,
+                    request_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.FromString,
+                    response_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +282,33 @@ class Coordinator(object):
             '/dataplane.rpc.v1.Coordinator/Status',
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ledger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataplane.rpc.v1.Coordinator/Ledger',
+            dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
+            dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

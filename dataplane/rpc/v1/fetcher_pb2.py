@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/fetcher.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xef\x01\n\tToFetcher\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x31\n\nread_range\x18\x02 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadRangeH\x00\x12\x37\n\rcopy_preamble\x18\x03 \x01(\x0b\x32\x1e.dataplane.rpc.v1.CopyPreambleH\x00\x12\x33\n\x0bstore_pause\x18\x04 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x42\x06\n\x04\x62ody\"\xe9\x01\n\x0b\x46romFetcher\x12\x31\n\nread_ended\x18\x01 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadEndedH\x00\x12\x33\n\x0bstore_pause\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x12\x31\n\nstore_seen\x18\x03 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StoreSeenH\x00\x12\x37\n\rshard_trouble\x18\x04 \x01(\x0b\x32\x1e.dataplane.rpc.v1.ShardTroubleH\x00\x42\x06\n\x04\x62ody\"\xb1\x01\n\rStartFetching\x12\x13\n\x0b\x65nvironment\x18\x01 \x03(\x0c\x12\x10\n\x08\x62udget_s\x18\x02 \x01(\x01\x12\x19\n\x11request_timeout_s\x18\x03 \x01(\x01\x12\x11\n\tlog_level\x18\x04 \x01(\t\x12\x12\n\nlog_format\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nis_policed\x18\x07 \x01(\x08\x12\x14\n\x0c\x61llowed_urls\x18\x08 \x03(\t\"\xac\x01\n\tReadRange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04into\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12*\n\x04more\x18\x07 \x03(\x0b\x32\x1c.dataplane.rpc.v1.ReadTarget\"D\n\nReadTarget\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12&\n\x04into\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"n\n\x0c\x43opyPreamble\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04kept\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"x\n\tReadEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x04 \x01(\x01\x12\x14\n\x0chedged_bytes\x18\x05 \x01(\x04\":\n\nStorePause\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"V\n\tStoreSeen\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\x01\x12\r\n\x05until\x18\x05 \x01(\x01\"C\n\x0cShardTrouble\x12\x0b\n\x03url\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Errorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/fetcher.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xaf\x04\n\tToFetcher\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x31\n\nread_range\x18\x02 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadRangeH\x00\x12\x37\n\rcopy_preamble\x18\x03 \x01(\x0b\x32\x1e.dataplane.rpc.v1.CopyPreambleH\x00\x12\x33\n\x0bstore_pause\x18\x04 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x12/\n\tread_slab\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.ReadSlabH\x00\x12;\n\x0f\x61ttach_delivery\x18\x06 \x01(\x0b\x32 .dataplane.rpc.v1.AttachDeliveryH\x00\x12;\n\x0f\x64\x65tach_delivery\x18\x07 \x01(\x0b\x32 .dataplane.rpc.v1.DetachDeliveryH\x00\x12/\n\tread_kept\x18\x08 \x01(\x0b\x32\x1a.dataplane.rpc.v1.ReadKeptH\x00\x12\x31\n\nwrite_kept\x18\t \x01(\x0b\x32\x1b.dataplane.rpc.v1.WriteKeptH\x00\x12/\n\tscan_kept\x18\n \x01(\x0b\x32\x1a.dataplane.rpc.v1.ScanKeptH\x00\x42\x06\n\x04\x62ody\"\xcd\x02\n\x0b\x46romFetcher\x12\x31\n\nread_ended\x18\x01 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadEndedH\x00\x12\x33\n\x0bstore_pause\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x12\x31\n\nstore_seen\x18\x03 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StoreSeenH\x00\x12\x37\n\rshard_trouble\x18\x04 \x01(\x0b\x32\x1e.dataplane.rpc.v1.ShardTroubleH\x00\x12/\n\tslab_read\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.SlabReadH\x00\x12\x31\n\nkept_found\x18\x06 \x01(\x0b\x32\x1b.dataplane.rpc.v1.KeptFoundH\x00\x42\x06\n\x04\x62ody\"\xee\x01\n\rStartFetching\x12\x13\n\x0b\x65nvironment\x18\x01 \x03(\x0c\x12\x10\n\x08\x62udget_s\x18\x02 \x01(\x01\x12\x19\n\x11request_timeout_s\x18\x03 \x01(\x01\x12\x11\n\tlog_level\x18\x04 \x01(\t\x12\x12\n\nlog_format\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nis_policed\x18\x07 \x01(\x08\x12\x14\n\x0c\x61llowed_urls\x18\x08 \x03(\t\x12\x13\n\x0bkept_folder\x18\t \x01(\t\x12&\n\x03tls\x18\n \x01(\x0b\x32\x19.dataplane.rpc.v1.PeerTls\"\xdc\x01\n\tReadRange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04into\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12*\n\x04more\x18\x07 \x03(\x0b\x32\x1c.dataplane.rpc.v1.ReadTarget\x12.\n\tneighbour\x18\x08 \x01(\x0b\x32\x1b.dataplane.rpc.v1.Neighbour\"\xcf\x01\n\tNeighbour\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06own_id\x18\x05 \x01(\t\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x07 \x01(\x0c\x12\r\n\x05\x62lock\x18\x08 \x01(\x04\x12\x0e\n\x06offset\x18\t \x01(\x04\x12)\n\x04\x66orm\x18\x0b \x01(\x0e\x32\x1b.dataplane.rpc.v1.BlockFormJ\x04\x08\n\x10\x0b\"D\n\nReadTarget\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12&\n\x04into\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"n\n\x0c\x43opyPreamble\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04kept\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"b\n\x08ReadKept\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\x04\x12&\n\x04into\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"\x95\x01\n\tWriteKept\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\x04\x12(\n\x06source\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12.\n\ninstead_of\x18\x05 \x03(\x0b\x32\x1a.dataplane.rpc.v1.KeptName\"*\n\x08KeptName\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\x0c\x12\r\n\x05\x62lock\x18\x02 \x01(\x04\"\x1a\n\x08ScanKept\x12\x0e\n\x06number\x18\x01 \x01(\x04\"@\n\tKeptFound\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x03(\x04\x12\x12\n\ndisk_bytes\x18\x03 \x03(\x04\"\xbc\x01\n\tReadEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x04 \x01(\x01\x12\x14\n\x0chedged_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fneighbour_bytes\x18\x06 \x01(\x04\x12\x15\n\rdecoded_bytes\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\":\n\nStorePause\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"V\n\tStoreSeen\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\x01\x12\r\n\x05until\x18\x05 \x01(\x01\"C\n\x0cShardTrouble\x12\x0b\n\x03url\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\"\xd6\x01\n\x08ReadSlab\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12*\n\x05maker\x18\x02 \x01(\x0b\x32\x1b.dataplane.rpc.v1.SlabMaker\x12*\n\x05hedge\x18\x03 \x01(\x0b\x32\x1b.dataplane.rpc.v1.SlabMaker\x12\x0f\n\x07request\x18\x04 \x01(\x0c\x12\x17\n\x0frequest_opening\x18\x05 \x01(\x0c\x12\x10\n\x08\x61rena_id\x18\x06 \x01(\x04\x12&\n\x04into\x18\x07 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"n\n\tSlabMaker\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06own_id\x18\x05 \x01(\t\x12\x0f\n\x07node_id\x18\x06 \x01(\t\"\x90\x01\n\x08SlabRead\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x0c\n\x04note\x18\x03 \x01(\x0c\x12\x0e\n\x06length\x18\x04 \x01(\x04\x12\x0e\n\x06took_s\x18\x05 \x01(\x01\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\r\n\x05\x63pu_s\x18\x07 \x01(\x01\"\"\n\x0e\x41ttachDelivery\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\"\n\x0e\x44\x65tachDelivery\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.fetcher_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOFETCHER']._serialized_start=83
-  _globals['_TOFETCHER']._serialized_end=322
-  _globals['_FROMFETCHER']._serialized_start=325
-  _globals['_FROMFETCHER']._serialized_end=558
-  _globals['_STARTFETCHING']._serialized_start=561
-  _globals['_STARTFETCHING']._serialized_end=738
-  _globals['_READRANGE']._serialized_start=741
-  _globals['_READRANGE']._serialized_end=913
-  _globals['_READTARGET']._serialized_start=915
-  _globals['_READTARGET']._serialized_end=983
-  _globals['_COPYPREAMBLE']._serialized_start=985
-  _globals['_COPYPREAMBLE']._serialized_end=1095
-  _globals['_READENDED']._serialized_start=1097
-  _globals['_READENDED']._serialized_end=1217
-  _globals['_STOREPAUSE']._serialized_start=1219
-  _globals['_STOREPAUSE']._serialized_end=1277
-  _globals['_STORESEEN']._serialized_start=1279
-  _globals['_STORESEEN']._serialized_end=1365
-  _globals['_SHARDTROUBLE']._serialized_start=1367
-  _globals['_SHARDTROUBLE']._serialized_end=1434
+  _globals['_TOFETCHER']._serialized_end=642
+  _globals['_FROMFETCHER']._serialized_start=645
+  _globals['_FROMFETCHER']._serialized_end=978
+  _globals['_STARTFETCHING']._serialized_start=981
+  _globals['_STARTFETCHING']._serialized_end=1219
+  _globals['_READRANGE']._serialized_start=1222
+  _globals['_READRANGE']._serialized_end=1442
+  _globals['_NEIGHBOUR']._serialized_start=1445
+  _globals['_NEIGHBOUR']._serialized_end=1652
+  _globals['_READTARGET']._serialized_start=1654
+  _globals['_READTARGET']._serialized_end=1722
+  _globals['_COPYPREAMBLE']._serialized_start=1724
+  _globals['_COPYPREAMBLE']._serialized_end=1834
+  _globals['_READKEPT']._serialized_start=1836
+  _globals['_READKEPT']._serialized_end=1934
+  _globals['_WRITEKEPT']._serialized_start=1937
+  _globals['_WRITEKEPT']._serialized_end=2086
+  _globals['_KEPTNAME']._serialized_start=2088
+  _globals['_KEPTNAME']._serialized_end=2130
+  _globals['_SCANKEPT']._serialized_start=2132
+  _globals['_SCANKEPT']._serialized_end=2158
+  _globals['_KEPTFOUND']._serialized_start=2160
+  _globals['_KEPTFOUND']._serialized_end=2224
+  _globals['_READENDED']._serialized_start=2227
+  _globals['_READENDED']._serialized_end=2415
+  _globals['_STOREPAUSE']._serialized_start=2417
+  _globals['_STOREPAUSE']._serialized_end=2475
+  _globals['_STORESEEN']._serialized_start=2477
+  _globals['_STORESEEN']._serialized_end=2563
+  _globals['_SHARDTROUBLE']._serialized_start=2565
+  _globals['_SHARDTROUBLE']._serialized_end=2632
+  _globals['_READSLAB']._serialized_start=2635
+  _globals['_READSLAB']._serialized_end=2849
+  _globals['_SLABMAKER']._serialized_start=2851
+  _globals['_SLABMAKER']._serialized_end=2961
+  _globals['_SLABREAD']._serialized_start=2964
+  _globals['_SLABREAD']._serialized_end=3108
+  _globals['_ATTACHDELIVERY']._serialized_start=3110
+  _globals['_ATTACHDELIVERY']._serialized_end=3144
+  _globals['_DETACHDELIVERY']._serialized_start=3146
+  _globals['_DETACHDELIVERY']._serialized_end=3180
 # @@protoc_insertion_point(module_scope)

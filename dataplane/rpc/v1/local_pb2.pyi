@@ -1,11 +1,23 @@
 from dataplane.rpc.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class MixUnit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MIX_UNIT_UNSPECIFIED: _ClassVar[MixUnit]
+    MIX_UNIT_SAMPLES: _ClassVar[MixUnit]
+    MIX_UNIT_TOKENS: _ClassVar[MixUnit]
+    MIX_UNIT_BATCH: _ClassVar[MixUnit]
+MIX_UNIT_UNSPECIFIED: MixUnit
+MIX_UNIT_SAMPLES: MixUnit
+MIX_UNIT_TOKENS: MixUnit
+MIX_UNIT_BATCH: MixUnit
 
 class ToNode(_message.Message):
     __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns", "read_categories")
@@ -84,7 +96,7 @@ class DatasetSource(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
 
 class OpenJob(_message.Message):
-    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options")
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options", "view", "mixture")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +111,8 @@ class OpenJob(_message.Message):
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     SHARING_FIELD_NUMBER: _ClassVar[int]
     COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MIXTURE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     incarnation: str
     member_id: str
@@ -113,7 +127,43 @@ class OpenJob(_message.Message):
     transforms: _containers.RepeatedCompositeFieldContainer[_types_pb2.ImageSpec]
     sharing: str
     column_options: _types_pb2.ColumnOptions
-    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
+    view: _types_pb2.View
+    mixture: MixtureAsked
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ...) -> None: ...
+
+class MixtureAsked(_message.Message):
+    __slots__ = ("sources", "unit", "exhausted", "length", "temperature", "source_column")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[SourceAsked]
+    unit: MixUnit
+    exhausted: _types_pb2.Exhausted
+    length: int
+    temperature: float
+    source_column: str
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceAsked, _Mapping]]] = ..., unit: _Optional[_Union[MixUnit, str]] = ..., exhausted: _Optional[_Union[_types_pb2.Exhausted, str]] = ..., length: _Optional[int] = ..., temperature: _Optional[float] = ..., source_column: _Optional[str] = ...) -> None: ...
+
+class SourceAsked(_message.Message):
+    __slots__ = ("name", "source", "weight", "passes", "passes_max", "mean_length", "view")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    PASSES_MAX_FIELD_NUMBER: _ClassVar[int]
+    MEAN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    source: DatasetSource
+    weight: float
+    passes: float
+    passes_max: int
+    mean_length: float
+    view: _types_pb2.View
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., weight: _Optional[float] = ..., passes: _Optional[float] = ..., passes_max: _Optional[int] = ..., mean_length: _Optional[float] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
     __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice")
@@ -230,7 +280,7 @@ class NextSlab(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("stream_id", "slab_id", "region", "batches", "copy_out", "times", "layout")
+    __slots__ = ("stream_id", "slab_id", "region", "batches", "copy_out", "times", "layout", "bytes_used")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +288,7 @@ class Slab(_message.Message):
     COPY_OUT_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     slab_id: int
     region: _types_pb2.Region
@@ -245,7 +296,8 @@ class Slab(_message.Message):
     copy_out: bool
     times: StageTimes
     layout: bytes
-    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., copy_out: bool = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    bytes_used: int
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., copy_out: bool = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., layout: _Optional[bytes] = ..., bytes_used: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("columns",)
@@ -254,7 +306,7 @@ class Layout(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers")
+    __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers", "disk_bytes")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +318,7 @@ class StageTimes(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     decode: int
     room: int
@@ -277,7 +330,8 @@ class StageTimes(_message.Message):
     decoding: int
     disk: int
     workers: int
-    def __init__(self, fetch: _Optional[int] = ..., decode: _Optional[int] = ..., room: _Optional[int] = ..., queue: _Optional[int] = ..., assemble: _Optional[int] = ..., ready: _Optional[int] = ..., read_bytes: _Optional[int] = ..., reading: _Optional[int] = ..., decoding: _Optional[int] = ..., disk: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    disk_bytes: int
+    def __init__(self, fetch: _Optional[int] = ..., decode: _Optional[int] = ..., room: _Optional[int] = ..., queue: _Optional[int] = ..., assemble: _Optional[int] = ..., ready: _Optional[int] = ..., read_bytes: _Optional[int] = ..., reading: _Optional[int] = ..., decoding: _Optional[int] = ..., disk: _Optional[int] = ..., workers: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
 
 class Steps(_message.Message):
     __slots__ = ("first", "stride", "rows", "valid")

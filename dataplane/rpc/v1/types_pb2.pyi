@@ -55,6 +55,33 @@ class Decoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DECODING_AUTO: _ClassVar[Decoding]
     DECODING_EXACT: _ClassVar[Decoding]
     DECODING_FAST: _ClassVar[Decoding]
+
+class BlockForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_FORM_UNSPECIFIED: _ClassVar[BlockForm]
+    BLOCK_FORM_RAW: _ClassVar[BlockForm]
+    BLOCK_FORM_DECODED: _ClassVar[BlockForm]
+    BLOCK_FORM_SLAB: _ClassVar[BlockForm]
+
+class PackPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PACK_POLICY_UNSPECIFIED: _ClassVar[PackPolicy]
+    PACK_POLICY_BEST_FIT: _ClassVar[PackPolicy]
+    PACK_POLICY_WRAP: _ClassVar[PackPolicy]
+
+class LongPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LONG_POLICY_UNSPECIFIED: _ClassVar[LongPolicy]
+    LONG_POLICY_FRAGMENT: _ClassVar[LongPolicy]
+    LONG_POLICY_TRUNCATE: _ClassVar[LongPolicy]
+    LONG_POLICY_DROP: _ClassVar[LongPolicy]
+
+class Exhausted(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXHAUSTED_UNSPECIFIED: _ClassVar[Exhausted]
+    EXHAUSTED_STOP: _ClassVar[Exhausted]
+    EXHAUSTED_RENORMALISE: _ClassVar[Exhausted]
+    EXHAUSTED_CYCLE: _ClassVar[Exhausted]
 END_UNSPECIFIED: End
 END_RAGGED: End
 END_DROP: End
@@ -83,6 +110,21 @@ DECODING_UNSPECIFIED: Decoding
 DECODING_AUTO: Decoding
 DECODING_EXACT: Decoding
 DECODING_FAST: Decoding
+BLOCK_FORM_UNSPECIFIED: BlockForm
+BLOCK_FORM_RAW: BlockForm
+BLOCK_FORM_DECODED: BlockForm
+BLOCK_FORM_SLAB: BlockForm
+PACK_POLICY_UNSPECIFIED: PackPolicy
+PACK_POLICY_BEST_FIT: PackPolicy
+PACK_POLICY_WRAP: PackPolicy
+LONG_POLICY_UNSPECIFIED: LongPolicy
+LONG_POLICY_FRAGMENT: LongPolicy
+LONG_POLICY_TRUNCATE: LongPolicy
+LONG_POLICY_DROP: LongPolicy
+EXHAUSTED_UNSPECIFIED: Exhausted
+EXHAUSTED_STOP: Exhausted
+EXHAUSTED_RENORMALISE: Exhausted
+EXHAUSTED_CYCLE: Exhausted
 
 class Error(_message.Message):
     __slots__ = ("name", "message", "nouns")
@@ -195,8 +237,50 @@ class ColumnOptions(_message.Message):
     codes: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ..., codes: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class View(_message.Message):
+    __slots__ = ("where", "sample", "split_from", "split_to", "limit", "map", "collate", "pack")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FROM_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_TO_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    COLLATE_FIELD_NUMBER: _ClassVar[int]
+    PACK_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    sample: int
+    split_from: int
+    split_to: int
+    limit: int
+    map: str
+    collate: str
+    pack: PackSpec
+    def __init__(self, where: _Optional[str] = ..., sample: _Optional[int] = ..., split_from: _Optional[int] = ..., split_to: _Optional[int] = ..., limit: _Optional[int] = ..., map: _Optional[str] = ..., collate: _Optional[str] = ..., pack: _Optional[_Union[PackSpec, _Mapping]] = ...) -> None: ...
+
+class PackSpec(_message.Message):
+    __slots__ = ("column", "length", "policy", "long", "carry", "outputs", "multiple", "documents", "pad_value")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    LONG_FIELD_NUMBER: _ClassVar[int]
+    CARRY_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MULTIPLE_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    PAD_VALUE_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    length: int
+    policy: PackPolicy
+    long: LongPolicy
+    carry: _containers.RepeatedScalarFieldContainer[str]
+    outputs: _containers.RepeatedScalarFieldContainer[str]
+    multiple: int
+    documents: int
+    pad_value: int
+    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ..., policy: _Optional[_Union[PackPolicy, str]] = ..., long: _Optional[_Union[LongPolicy, str]] = ..., carry: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., multiple: _Optional[int] = ..., documents: _Optional[int] = ..., pad_value: _Optional[int] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options", "ramp")
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options", "ramp", "view", "mixture")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +291,8 @@ class JobSpec(_message.Message):
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     RAMP_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MIXTURE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     seed: int
     shuffle: bool
@@ -217,7 +303,41 @@ class JobSpec(_message.Message):
     transforms: _containers.RepeatedCompositeFieldContainer[ImageSpec]
     column_options: ColumnOptions
     ramp: int
-    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ..., ramp: _Optional[int] = ...) -> None: ...
+    view: View
+    mixture: MixtureSpec
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ..., ramp: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureSpec, _Mapping]] = ...) -> None: ...
+
+class MixtureSpec(_message.Message):
+    __slots__ = ("sources", "exhausted", "length", "batch", "source_column")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[SourceSpec]
+    exhausted: Exhausted
+    length: int
+    batch: int
+    source_column: str
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceSpec, _Mapping]]] = ..., exhausted: _Optional[_Union[Exhausted, str]] = ..., length: _Optional[int] = ..., batch: _Optional[int] = ..., source_column: _Optional[str] = ...) -> None: ...
+
+class SourceSpec(_message.Message):
+    __slots__ = ("name", "fingerprint", "share", "passes_max", "window", "ramp", "view")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PASSES_MAX_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RAMP_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    share: int
+    passes_max: int
+    window: int
+    ramp: int
+    view: View
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., share: _Optional[int] = ..., passes_max: _Optional[int] = ..., window: _Optional[int] = ..., ramp: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class DatasetIdentity(_message.Message):
     __slots__ = ("content", "layout")
@@ -226,6 +346,32 @@ class DatasetIdentity(_message.Message):
     content: str
     layout: str
     def __init__(self, content: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class LedgerPosition(_message.Message):
+    __slots__ = ("epoch", "cursor")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    cursor: int
+    def __init__(self, epoch: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+
+class LedgerEntry(_message.Message):
+    __slots__ = ("seq", "kind", "position", "payload", "by", "at", "previous")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    kind: str
+    position: LedgerPosition
+    payload: str
+    by: str
+    at: float
+    previous: str
+    def __init__(self, seq: _Optional[int] = ..., kind: _Optional[str] = ..., position: _Optional[_Union[LedgerPosition, _Mapping]] = ..., payload: _Optional[str] = ..., by: _Optional[str] = ..., at: _Optional[float] = ..., previous: _Optional[str] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "source")
@@ -272,3 +418,15 @@ class ColumnSpec(_message.Message):
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PeerTls(_message.Message):
+    __slots__ = ("cert", "key", "ca", "peers")
+    CERT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CA_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    cert: str
+    key: str
+    ca: str
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cert: _Optional[str] = ..., key: _Optional[str] = ..., ca: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...

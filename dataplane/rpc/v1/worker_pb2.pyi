@@ -77,7 +77,7 @@ class DetachArena(_message.Message):
     def __init__(self, arena_id: _Optional[int] = ...) -> None: ...
 
 class OpenDataset(_message.Message):
-    __slots__ = ("dataset_id", "format", "schema", "more", "pack", "memory_bytes", "column_options")
+    __slots__ = ("dataset_id", "format", "schema", "more", "pack", "memory_bytes", "column_options", "view", "finds_columns", "seed")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,9 @@ class OpenDataset(_message.Message):
     PACK_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    FINDS_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     format: str
     schema: bytes
@@ -92,10 +95,13 @@ class OpenDataset(_message.Message):
     pack: bool
     memory_bytes: int
     column_options: _types_pb2.ColumnOptions
-    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: bool = ..., pack: bool = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
+    view: _types_pb2.View
+    finds_columns: bool
+    seed: int
+    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: bool = ..., pack: bool = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., finds_columns: bool = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RawBlockRef(_message.Message):
-    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces", "kept_preamble", "preamble_number")
+    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces", "kept_preamble", "preamble_number", "stored_rows", "first_row", "shard_word", "shard")
     URL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +114,10 @@ class RawBlockRef(_message.Message):
     PIECES_FIELD_NUMBER: _ClassVar[int]
     KEPT_PREAMBLE_FIELD_NUMBER: _ClassVar[int]
     PREAMBLE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    SHARD_WORD_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     url: str
     index: int
     rows: int
@@ -120,7 +130,11 @@ class RawBlockRef(_message.Message):
     pieces: _containers.RepeatedCompositeFieldContainer[_types_pb2.Region]
     kept_preamble: _types_pb2.Region
     preamble_number: int
-    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ..., kept_preamble: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_number: _Optional[int] = ...) -> None: ...
+    stored_rows: int
+    first_row: int
+    shard_word: int
+    shard: int
+    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ..., kept_preamble: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_number: _Optional[int] = ..., stored_rows: _Optional[int] = ..., first_row: _Optional[int] = ..., shard_word: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("dataset_id", "raw", "into")
@@ -143,14 +157,16 @@ class Decoded(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., stored: bool = ..., disk: _Optional[int] = ...) -> None: ...
 
 class Origin(_message.Message):
-    __slots__ = ("url", "shard", "first_row")
+    __slots__ = ("url", "shard", "first_row", "of_view")
     URL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    OF_VIEW_FIELD_NUMBER: _ClassVar[int]
     url: str
     shard: int
     first_row: int
-    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
+    of_view: bool
+    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ..., of_view: bool = ...) -> None: ...
 
 class BlockSource(_message.Message):
     __slots__ = ("key", "raw", "decoded", "origin", "restart_indexes", "row_count")
@@ -189,7 +205,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +215,9 @@ class Assemble(_message.Message):
     RENDER_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     SAY_WHERE_FIELD_NUMBER: _ClassVar[int]
+    PACK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PACK_KEY_COUNTS_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -208,7 +227,10 @@ class Assemble(_message.Message):
     render: Render
     keep: _types_pb2.Region
     say_where: bool
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ...) -> None: ...
+    pack_keys: _containers.RepeatedScalarFieldContainer[int]
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    pack_key_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout")
@@ -235,12 +257,14 @@ class Extract(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., block_key: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ExcerptPlace, _Mapping]]] = ...) -> None: ...
 
 class ExcerptPlace(_message.Message):
-    __slots__ = ("into", "row_count")
+    __slots__ = ("into", "row_count", "pack_keys")
     INTO_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PACK_KEYS_FIELD_NUMBER: _ClassVar[int]
     into: _types_pb2.Region
     row_count: int
-    def __init__(self, into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ...) -> None: ...
+    pack_keys: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ..., pack_keys: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Extracted(_message.Message):
     __slots__ = ("bytes", "disk")
@@ -261,14 +285,16 @@ class CopySlab(_message.Message):
     def __init__(self, kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class ToIndexer(_message.Message):
-    __slots__ = ("task", "index_shard", "shard_bytes")
+    __slots__ = ("task", "index_shard", "shard_bytes", "count_rows")
     TASK_FIELD_NUMBER: _ClassVar[int]
     INDEX_SHARD_FIELD_NUMBER: _ClassVar[int]
     SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNT_ROWS_FIELD_NUMBER: _ClassVar[int]
     task: int
     index_shard: IndexShard
     shard_bytes: ShardBytes
-    def __init__(self, task: _Optional[int] = ..., index_shard: _Optional[_Union[IndexShard, _Mapping]] = ..., shard_bytes: _Optional[_Union[ShardBytes, _Mapping]] = ...) -> None: ...
+    count_rows: CountRows
+    def __init__(self, task: _Optional[int] = ..., index_shard: _Optional[_Union[IndexShard, _Mapping]] = ..., shard_bytes: _Optional[_Union[ShardBytes, _Mapping]] = ..., count_rows: _Optional[_Union[CountRows, _Mapping]] = ...) -> None: ...
 
 class FromIndexer(_message.Message):
     __slots__ = ("task", "error", "out_of_memory", "read_shard", "still_reading", "shard_indexed")
@@ -301,6 +327,28 @@ class IndexShard(_message.Message):
     is_local: bool
     parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
     def __init__(self, format: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., is_local: bool = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ...) -> None: ...
+
+class CountRows(_message.Message):
+    __slots__ = ("format", "url", "size_bytes", "etag", "schema", "view", "blocks", "is_local", "parts")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    url: str
+    size_bytes: int
+    etag: str
+    schema: bytes
+    view: _types_pb2.View
+    blocks: _containers.RepeatedCompositeFieldContainer[RawBlockRef]
+    is_local: bool
+    parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
+    def __init__(self, format: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., schema: _Optional[bytes] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[RawBlockRef, _Mapping]]] = ..., is_local: bool = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ...) -> None: ...
 
 class ShardPart(_message.Message):
     __slots__ = ("offset", "content")

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from dataplane.model import Region
 from dataplane.plan.column_places import ColumnPlaces, PlacesPart
+from dataplane.plan.shards import starts_of
 from dataplane.scheduler.joined import BlockPlaces
 from dataplane.worker.columns import Ints
 
@@ -68,6 +69,19 @@ class Projection(Struct, frozen=True, eq=False):
         bounds = np.arange(len(block_length) + 1)
         first = np.searchsorted(np.concatenate(blocks), bounds)
         return cls(first, np.concatenate(starts), np.concatenate(stops), skipped, decoded)
+
+    def of_blocks(self, kept: Ints) -> Self:
+        """The same of only these blocks.
+
+        Shapes:  kept: int64[k], rising.
+        """
+        counts, is_kept = np.diff(self.first), np.zeros(len(self.skipped), np.bool_)
+        is_kept[kept] = True
+        holes = np.repeat(is_kept, counts)
+        return type(self)(
+            starts_of(counts[kept]), self.start[holes], self.stop[holes], self.skipped[kept],
+            self.decoded[kept],
+        )  # fmt: skip
 
     def places(
         self, block_shard: npt.NDArray[np.int32], block_offset: Ints, block_length: Ints

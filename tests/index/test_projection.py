@@ -20,10 +20,10 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, arrow_bytes, parquet_bytes,
 from dataplane.errors import ConfigError
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
+from dataplane.index import projection
 from dataplane.index.indexing import index_dataset
+from dataplane.index.projection import HOLE_BYTES_MIN, Projection
 from dataplane.model import ColumnOptions, Region
-from dataplane.node import projection
-from dataplane.node.projection import HOLE_BYTES_MIN, Projection
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.rpc import messages
 

@@ -1,0 +1,160 @@
+"""Sequence packing: what packs waste, and how fast they are planned and made, with bars.
+
+    python benchmarks/packing.py [--json]
+
+Exit status 1: a bar was missed. Documents have log-normal lengths with a mean of 616 tokens, as web
+pages have. "Made" is the work of one worker: a block of documents becomes batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from plan_scale import manifest_of
+
+from dataplane.arena.slab_layout import row_bytes
+from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, PackPolicy, PackSpec
+from dataplane.plan.packed_blocks import with_counts
+from dataplane.plan.packs import pack_count, packing_of, packs_of
+from dataplane.rpc.messages import Batch
+from dataplane.worker.columns import open_block
+from dataplane.worker.gather import Gather
+from dataplane.worker.pack_blocks import PackBlock, PackForm
+from dataplane.worker.packing import PackGather
+
+_MEAN, _SIGMA, _GROUP = 616, 1.2, 128
+_DOCUMENTS = 10_000
+_SPEED_MIN, _WASTE_MAX, _INDEX_MAX = 5.0, 1.0, 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class PackFigure:
+    """One line of the table. `least` and `most` are bars, if set."""
+
+    name: str
+    value: float
+    unit: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        below = self.least is not None and self.value < self.least
+        return below or (self.most is not None and self.value > self.most)
+
+
+def web_lengths(tokens: int, seed: int) -> NDArray[np.int64]:
+    """Lengths of documents with so many tokens or a few more."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(np.log(_MEAN) - _SIGMA**2 / 2, _SIGMA, 3 * tokens // _MEAN + 100)
+    lengths = np.ceil(drawn).astype(np.int64)
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+
+
+def best_s(call: Callable[[], object], times: int = 7) -> float:
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def planned(length: int) -> list[PackFigure]:
+    spec = PackSpec("tokens", length)
+    wastes = []
+    for seed in range(20):
+        told = packing_of(web_lengths(_GROUP * length, seed), spec)
+        wastes.append(100 * (1 - told.packed_tokens / (told.packs * length)))
+    many = web_lengths(_DOCUMENTS * _MEAN, 7)[:_DOCUMENTS]
+    made, count = best_s(lambda: packs_of(many, spec, 5)), best_s(lambda: pack_count(many, spec))
+    wrap = PackSpec("tokens", length, PackPolicy.WRAP)
+    wrapped = best_s(lambda: packs_of(many, wrap, 5))
+    per_s = len(many) / 1e6
+    name = f"S = {length:,}"
+    return [
+        PackFigure(
+            f"{name}: waste, mean of 20 groups", float(np.mean(wastes)), "%", None, _WASTE_MAX
+        ),
+        PackFigure(f"{name}: waste, worst of 20 groups", max(wastes), "%", None, _WASTE_MAX),
+        PackFigure(f"{name}: packs planned", per_s / made, "M documents/s", _SPEED_MIN),
+        PackFigure(f"{name}: packs counted", per_s / count, "M documents/s", _SPEED_MIN),
+        PackFigure(f"{name}: wrapped packs planned", per_s / wrapped, "M documents/s"),
+    ]
+
+
+def made(length: int, rows: int) -> list[PackFigure]:
+    """Tokens a second that one worker gathers, from packs and from rows of this length."""
+    lengths = web_lengths(_GROUP * length, 3)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = pa.array(np.arange(offsets[-1], dtype=np.int32))
+    stored = (ColumnSpec("tokens", Kind.RAGGED, "int32"),)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), tokens)
+    block = open_block(pa.record_batch({"tokens": lists}), stored)
+    fixed = (ColumnSpec("tokens", Kind.FIXED, "int32", (length,)),)
+    whole = len(tokens) // length
+    equal = pa.FixedSizeListArray.from_arrays(tokens.slice(0, whole * length), length)
+    opened = open_block(pa.record_batch({"tokens": equal}), fixed)
+    rng, batch = np.random.default_rng(1), [Batch(0, rows, rows)]
+    index = np.stack([np.zeros(rows), rng.permutation(whole)[:rows]], axis=1).astype(np.int32)
+    slab = bytearray(rows * (4 * length * 8) + (1 << 16))
+    room = memoryview(slab)
+    plain = best_s(lambda: Gather(fixed, [opened], index, batch).into(room), 30)
+    found = [
+        PackFigure(
+            f"S = {length:,}: rows of equal length", rows * length / plain / 1e6, "M tokens/s"
+        )
+    ]
+    for outputs in ((), ("document_ids",), PACK_OUTPUTS):
+        form = PackForm.of(stored, PackSpec("tokens", length, outputs=outputs))
+        packs = PackBlock(block, (packs_of(lengths, form.pack, 5),))
+        took = best_s(lambda: PackGather(form, [packs], index, batch).into(room), 30)  # noqa: B023
+        each = sum(map(row_bytes, form.specs)) / length
+        named = f"S = {length:,}: packs, {each:.1f} bytes a token"
+        found.append(PackFigure(named, rows * length / took / 1e6, "M tokens/s"))
+        found.append(PackFigure(f"{named}, of equal rows' speed", plain / took, "times"))
+    return found
+
+
+def indexed() -> list[PackFigure]:
+    """The size of a manifest that knows the packs of 10^10 documents, in blocks of 4,000."""
+    rng, blocks = np.random.default_rng(0), 2_500_000
+    tokens = rng.normal(4000 * _MEAN, 80_000, blocks).astype(np.int64)
+    short = np.zeros(blocks, np.int64)
+    counts = np.stack([tokens, tokens // 4096 + 3, tokens, short], axis=1)
+    manifest = manifest_of(np.full(blocks, 4000), 4 * _MEAN)
+    size = len(with_counts(manifest, "packs", counts).to_bytes()) / 1e6
+    return [PackFigure("manifest of 10^10 documents and their packs", size, "MB", None, _INDEX_MAX)]
+
+
+def table(measures: list[PackFigure]) -> str:
+    lines = []
+    for each in measures:
+        bar = each.least if each.most is None else each.most
+        told = "" if bar is None else f"  bar {bar:g}: {'MISSED' if each.missed else 'ok'}"
+        lines.append(f"{each.name:<58}{each.value:>12,.2f} {each.unit:<14}{told}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    measures = [each for length in (2048, 8192) for each in planned(length)]
+    measures += [each for length in (2048, 8192) for each in made(length, 64)]
+    measures += indexed()
+    told = json.dumps([asdict(each) for each in measures]) if asked.json else table(measures)
+    sys.stdout.write(f"{told}\n")
+    return int(any(each.missed for each in measures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

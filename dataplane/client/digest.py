@@ -1,0 +1,74 @@
+"""The digest of the rows that a run was given: one value, by which two runs are compared.
+
+1. It is a function of what the plan was asked for: per epoch the range of positions, and everything
+   that decides which rows stand there, in which global batches. The rows themselves follow from
+   these, so nothing of them is computed, and a state costs the same after any number of steps.
+2. It is the same on every rank and for any number of ranks, and does not depend on where a run was
+   interrupted: a pass that goes on where the one before had come continues its range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane.units import whole
+
+_HEX_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDigest:
+    """`base` covers all ranges before the present one, the positions from `begin` to `end` of an
+    epoch. `order` names what decides their rows. All three are 16 hex digits, or "".
+    """
+
+    order: str = ""
+    epoch: int = 0
+    begin: int = 0
+    end: int = 0
+    base: str = ""
+
+    @property
+    def value(self) -> str:
+        """The digest: 16 hex digits, or "" if there were no steps."""
+        if self.begin == self.end:
+            return self.base
+        text = f"{self.base}:{self.order}:{self.epoch}:{self.begin}:{self.end}"
+        return hashlib.blake2b(text.encode(), digest_size=_HEX_DIGITS // 2).hexdigest()
+
+    def continued(self, order: str, epoch: int, cursor: int) -> RowsDigest:
+        """The digest of a pass that begins here."""
+        if (self.order, self.epoch, self.end) == (order, epoch, cursor):
+            return self
+        return RowsDigest(order, epoch, cursor, cursor, self.value)
+
+    def reached(self, cursor: int) -> RowsDigest:
+        """The digest when everything up to this cursor of the epoch is consumed."""
+        return dataclasses.replace(self, end=cursor)
+
+    def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:
+        """As a state at this place has it: at the start of an epoch, the one before is over."""
+        at = self.continued(self.order, epoch, cursor)
+        order = "" if at.begin == at.end else at.order
+        return {"value": at.value, "order": order, "begin": at.begin, "base": at.base}
+
+    @classmethod
+    def from_dict(cls, saved: object, epoch: int, cursor: int) -> RowsDigest:
+        """The inverse.
+
+        Raises:  ConfigError: it is no digest.
+        """
+        if isinstance(saved, Mapping):
+            texts = [saved.get(name) for name in ("order", "base", "value")]
+            begin = whole(saved.get("begin"))
+            match texts:
+                case [str(order), str(base), str(value)] if begin is not None:
+                    found = cls(order, epoch, begin, cursor, base)
+                    # In a state whose position was changed by hand, another range begins.
+                    return found if found.value == value else cls("", epoch, cursor, cursor, value)
+        raise ConfigError(f"this state is damaged: its digest is {saved!r:.160}", key="digest")

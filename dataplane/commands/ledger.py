@@ -1,0 +1,112 @@
+"""`dataplane ledger`: what a job was given to train on."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.options import (
+    SECURITY_SETTINGS,
+    Settings,
+    json_option,
+    setting_options,
+)
+from dataplane.commands.traced import is_a_ledger, live_ledger
+from dataplane.ledger import Ledger, LedgerEntry, faults, head_of
+
+
+@click.group("ledger")
+def ledger() -> None:
+    """What a job was given to train on: an append-only list of its launches and changes."""
+
+
+def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS),
+        click.argument("job", metavar="JOB|LEDGER"),
+    ):
+        command = option(command)
+    return command
+
+
+@ledger.command("export")
+@_of_job
+def export(settings: Settings, *, job: str) -> None:
+    """Write the ledger of a job to stdout, as JSON lines to be kept beside its checkpoints.
+
+    The first line describes the job, each other one is an entry. A line's BLAKE2b hash, of 16
+    bytes, is in the next line, and the last one's in the first.
+
+    \b
+    Examples:
+      dataplane ledger export pretrain-7 --join head:7077 > checkpoints/ledger.jsonl
+    """
+    sys.stdout.write(_text(settings, job))
+
+
+@ledger.command("show")
+@_of_job
+@json_option
+def show(settings: Settings, *, job: str, as_json: bool) -> None:
+    """Show the entries of a ledger: launches with where they began and ended.
+
+    \b
+    Examples:
+      dataplane ledger show pretrain-7 --join head:7077
+      dataplane ledger show checkpoints/ledger.jsonl --json
+    """
+    found = Ledger.from_lines(_text(settings, job), job)
+    if as_json:
+        lines = [json.loads(entry.line) for entry in found.entries]
+        output.write_json(lines)
+        return
+    headings = ("entry", "when", "by", "what", "epoch", "cursor", "about")
+    output.write_table(headings, map(_row, found.entries), f"job {found.job_id}")
+
+
+@ledger.command("verify")
+@_of_job
+@json_option
+def verify(settings: Settings, *, job: str, as_json: bool) -> int:
+    """Check that no entry of a ledger was changed, or taken out of it.
+
+    \b
+    Examples:
+      dataplane ledger verify checkpoints/ledger.jsonl
+    """
+    text = _text(settings, job)
+    found = Ledger.from_lines(text, job)
+    wrong = list(faults(found.entries, head_of(text)))
+    count, last = len(found.entries), found.entries[-1].seq if found.entries else 0
+    if as_json:
+        told = {"ok": not wrong, "entries": count, "left_out": last - count, "head": found.head}
+        output.write_json({**told, "errors": wrong})
+    else:
+        left_out = f", {last - count:,} old ones were left out" if last > count else ""
+        for one in wrong:
+            output.stdout().print(one, markup=False, soft_wrap=True)
+        verdict = "DAMAGED" if wrong else "OK"
+        noun = "entry" if count == 1 else "entries"
+        output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}")
+    return output.EXIT_BAD_DATA if wrong else output.EXIT_OK
+
+
+def _text(settings: Settings, job: str) -> str:
+    """The ledger as JSON lines, from its file or from the job's coordinator."""
+    if is_a_ledger((job,)):
+        return Path(job).read_text()
+    return live_ledger(settings, job).to_lines()
+
+
+def _row(entry: LedgerEntry) -> tuple[object, ...]:
+    when = dt.datetime.fromtimestamp(entry.at, dt.UTC).isoformat(" ", "seconds")
+    about = ", ".join(f"{name}={value}" for name, value in json.loads(entry.payload).items())
+    at = entry.position
+    return (f"{entry.seq}", when, entry.by, entry.kind, f"{at.epoch}", f"{at.cursor}", about)

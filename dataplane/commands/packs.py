@@ -1,0 +1,111 @@
+"""`--pack`: packs of a dataset, counted by a node that is started here if nobody has yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from msgspec import Struct
+
+from dataplane.commands.options import Settings
+from dataplane.commands.own_node import own_session
+from dataplane.config import JobSpec
+from dataplane.errors import DataplaneError, DatasetChangedError
+from dataplane.model import ColumnOptions, View
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.packs import Packing
+
+
+class CountedPacks(Struct, frozen=True):
+    """Packs of a dataset: its manifest, which knows them; the manifest of the packs; how long they
+    are; and what becomes of the tokens.
+    """
+
+    whole: Manifest
+    packs: Manifest
+    view: View
+    packing: Packing
+
+    def facts(self) -> dict[str, object]:
+        """In a few numbers."""
+        found = self.packing
+        return {
+            "packs": found.packs,
+            "tokens": found.tokens,
+            "tokens in no pack": found.tokens - found.packed_tokens,
+            "percent of padding": round(100 * self.padding, 2),
+            "documents cut short or left out": found.short_documents,
+        }
+
+    def spec(self) -> JobSpec:
+        """A job that reads them."""
+        assert self.view.pack is not None
+        columns = ColumnOptions(columns=(self.view.pack.column,))
+        return JobSpec(self.whole.fingerprint, column_options=columns, view=self.view)
+
+    @property
+    def padding(self) -> float:
+        """The share of the packs that no document takes."""
+        assert self.view.pack is not None
+        return 1 - self.packing.packed_tokens / (self.packing.packs * self.view.pack.length)
+
+
+def with_packs(
+    manifest: Manifest, asked: str, format_name: str, settings: Settings, rows: View
+) -> CountedPacks:
+    """The packs of this text, counted, of the rows that this view has.
+
+    Raises:  ConfigError: the text is wrong, or a column cannot be packed.  The errors of a job.
+    """
+    from dataplane.node.pack_counts import remembered_counts
+    from dataplane.plan import packed_blocks as blocks
+    from dataplane.settings import node_config
+    from dataplane.transforms.pack_options import pack_of_text
+
+    view = replace(rows, pack=pack_of_text(asked))
+    name, cache_dir = blocks.counts_name(manifest, view, 0), node_config(settings).cache_dir
+    counts = blocks.known_counts(manifest, name)
+    if counts is None:
+        counts = remembered_counts(cache_dir, name, manifest.block_count)
+    if counts is None:
+        _count(manifest, view, format_name, settings)
+        counts = remembered_counts(cache_dir, name, manifest.block_count)
+    if counts is None:
+        raise DataplaneError(f"packs were counted, and are not in the cache folder {cache_dir}")
+    return CountedPacks(
+        blocks.with_counts(manifest, name, counts),
+        blocks.packed(manifest, np.ascontiguousarray(counts[:, 1])),
+        view,
+        blocks.packing_in(counts),
+    )
+
+
+def _count(manifest: Manifest, view: View, format_name: str, settings: Settings) -> None:
+    """Open a job with this view in a node of our own, which counts the packs."""
+    from dataplane.client import identity
+    from dataplane.model import Topology
+    from dataplane.rpc.messages import DatasetSource, OpenJob
+
+    assert view.pack is not None
+    launch = identity.launch_identity({})
+    request = OpenJob(
+        identity.job_id(launch, manifest.urls, None),
+        launch.incarnation,
+        "",
+        DatasetSource(manifest.urls, format_name),
+        Topology(),
+        column_options=ColumnOptions(columns=(view.pack.column,)),
+        view=view,
+    )
+    session = own_session(request, settings)
+    try:
+        found = session.job.spec.fingerprint
+        if found != manifest.fingerprint:
+            raise DatasetChangedError(
+                "the dataset has changed since this manifest was made: index it again",
+                shard=", ".join(manifest.urls),
+                expected=manifest.fingerprint,
+                found=found,
+            )
+    finally:
+        session.close()

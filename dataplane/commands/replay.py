@@ -1,0 +1,144 @@
+"""`dataplane replay`: the values of a step, read from its blocks alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.inspect import short
+from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import Settings
+from dataplane.commands.trace import step_rows
+from dataplane.commands.traced import COUNT, traced, traced_options
+from dataplane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+
+    from dataplane.commands.traced import Traced
+    from dataplane.plan.trail import StepRows
+
+_PLACE = ("dataplane.position", "dataplane.dp_rank", "dataplane.shard", "dataplane.row")
+
+
+@click.command("replay")
+@click.option("--step", type=COUNT, required=True, help="The step, counted from 0 in its epoch.")
+@click.option("--epoch", type=COUNT, help="Default: the job's; 0 for urls.")
+@click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
+@click.option("--columns", metavar="NAMES", help="With commas between them. Default: the job's.")
+@click.option("--out", metavar="FILE", help="Write them to this Arrow file instead.")
+@traced_options
+@interruptible
+def replay(
+    settings: Settings,
+    *,
+    step: int,
+    epoch: int | None,
+    dp_rank: int | None,
+    columns: str | None,
+    out: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Show the samples of a step as they are stored, in the order of the global batch.
+
+    Only the blocks with rows of the step are read. Image steps, padding and other options of the
+    job are not applied. A job is named as for `dataplane trace`. With --out, each row has the
+    columns dataplane.position, .dp_rank, .shard and .row beside its own.
+
+    \b
+    Examples:
+      dataplane replay s3://bucket/train/ --global-batch 1024 --step 7 --columns text
+      dataplane replay checkpoints/ledger.jsonl --step 7 --dp-rank 3 --json
+      dataplane replay checkpoints/ledger.jsonl --step 7 --out step-7.arrow
+    """
+    job = traced(settings, asked)
+    job.refuse_packs("replay")
+    rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
+    table = values_of(job, rows, _names(job, columns), asked["workers"])
+    if out is not None:
+        _write(table, out)
+        output.stdout().print(f"{output.counted(table.num_rows, 'row')} of step {step} in {out}")
+        return
+    from dataplane.commands.values import shown
+
+    cells = zip(*(shown(column.combine_chunks()) for column in table.columns), strict=True)
+    if as_json:
+        own = table.column_names[len(_PLACE) :]
+        place = [name.partition(".")[2] for name in _PLACE]
+        output.write_json([
+            {**dict(zip(place, row, strict=False)),
+             "values": dict(zip(own, row[len(_PLACE) :], strict=True))}
+            for row in cells
+        ])  # fmt: skip
+        return
+    headings = [name.removeprefix("dataplane.") for name in table.column_names]
+    output.write_table(headings, [[short(cell) for cell in row] for row in cells], f"step {step}")
+
+
+def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -> pa.Table:
+    """The samples in this order, with their places in front.
+
+    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+    import pyarrow as pa
+
+    from dataplane.commands.datasets import read_block, schema_of
+    from dataplane.plan.views import rows_only
+
+    manifest, schema = job.manifest, schema_of(job.manifest)
+
+    def read(block: int) -> pa.Table:
+        batch = read_block(manifest, block, schema, names, view=rows_only(job.spec.view))
+        return pa.table(batch.take(pa.array(rows.block_rows[rows.blocks == block])))
+
+    blocks = np.unique(rows.blocks).tolist()
+    with ThreadPoolExecutor(workers) as threads:
+        tables = list(threads.map(read, blocks))
+    place = np.empty(len(rows.blocks), np.int64)
+    place[np.argsort(rows.blocks, kind="stable")] = np.arange(len(place))
+    found = pa.concat_tables(tables).unify_dictionaries() if tables else schema.empty_table()
+    found = found.select(names).take(pa.array(place))
+    urls = [manifest.shards.urls[shard] for shard in rows.shards.tolist()]
+    where = (rows.positions, rows.dp_ranks, pa.array(urls, pa.string()), rows.shard_rows)
+    for at, (name, values) in enumerate(zip(_PLACE, where, strict=True)):
+        found = found.add_column(at, name, pa.array(values))
+    return found
+
+
+def _names(job: Traced, columns: str | None) -> list[str]:
+    """The asked columns of the dataset, or those that the job reads.
+
+    Raises:  ConfigError: there is no such column.
+    """
+    from dataplane.commands.datasets import schema_of
+    from dataplane.formats.unsupported import supported_names
+
+    known, options = supported_names(schema_of(job.manifest)), job.spec.column_options
+    if columns is not None:
+        asked = [name.strip() for name in columns.split(",") if name.strip()]
+        missing = [name for name in asked if name not in known]
+        if missing or not asked:
+            raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")
+        return asked
+    leaves = [*options.columns, *(name for one in options.stack for name in one.columns)]
+    if not options.columns:
+        return known
+    return [one for one in known if any(f"{leaf}.".startswith(f"{one}.") for leaf in leaves)]
+
+
+def _write(table: pa.Table, out: str) -> None:
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(out, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}", path=out) from error

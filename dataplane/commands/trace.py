@@ -1,0 +1,114 @@
+"""`dataplane trace`: the rows of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import Settings
+from dataplane.commands.traced import COUNT, traced, traced_options
+
+if TYPE_CHECKING:
+    from dataplane.commands.traced import Traced
+    from dataplane.plan.trail import StepRows
+
+
+@click.command("trace")
+@click.option("--step", type=COUNT, required=True, help="The step, counted from 0 in its epoch.")
+@click.option("--epoch", type=COUNT, help="Default: the job's; 0 for urls.")
+@click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
+@traced_options
+@interruptible
+def trace(
+    settings: Settings,
+    *,
+    step: int,
+    epoch: int | None,
+    dp_rank: int | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Show the rows of a step: shard, row in the shard, and the rank that gets it.
+
+    Only the plan is computed, and no sample is read. Of a job whose samples are packs, the
+    documents of each pack are shown, for which the tokens of its block are read. The job is one
+    over URLs with the given options, that of a LEDGER file, or the JOB of this name at the
+    coordinator. A step is one of the plan: step 7 has the positions from 7 global batches on,
+    wherever the run was resumed.
+
+    \b
+    Examples:
+      dataplane trace s3://bucket/train/ --global-batch 1024 --step 7
+      dataplane trace checkpoints/ledger.jsonl --epoch 2 --step 7 --dp-rank 3
+      dataplane trace pretrain-7 --step 12000 --join head:7077 --data s3://bucket/train/ --json
+    """
+    job = traced(settings, asked)
+    rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
+    if job.rows is not None:
+        _show_documents(job, rows, step, job.epoch if epoch is None else epoch, as_json=as_json)
+        return
+    urls = job.manifest.shards.urls
+    found = [
+        {
+            "position": int(rows.positions[at]),
+            "dp_rank": int(rows.dp_ranks[at]),
+            "shard": urls[int(rows.shards[at])],
+            "row": int(rows.shard_rows[at]),
+            "is_padding": bool(rows.positions[at] >= job.manifest.sample_count),
+        }
+        for at in range(len(rows.positions))
+    ]
+    if as_json:
+        output.write_json(found)
+        return
+    title = f"{output.counted(len(found), 'row')} of step {step}"
+    cells = [
+        (f"{one['position']}", f"{one['dp_rank']}", one["shard"], f"{one['row']}",
+         "padding" if one["is_padding"] else "")
+        for one in found
+    ]  # fmt: skip
+    output.write_table(("position", "dp rank", "shard", "row", ""), cells, title)
+
+
+def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_json: bool) -> None:
+    from dataplane.commands.packed_rows import documents_of
+
+    found = documents_of(job, rows, epoch)
+    if as_json:
+        output.write_json(found)
+        return
+    title = f"{output.counted(len(rows.positions), 'pack')} of step {step}"
+    headings = ("position", "dp rank", "shard", "row", "first token", "tokens", "place", "padding")
+    output.write_table(headings, [tuple(one.values()) for one in found], title)
+
+
+def step_rows(
+    job: Traced, step: int, epoch: int | None, dp_rank: int | None, cursor: int
+) -> StepRows:
+    """The rows of a step of a job, or those of one rank.
+
+    Raises:  ConfigError: there is no such step or rank.
+    """
+    from msgspec.structs import asdict
+
+    from dataplane.commands.datasets import row_names
+    from dataplane.errors import ConfigError
+    from dataplane.plan.orders import order_of
+    from dataplane.plan.trail import StepRows, rows_of_step
+
+    if dp_rank is not None and dp_rank >= job.dp_size:
+        raise ConfigError(
+            f"--dp-rank {dp_rank}: ranks run from 0 to {job.dp_size - 1}; --dp-size says how many "
+            "there are",
+            field="dp_rank",
+        )
+    order = order_of(job.spec, job.manifest, job.epoch if epoch is None else epoch)
+    names = row_names(job.manifest, job.spec.view)
+    rows = rows_of_step(job.spec, order, names, step, cursor=cursor, dp_size=job.dp_size)
+    if dp_rank is None:
+        return rows
+    own = rows.dp_ranks == dp_rank
+    return StepRows(**{name: values[own] for name, values in asdict(rows).items()})

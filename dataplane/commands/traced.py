@@ -1,0 +1,258 @@
+"""The job that `trace`, `where` and `replay` are asked about: of urls, a saved ledger, or live."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dataplane import suffixes
+from dataplane.commands.options import (
+    SECURITY_SETTINGS,
+    Settings,
+    format_option,
+    json_option,
+    security_given,
+    setting_options,
+    view_options,
+    workers_option,
+)
+from dataplane.errors import ConfigError, DatasetChangedError
+from dataplane.ledger import MARK, Ledger
+from dataplane.model import End, View
+
+if TYPE_CHECKING:
+    from dataplane.config import JobSpec
+    from dataplane.plan.manifest import Manifest
+
+POSITIVE = click.IntRange(min=1)
+COUNT = click.IntRange(min=0)
+_OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A job and its dataset. `reached` is the epoch and the cursor that its run had reached; None
+    without a run. If samples are packs, `rows` is the manifest of the rows that they have.
+    """
+
+    manifest: Manifest
+    spec: JobSpec
+    dp_size: int
+    reached: tuple[int, int] | None
+    rows: Manifest | None = None
+
+    def refuse_packs(self, command: str) -> None:
+        """Raises:  ConfigError: samples are packs."""
+        if self.rows is not None:
+            raise ConfigError(
+                f"the samples of this job are packs of rows, which `dataplane {command}` does not "
+                "know yet: `dataplane trace` shows the documents of each pack of a step",
+                field="pack",
+            )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is meant if none is named."""
+        return 0 if self.reached is None else self.reached[0]
+
+
+def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument and the options that name a job. The command is called with `asked`: all of
+    them.
+    """
+    options = (
+        click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
+        click.option("--data", "data", multiple=True, metavar="URL",
+                     help="Where the dataset of a ledger or a job is now, or its manifest."),
+        click.option("--dataset-moved", is_flag=True,
+                     help="Accept a dataset whose ETags differ from those of the job."),
+        click.option("--dp-size", type=POSITIVE, help="Data-parallel ranks. Default: the job's."),
+        click.option("--cursor", type=COUNT, default=0,
+                     help="Samples before step 0, for a run that was resumed within a step."),
+        click.option("--global-batch", type=POSITIVE, help="With URL: samples in a step."),
+        click.option("--seed", type=COUNT, help="With URL; default: 0."),
+        click.option("--shuffle/--no-shuffle", default=None, help="With URL; default: shuffled."),
+        click.option("--lanes", type=POSITIVE, help="With URL; default: from the dataset."),
+        click.option("--window", type=POSITIVE, help="With URL; default: from the dataset."),
+        click.option("--end", type=click.Choice([one.value for one in End]),
+                     help="With URL; default: ragged."),
+        format_option,
+        view_options,
+        workers_option,
+        setting_options("cache_dir", "join", "listen", "state_dir", *SECURITY_SETTINGS),
+        json_option,
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
+    """The job that the command line names.
+
+    Raises:  ConfigError: it cannot be known from these arguments.  DatasetChangedError: the dataset
+    is not the job's.  As a call of the coordinator, or as opening a dataset.
+    """
+    target: tuple[str, ...] = asked["target"]
+    given = [name for name in _OF_URLS if asked[name] is not None]
+    given += ["where"] if asked["view"] != View() else []
+    if is_a_ledger(target):
+        ledger = Ledger.from_lines(Path(target[0]).read_text(), target[0])
+    elif names_urls(target):
+        return _of_urls(settings, asked)
+    elif len(target) == 1:
+        ledger = live_ledger(settings, target[0])
+    else:
+        raise ConfigError(f"{' '.join(target)}: give the urls of one dataset, a ledger, or a job")
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is for urls: the ledger of a job says it",
+            job=target[0],
+        )
+    return _of_ledger(settings, asked, ledger)
+
+
+def is_a_ledger(target: Sequence[str]) -> bool:
+    """Whether this is one file that begins as ledgers do."""
+    if len(target) != 1 or not Path(target[0]).is_file():
+        return False
+    with Path(target[0]).open("rb") as file:
+        return file.read(len(MARK)) == MARK
+
+
+def names_urls(target: Sequence[str]) -> bool:
+    """Whether these are urls or paths, and not the name of a job."""
+    return any("://" in one or Path(one).exists() or _is_a_path(one) for one in target)
+
+
+def _is_a_path(text: str) -> bool:
+    return any(mark in text for mark in "/*?{") or bool(suffixes.suffix_of(text))
+
+
+def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
+    from dataplane.config import JobSpec
+    from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
+
+    if asked["global_batch"] is None:
+        raise ConfigError(
+            "--global-batch is needed for urls: the number of samples in a step, over all ranks",
+            field="global_batch",
+        )
+    if asked["data"]:
+        raise ConfigError("--data is for a ledger or a job: the urls say where this dataset is")
+    view = asked["view"]
+    manifest = _opened(settings, asked, asked["target"], asked["format_name"], view)
+    shuffle, is_shuffled = Shuffle(1, 1, 0), asked["shuffle"] is not False
+    if is_shuffled:
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        shuffle = shuffle_of(sizes, asked["lanes"], asked["window"])
+    spec = JobSpec(
+        manifest.fingerprint,
+        seed=asked["seed"] or 0,
+        shuffle=is_shuffled,
+        lanes=shuffle.lanes,
+        window=shuffle.window,
+        global_batch=asked["global_batch"],
+        end=End(asked["end"] or End.RAGGED.value),
+        ramp=shuffle.ramp,
+        view=view,
+    )
+    return Traced(manifest, spec, asked["dp_size"] or 1, None)
+
+
+def _of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
+    urls = asked["data"] or ledger.urls
+    if not urls:
+        raise ConfigError(
+            f"the urls of job {ledger.job_id!r} are not known: pass --data URL", job=ledger.job_id
+        )
+    if ledger.spec.mixture is not None:
+        names = ", ".join(source.name for source in ledger.spec.mixture.sources)
+        raise ConfigError(
+            f"job {ledger.job_id!r} mixes several datasets ({names}), which these commands do not"
+            " know yet",
+            job=ledger.job_id,
+        )
+    from dataplane.plan.views import rows_only
+
+    view = rows_only(ledger.spec.view)
+    manifest = _opened(settings, asked, urls, asked["format_name"] or ledger.format, view)
+    _check(manifest, ledger, is_moved=asked["dataset_moved"])
+    rows = None
+    if ledger.spec.view.pack is not None:
+        from dataplane.commands.packed_rows import packs_in
+        from dataplane.settings import node_config
+
+        rows, manifest = manifest, packs_in(manifest, ledger.spec, node_config(settings).cache_dir)
+    dp_size = asked["dp_size"] or ledger.dp_size
+    return Traced(manifest, ledger.spec, dp_size, (ledger.epoch, ledger.cursor), rows)
+
+
+def _check(manifest: Manifest, ledger: Ledger, *, is_moved: bool) -> None:
+    """Check that this is the dataset of the job, possibly in another place."""
+    from dataplane.plan.identity import identity_of
+
+    if manifest.fingerprint == ledger.spec.fingerprint:
+        return
+    found, known = identity_of(manifest.whole or manifest), ledger.dataset
+    if known is not None and found.content == known.content:
+        return
+    is_alike = manifest.sample_count == ledger.sample_count
+    if is_alike and (known is None or found.layout == known.layout):
+        if is_moved:
+            return
+        advice = "pass --dataset-moved if you know that it was only copied"
+        raise DatasetChangedError(
+            f"the dataset of job {ledger.job_id!r} has other ETags or another place now (of local "
+            f"files: modification times): {advice}",
+            job=ledger.job_id,
+        )
+    raise DatasetChangedError(
+        f"this is not the dataset of job {ledger.job_id!r}: other shards, sizes or blocks. Pass "
+        "--data URL",
+        job=ledger.job_id,
+        expected=f"{ledger.sample_count:,} samples",
+        found=f"{manifest.sample_count:,} samples",
+    )
+
+
+def _opened(
+    settings: Settings,
+    asked: Mapping[str, Any],
+    urls: Sequence[str],
+    format_name: str,
+    view: View,
+) -> Manifest:
+    from dataplane.commands.datasets import opened
+    from dataplane.settings import node_config
+
+    return opened(urls, format_name, asked["workers"], node_config(settings), view)
+
+
+def live_ledger(settings: Settings, job: str) -> Ledger:
+    """The ledger of the job of this name, from its coordinator.
+
+    Raises:  ConfigError: no job has that name.  PeerLost, AccessDenied: as the call.
+    """
+    return asyncio.run(_asked(settings, job))
+
+
+async def _asked(settings: Settings, job: str) -> Ledger:
+    from dataplane.rpc.calls import CoordinatorClient
+    from dataplane.rpc.membership import LedgerRequest
+
+    address = str(settings["join"].value or settings["listen"].value)
+    client = CoordinatorClient(address, security_given(settings, listens=False))
+    try:
+        found = await client.ledger(LedgerRequest(job))
+    finally:
+        await client.close()
+    return Ledger(
+        found.job_id, found.urls, found.spec, found.sample_count, found.dp_size, found.format,
+        found.epoch, found.cursor, found.identity, found.entries,
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Gives the nodes of a job, as the state machine tells them, their key."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from dataplane.rpc.membership import JobNodes
+
+if TYPE_CHECKING:
+    from dataplane.security.neighbour_keys import NeighbourKeys
+
+_JOBS_MAX = 64
+
+
+class KeyedNodes:
+    """The same object for the same nodes, so that it is put on the wire once for all who get it.
+    Without `keys`, a secret of this process is made when it is needed: an embedded coordinator,
+    whose node has no neighbours, needs none and imports nothing for it.
+    """
+
+    def __init__(self, keys: NeighbourKeys | None) -> None:
+        self._keys = keys
+        self._made: OrderedDict[str, tuple[JobNodes, JobNodes]] = OrderedDict()
+
+    def of(self, nodes: JobNodes) -> JobNodes:
+        """The nodes with their key, if there are any."""
+        if not nodes.nodes:
+            return nodes
+        before = self._made.get(nodes.job_id)
+        if before is not None and before[0] is nodes:
+            return before[1]
+        if self._keys is None:
+            from dataplane.security.neighbour_keys import own_keys
+
+            self._keys = own_keys()
+        keyed = replace(nodes, key=self._keys.key(nodes.job_id, nodes.generation))
+        self._made[nodes.job_id] = (nodes, keyed)
+        self._made.move_to_end(nodes.job_id)
+        if len(self._made) > _JOBS_MAX:
+            self._made.popitem(last=False)
+        return keyed

@@ -1,0 +1,137 @@
+"""The nodes that make slabs for others, and the jobs that want them. Pure; the state machine owns
+them.
+
+Invariants:
+1. A maker has workers, a data address and no joined members of any job, and was heard of within a
+   lease. If its token is for one job, it makes slabs for that job alone.
+2. A job wants makers for a minute, or for a lease if that is longer, after one of its nodes was
+   last short of workers. A node with joined members is heard of within a lease, so a job with a
+   short node wants makers all the time.
+3. If there are many, makers are named anew once a second at most, so that a thousand that start
+   together change the nodes of a job a few times and not a thousand times. Until then the same
+   objects are named.
+4. An event costs no more than what it changes, except that makers are named anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+
+from msgspec import Struct
+
+from dataplane.rpc.membership import NeighbourNode, RegisterNodeRequest
+
+KEPT_S = 60.0
+NAMED_EVERY_S = 1.0
+FEW = 16
+
+
+class _Able(Struct, frozen=True):
+    """A node with workers and a data address, and when it was last heard of."""
+
+    node: RegisterNodeRequest
+    heard_at: float
+
+
+class Makers:
+    """Times are lease time. `settle` makes what has happened count."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._kept_s = max(KEPT_S, lease_s)
+        # In how many jobs a node has joined members.
+        self._jobs_at: Counter[str] = Counter()
+        # The first ones are those that have not been heard of, or wanted, for the longest time.
+        self._able: OrderedDict[str, _Able] = OrderedDict()
+        self._wanted_at: OrderedDict[str, float] = OrderedDict()
+        self._for_all: tuple[NeighbourNode, ...] = ()
+        self._for_one: dict[str, tuple[NeighbourNode, ...]] = {}
+        self._is_stale = False
+        self._named_at = 0.0
+
+    def heard(self, node: RegisterNodeRequest, clock: float) -> None:
+        """A node has registered, or sent a heartbeat."""
+        before = self._able.pop(node.node_id, None)
+        if node.worker_count and node.data_address:
+            self._able[node.node_id] = _Able(node, clock)
+            self._changed(node.node_id, is_other=before is None or before.node != node)
+        else:
+            self._changed(node.node_id, is_other=before is not None)
+
+    def arrived(self, node_id: str) -> None:
+        """A node has got its first joined member of a job."""
+        self._jobs_at[node_id] += 1
+        self._is_stale |= self._jobs_at[node_id] == 1 and node_id in self._able
+
+    def departed(self, node_id: str) -> None:
+        """The last joined member of a job on this node is gone."""
+        self._jobs_at[node_id] -= 1
+        if not self._jobs_at[node_id]:
+            del self._jobs_at[node_id]
+            self._is_stale |= node_id in self._able
+
+    def wanted(self, job_id: str, clock: float) -> None:
+        """A node of this job is short of workers."""
+        self._wanted_at[job_id] = clock
+        self._wanted_at.move_to_end(job_id)
+
+    def settle(self, clock: float) -> None:
+        """Forget silent nodes and jobs that want no makers any more; name makers if it is time."""
+        while self._able:
+            node_id, able = next(iter(self._able.items()))
+            if able.heard_at + self._lease_s > clock:
+                break
+            del self._able[node_id]
+            self._changed(node_id, is_other=True)
+        while self._wanted_at:
+            job_id, wanted_at = next(iter(self._wanted_at.items()))
+            if wanted_at + self._kept_s > clock:
+                break
+            del self._wanted_at[job_id]
+        if self._is_stale and clock >= self._named_at:
+            self._name(clock)
+
+    def is_wanted_by(self, job_id: str) -> bool:
+        """Whether this job wants makers."""
+        return job_id in self._wanted_at
+
+    def of(self, job_id: str) -> tuple[NeighbourNode, ...]:
+        """The makers of this job, by node_id, if it wants any; the same object until they
+        change.
+        """
+        if job_id not in self._wanted_at:
+            return ()
+        return self._for_one.get(job_id, self._for_all)
+
+    def jobs_of(self, node_id: str) -> Collection[str]:
+        """The jobs for which this node is a maker, or will be when makers are named next."""
+        able = self._able.get(node_id)
+        if able is None or node_id in self._jobs_at:
+            return ()
+        if not able.node.only_job:
+            return self._wanted_at.keys()
+        return (able.node.only_job,) if able.node.only_job in self._wanted_at else ()
+
+    def _changed(self, node_id: str, *, is_other: bool) -> None:
+        self._is_stale |= is_other and node_id not in self._jobs_at
+
+    def _name(self, clock: float) -> None:
+        free = [one.node for name, one in self._able.items() if name not in self._jobs_at]
+        free.sort(key=attrgetter("node_id"))
+        self._for_all = _named(node for node in free if not node.only_job)
+        jobs = {node.only_job for node in free if node.only_job}
+        self._for_one = {
+            job_id: _named(node for node in free if node.only_job in ("", job_id))
+            for job_id in jobs
+        }
+        self._is_stale = False
+        self._named_at = clock + NAMED_EVERY_S if len(free) > FEW else clock
+
+
+def _named(nodes: Iterable[RegisterNodeRequest]) -> tuple[NeighbourNode, ...]:
+    return tuple(
+        NeighbourNode(one.node_id, one.data_address, one.arena_bytes, one.worker_count, one.disk_id)
+        for one in nodes
+    )

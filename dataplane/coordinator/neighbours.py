@@ -1,0 +1,114 @@
+"""The nodes of a job that lend each other blocks, and its makers, as they are told. Pure; a roster
+owns one.
+
+Invariants:
+1. Told are the nodes that have joined members of the present generation and a data address, and
+   after them the job's makers, while it has joined members. A member is renewed by its node alone,
+   so a node without a lease has no joined members.
+2. The version is a hash of the generation, of the nodes with their addresses and weights, and of a
+   salt that stands for the secret of their keys: it changes exactly when one of these does, and
+   cannot be confused with that of another start of a coordinator.
+3. What is told is made again only after such a change: a heartbeat costs a look at the version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.records import NodeRecord
+from dataplane.rpc.membership import JobNodes, NeighbourNode
+
+_VERSION_BYTES = 8
+_LOOPBACK = ("127.", "[::1]:")
+
+
+class JobNeighbours:
+    """How many joined members each node has, and what follows from that. `makers` hears which nodes
+    have any.
+    """
+
+    def __init__(self, makers: Makers) -> None:
+        self._everywhere = makers
+        self._members: Counter[str] = Counter()
+        self._told: JobNodes | None = None
+        self._makers: tuple[NeighbourNode, ...] = ()
+        self._maker_ids: frozenset[str] = frozenset()
+        self.lacks_some = False
+        """Whether a node with joined members was not known when `told` was asked last."""
+
+    def add(self, node_id: str) -> None:
+        """A member of this node is joined."""
+        self._members[node_id] += 1
+        if self._members[node_id] == 1:
+            self._told = None
+            self._everywhere.arrived(node_id)
+
+    def remove(self, node_id: str) -> None:
+        """One of them is gone."""
+        self._members[node_id] -= 1
+        if not self._members[node_id]:
+            del self._members[node_id]
+            self._told = None
+            self._everywhere.departed(node_id)
+
+    def clear(self) -> None:
+        """All of them are gone."""
+        for node_id in self._members:
+            self._everywhere.departed(node_id)
+        self._members.clear()
+        self._told = None
+
+    def changed(self, node_id: str) -> None:
+        """A node has another address or weight, or was not known before."""
+        if node_id in self._members:
+            self._told = None
+
+    def has_one_of(self, node_id: str) -> bool:
+        """Whether this node has one joined member, and not several."""
+        return self._members[node_id] == 1
+
+    def has_maker(self, node_id: str) -> bool:
+        """Whether this node was a maker when `told` was asked last."""
+        return node_id in self._maker_ids
+
+    def told(
+        self,
+        job_id: str,
+        generation: int,
+        known: Mapping[str, NodeRecord],
+        makers: tuple[NeighbourNode, ...],
+        salt: bytes,
+    ) -> JobNodes:
+        """The nodes of this job. The same object until something changes, or `makers` are another
+        object.
+        """
+        if self._told is None or makers is not self._makers:
+            self._makers = makers
+            self._told = self._made(job_id, generation, known, salt)
+        return self._told
+
+    def _made(
+        self, job_id: str, generation: int, known: Mapping[str, NodeRecord], salt: bytes
+    ) -> JobNodes:
+        registered = [known[name].request for name in sorted(self._members) if name in known]
+        self.lacks_some = len(registered) < len(self._members)
+        nodes = [
+            NeighbourNode(one.node_id, one.data_address, one.arena_bytes, disk_id=one.disk_id)
+            for one in registered
+            if one.data_address
+        ]
+        if self._members:
+            nodes += [one for one in self._makers if one.node_id not in self._members]
+        # Nobody on another host reaches these; on a single host there are no others.
+        beyond = [one for one in nodes if not one.address.startswith(_LOOPBACK)]
+        nodes = beyond or nodes
+        self._maker_ids = frozenset(one.node_id for one in nodes if one.worker_count)
+        hashed = msgspec.msgpack.encode((generation, nodes))
+        digest = hashlib.blake2b(hashed, digest_size=_VERSION_BYTES, key=salt).digest()
+        version = int.from_bytes(digest, "little") or 1
+        return JobNodes(job_id, generation, version, nodes=tuple(nodes))

@@ -1,0 +1,119 @@
+"""The nodes that were heard of, and what each is told of the others. Pure; the state machine owns
+them.
+
+Invariants:
+1. A node is told of the jobs whose members it has just renewed, or whose maker it is, and of no
+   others.
+2. For a lease after a restart, the nodes of a job are told only once all that have members have
+   been heard of: until then, nodes keep what they know. If the job wants makers and had members
+   before the restart, they are told only a third of a lease after it, since every node sends a
+   heartbeat within that time: otherwise makers would go, and come back one by one.
+3. For a lease after a restart, no node is told that it has left a job: those that want makers are
+   not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.records import NodeRecord
+from dataplane.coordinator.roster import Roster
+from dataplane.rpc.membership import HeartbeatRequest, JobNodes
+
+NODE_KEPT_S = 24 * 3600.0
+# A heartbeat is answered with the tables of further jobs until they have so many nodes together: a
+# maker of many jobs gets the others with its next heartbeats.
+_TOLD_MAX = 16384
+
+
+class Nodes:
+    """Those of all jobs. Times are lease time, except for `now`."""
+
+    def __init__(
+        self, rosters: Mapping[str, Roster], makers: Makers, salt: bytes, lease_s: float
+    ) -> None:
+        """`rosters` are those of the store; the same mapping is read later, too."""
+        self.records: dict[str, NodeRecord] = {}
+        self._rosters, self._makers = rosters, makers
+        self._salt, self._lease_s = salt, lease_s
+        self._restored = {
+            name: one.job.generation for name, one in rosters.items() if not one.is_idle
+        }
+
+    def heard(self, node: NodeRecord, clock: float) -> None:
+        """A node has registered, or sent a heartbeat."""
+        node_id = node.request.node_id
+        before = self.records.get(node_id)
+        self.records[node_id] = node
+        self._makers.heard(node.request, clock)
+        if before is None or _reached(before) != _reached(node):
+            self._changed(node_id)
+
+    def forget_silent(self, now: float) -> None:
+        """Forget nodes that were last heard of a day ago."""
+        for node_id, node in list(self.records.items()):
+            if now - node.seen_at > NODE_KEPT_S:
+                del self.records[node_id]
+                self._changed(node_id)
+
+    def host_of(self, node_id: str) -> str:
+        """Its host, or else its id."""
+        node = self.records.get(node_id)
+        return node.request.host or node_id if node is not None else node_id
+
+    def want_makers(self, node_id: str, job_ids: Collection[str], clock: float) -> None:
+        """A node has members of these jobs; they want makers if it is short of workers."""
+        node = self.records.get(node_id)
+        if node is not None and node.is_short:
+            for job_id in job_ids:
+                self._makers.wanted(job_id, clock)
+
+    def of(self, roster: Roster, clock: float) -> JobNodes | None:
+        """The nodes of this job as they are told, without their key; None if it is too early."""
+        job, neighbours = roster.job, roster.neighbours
+        makers = self._makers.of(job.job_id)
+        told = neighbours.told(job.job_id, job.generation, self.records, makers, self._salt)
+        if clock >= self._lease_s:
+            return told
+        is_restored = self._restored.get(job.job_id) == job.generation
+        awaits_makers = (
+            is_restored and clock < self._lease_s / 3 and self._makers.is_wanted_by(job.job_id)
+        )
+        return None if neighbours.lacks_some or awaits_makers else told
+
+    def news(
+        self, request: HeartbeatRequest, renewed: Collection[str], clock: float
+    ) -> tuple[tuple[JobNodes, ...], tuple[str, ...]]:
+        """For a node that has renewed members of these jobs: the nodes of its jobs where they
+        differ from what it knows, and the jobs that it knows and has left.
+        """
+        node_id = request.node.node_id
+        known = {one.job_id: one.version for one in request.known}
+        made_for = self._makers.jobs_of(node_id)
+        told: list[JobNodes] = []
+        room = _TOLD_MAX
+        for job_id in (*renewed, *made_for):
+            roster = self._rosters.get(job_id)
+            nodes = self.of(roster, clock) if roster is not None else None
+            if roster is None or nodes is None or known.get(job_id) == nodes.version:
+                continue
+            if job_id not in renewed:
+                if not roster.neighbours.has_maker(node_id):
+                    continue
+                if told and len(nodes.nodes) > room:
+                    break
+            told.append(nodes)
+            room -= len(nodes.nodes)
+        if clock < self._lease_s:
+            return tuple(told), ()
+        left = (one for one in known if one not in renewed and one not in made_for)
+        return tuple(told), tuple(left)
+
+    def _changed(self, node_id: str) -> None:
+        for roster in self._rosters.values():
+            roster.neighbours.changed(node_id)
+
+
+def _reached(node: NodeRecord) -> tuple[str, int]:
+    return (node.request.data_address, node.request.arena_bytes)

@@ -1,0 +1,140 @@
+"""Reads from neighbours, as a fetcher makes them: whom it asks, and who is late.
+
+Invariants:
+1. A neighbour that fails FAILURES_MAX times in a row is left alone for a while, and longer each
+   time; then one read tries it. What was asked of it is cut off at once, so that all of it is read
+   from the store at the same time.
+2. A late neighbour is hedged by the store within a budget, as late stores are, but without one if
+   it has not answered anybody since: it may be gone, and all reads wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from msgspec import Struct
+
+from dataplane.errors import NeighbourGone
+from dataplane.fetcher.hedging import Hedging
+from dataplane.neighbours.asking import Lines
+from dataplane.neighbours.line_tls import LineTls
+from dataplane.neighbours.wire import Answer, Outcome
+from dataplane.rpc.fetches import Neighbour
+from dataplane.store.race import EndedEarlyError, Race
+from dataplane.trace import Trace
+
+FAILURES_MAX = 3
+PAUSE_S, PAUSE_S_MAX = 2.0, 60.0
+LATE_S = 1.0
+"""As long as it is not known how long neighbours take."""
+
+_trace = Trace("fetcher")
+
+
+class _Health(Struct):
+    """Of one neighbour, by its address."""
+
+    answered_at: float = -math.inf
+    failures: int = 0
+    pause_s: float = 0.0
+    until: float = -math.inf
+    is_tried: bool = False
+
+
+class NeighbourHealth:
+    """Which neighbours are worth asking. Pure: the time is an argument."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, _Health] = {}
+
+    def may_ask(self, address: str, now: float) -> bool:
+        """Whether to ask it now. After a pause, this is true once, until that read has ended."""
+        health = self._of(address)
+        if health.failures < FAILURES_MAX:
+            return True
+        if now < health.until:
+            return False
+        health.until, health.is_tried = now + PAUSE_S_MAX, True
+        return True
+
+    def answered(self, address: str, now: float) -> None:
+        """It gave or refused a block."""
+        self._by_address[address] = _Health(now)
+
+    def failed(self, address: str, now: float) -> bool:
+        """It did neither, or too late. True if it is left alone from now on."""
+        health = self._of(address)
+        if now < health.until and not health.is_tried:
+            return False
+        health.failures, health.is_tried = health.failures + 1, False
+        if health.failures < FAILURES_MAX:
+            return False
+        health.pause_s = min(max(2 * health.pause_s, PAUSE_S), PAUSE_S_MAX)
+        health.until = now + health.pause_s
+        return True
+
+    def is_silent(self, address: str, since: float) -> bool:
+        """Whether it has answered nobody since then."""
+        return self._of(address).answered_at < since
+
+    def _of(self, address: str) -> _Health:
+        return self._by_address.setdefault(address, _Health())
+
+
+class NeighbourReads:
+    """The reads of one fetcher. Thread-safe."""
+
+    def __init__(self, tls: LineTls | None = None) -> None:
+        self._lines = Lines(tls)
+        self._lock = threading.Lock()
+        self._health = NeighbourHealth()
+        self._hedging = Hedging()
+
+    def read(self, neighbour: Neighbour, into: memoryview, race: Race) -> Answer:
+        """Ask this neighbour, as the first request of this race.
+
+        Raises:  NeighbourGone.  EndedEarlyError.
+        """
+        began, address = time.monotonic(), neighbour.address
+        with self._lock:
+            if not self._health.may_ask(address, began):
+                raise NeighbourGone(
+                    f"the node {neighbour.node_id} is left alone: it failed several times",
+                    peer=neighbour.node_id,
+                )
+        try:
+            answer = self._lines.read(neighbour, into, race.hold, race.claim)
+        except (NeighbourGone, EndedEarlyError) as error:
+            with self._lock:
+                is_left_alone = self._health.failed(address, time.monotonic())
+            if is_left_alone:
+                why = str(error) or "it was too late"
+                _trace.failed(
+                    "neighbour left alone", node=neighbour.node_id, address=address, why=why
+                )
+                self._lines.cut_off(address)
+            if race.is_over:
+                raise EndedEarlyError from None
+            raise
+        finally:
+            race.release()
+        now = time.monotonic()
+        with self._lock:
+            self._health.answered(address, now)
+            if answer.outcome is Outcome.GIVEN:
+                self._hedging.ended(answer.length, now - began)
+        return answer
+
+    def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
+        """Whether to read from the store what was asked for then; if so, it counts."""
+        with self._lock:
+            late_s = self._hedging.late_s(length)
+            if now - began < (LATE_S if math.isinf(late_s) else late_s):
+                return False
+            return self._health.is_silent(neighbour.address, began) or self._hedging.spend(length)
+
+    def close(self) -> None:
+        """Close idle connections. May be called twice."""
+        self._lines.close()

@@ -1,0 +1,296 @@
+"""Slabs that makers make, as a fetcher reads them into the delivery arenas of its node.
+
+Invariants:
+1. Each order ends with one SlabRead, whatever happens, and nothing writes into its memory after it.
+2. A slab has its threads for itself: while makers are slow, blocks are read as ever. Its times
+   decide about slabs alone.
+3. A slab that is late is asked for at a second maker, into other memory; the first whole answer
+   counts (`store/race.py`). It is asked for twice within a budget, but without one if the first
+   maker has answered nobody since: it may be gone. If one of the two fails, the other one counts.
+4. At most _SPARE_MAX slabs are in memory that is not the node's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from msgspec import Struct, field
+
+from dataplane.arena.borrowed import BorrowedArenas
+from dataplane.errors import ClosedError, DataplaneError, NeighbourGone
+from dataplane.fetcher.hedging import Hedging, HedgingRule
+from dataplane.fetcher.limits import SLABS_MAX
+from dataplane.model import Region
+from dataplane.neighbours.asking import Lines
+from dataplane.neighbours.asking_slabs import Place, SlabAsk
+from dataplane.neighbours.line_tls import LineTls
+from dataplane.neighbours.wire import Answer, Outcome
+from dataplane.rpc import fetches
+from dataplane.rpc.fetches import ReadSlab, SlabMaker, SlabRead
+from dataplane.store.pieces import copy_into
+from dataplane.store.race import EndedEarlyError, Race
+from dataplane.trace import Trace
+
+RULE = HedgingRule(share=0.05, reads_min=20, late_factor=2.0, late_s_min=0.2)
+LATE_S = 5.0
+"""As long as it is not known how long slabs take."""
+_SPARE_MAX = 4
+_SPARE_S = 5.0
+_END_S = 30.0
+_trace = Trace("fetcher")
+
+
+class _Making(Struct, eq=False):
+    """A slab that is being made, and the one or two makers that were asked for it."""
+
+    order: ReadSlab
+    began: float
+    first: Race = field(default_factory=Race)
+    second: Race = field(default_factory=Race)
+    is_hedged: bool = False
+    is_hedge_over: bool = False
+    is_dropped: bool = False
+    """Nobody needs it: its arena was detached."""
+    error: DataplaneError | None = None
+    """Of the first maker, while the second one may still send the slab."""
+
+
+class _Found(Struct, frozen=True):
+    """A slab that is there."""
+
+    length: int
+    note: bytes
+    node_id: str
+
+
+class MadeSlabs:
+    """The slabs that one fetcher reads. `tell` sends a message to the node."""
+
+    def __init__(
+        self, tell: Callable[[fetches.FromFetcherBody], None], tls: LineTls | None = None
+    ) -> None:
+        self._tell = tell
+        self._arenas = BorrowedArenas()
+        self._lines = Lines(tls)
+        self._threads = ThreadPoolExecutor(SLABS_MAX, "dataplane-slab")
+        self._hedges = ThreadPoolExecutor(SLABS_MAX, "dataplane-slab-hedge")
+        self._spare = threading.Semaphore(_SPARE_MAX)
+        self._lock = threading.Lock()
+        self._hedging = Hedging(RULE)
+        self._answered_at: dict[str, float] = {}
+        self._making: dict[int, _Making] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slab is waited for."""
+        return not self._making
+
+    def attach(self, arena_id: int, fd: int) -> None:
+        """Slabs will be read into this arena; the descriptor then belongs to it."""
+        try:
+            self._arenas.attach(arena_id, fd)
+        except DataplaneError as error:
+            _trace.failed("no delivery arena", arena=arena_id, why=str(error))
+
+    def detach(self, arena_id: int) -> None:
+        """No more slabs will. Those that are under way end soon, with ClosedError if they still
+        wait.
+        """
+        self._arenas.detach(arena_id)
+        with self._lock:
+            dropped = [e for e in self._making.values() if e.order.arena_id == arena_id]
+        for making in dropped:
+            making.is_dropped = True
+            making.first.cut_off()
+            making.second.cut_off()
+
+    def begin(self, order: ReadSlab) -> None:
+        """Have this slab made, and read it."""
+        making = _Making(order, time.monotonic())
+        with self._lock:
+            self._making[order.number] = making
+        self._threads.submit(self._serve, making)
+
+    def look(self, now: float) -> None:
+        """Ask for late slabs again."""
+        with self._lock:
+            late = [each for each in self._making.values() if self._is_to_hedge(each, now)]
+            for making in late:
+                making.is_hedged = True
+        for making in late:
+            self._hedges.submit(self._serve_hedge, making)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._threads.shutdown()
+        self._hedges.shutdown()
+        self._lines.close()
+        self._arenas.close()
+
+    def _is_to_hedge(self, making: _Making, now: float) -> bool:
+        order = making.order
+        if order.hedge is None or making.is_hedged or making.is_dropped:
+            return False
+        late_s = self._hedging.late_s(order.into.length)
+        if now - making.began < (LATE_S if math.isinf(late_s) else late_s):
+            return False
+        is_silent = self._answered_at.get(order.maker.address, -math.inf) < making.began
+        return is_silent or self._hedging.spend(order.into.length)
+
+    def _serve(self, making: _Making) -> None:
+        """In a thread: ask the first maker, and report the end unless the second one does."""
+        order = making.order
+        found = error = None
+        with self._memory(order) as memory:
+            try:
+                found = self._ask(making, order.maker, memory, making.first)
+            except EndedEarlyError:
+                return
+            except BaseException as failure:  # noqa: BLE001 - the node waits
+                error = _as_error(order.maker, failure)
+        with self._lock:
+            if error is not None and making.is_hedged and not making.is_hedge_over:
+                making.error = error
+                return
+            try:
+                making.first.claim()  # from now on, a second maker cannot win
+            except EndedEarlyError:
+                return
+        self._end(making, found, error)
+        if making.is_hedged:
+            with contextlib.suppress(TimeoutError):
+                making.second.overtake(_END_S)  # nobody needs it any more
+
+    def _serve_hedge(self, making: _Making) -> None:
+        """In a thread: ask the second maker, and put the slab in place if it is there first."""
+        order, spares = making.order, contextlib.ExitStack()
+        assert order.hedge is not None
+        found = None
+        spare = memoryview(b"")
+
+        def place(length: int) -> memoryview:
+            nonlocal spare
+            if not self._spare.acquire(timeout=_SPARE_S):
+                raise TimeoutError
+            spares.callback(self._spare.release)
+            spare = np.empty(length, np.uint8).data
+            return spare
+
+        with spares:
+            try:
+                found = self._ask(making, order.hedge, place, making.second)
+                is_first = making.first.overtake(_END_S)
+            except TimeoutError:
+                os._exit(1)  # a thread is stuck, and may write into the memory of the node
+            except BaseException:  # noqa: BLE001 - the first maker counts
+                is_first = False
+            if is_first and found is not None:
+                self._put(making, found, spare)
+                return
+        with self._lock:
+            making.is_hedge_over = True
+            error = making.error
+        if error is not None:
+            self._end(making, None, error)
+
+    def _put(self, making: _Making, found: _Found, body: memoryview) -> None:
+        """The slab of the second maker counts: put it in place."""
+        try:
+            with self._memory(making.order) as memory:
+                copy_into(body, memory(found.length))
+        except BaseException as failure:  # noqa: BLE001 - the node waits
+            self._end(making, None, _as_error(making.order.maker, failure))
+        else:
+            self._end(making, found, None)
+
+    def _ask(self, making: _Making, maker: SlabMaker, place: Place, race: Race) -> _Found:
+        """Raises:  NeighbourGone, EndedEarlyError, ClosedError, and what `place` raises."""
+        order = making.order
+        ask = SlabAsk(order.request, order.request_opening, order.into.length)
+
+        def hold(sock: socket.socket) -> None:
+            race.hold(sock)
+            if making.is_dropped:
+                raise _closed(order)
+
+        try:
+            answer, note = self._lines.read_slab(maker, ask, place, hold, race.claim)
+        except NeighbourGone:
+            if race.is_over:
+                raise EndedEarlyError from None
+            if making.is_dropped:
+                raise _closed(order) from None
+            raise
+        finally:
+            race.release()
+        with self._lock:
+            self._answered_at[maker.address] = time.monotonic()
+        return _given(maker, answer, note)
+
+    @contextlib.contextmanager
+    def _memory(self, order: ReadSlab) -> Iterator[Place]:
+        """Where a slab of this order goes, while it is read."""
+        borrowed = self._arenas.use(order.arena_id)
+        into: Region = order.into
+
+        def place(length: int) -> memoryview:
+            if borrowed is None:
+                raise _closed(order)
+            view = borrowed.arena.view(into.offset, min(length, into.length))
+            borrowed.arena.prepare(into.offset, len(view))
+            return view
+
+        try:
+            yield place
+        finally:
+            if borrowed is not None:
+                self._arenas.done(borrowed)
+
+    def _end(self, making: _Making, found: _Found | None, error: DataplaneError | None) -> None:
+        order, took_s = making.order, time.monotonic() - making.began
+        with self._lock:
+            del self._making[order.number]
+            if found is not None:
+                self._hedging.ended(order.into.length, took_s)
+        length, note, node_id = (
+            (0, b"", "")
+            if found is None
+            else (
+                found.length,
+                found.note,
+                found.node_id,
+            )
+        )
+        self._tell(
+            SlabRead(order.number, error, note, length, took_s, node_id, time.process_time())
+        )
+
+
+def _closed(order: ReadSlab) -> ClosedError:
+    return ClosedError(f"the delivery arena {order.arena_id} was closed")
+
+
+def _given(maker: SlabMaker, answer: Answer, note: bytes) -> _Found:
+    if answer.outcome is not Outcome.GIVEN:
+        raise NeighbourGone(
+            f"the node {maker.node_id} at {maker.address} refused to make a slab",
+            peer=maker.node_id,
+        )
+    return _Found(answer.length, note, maker.node_id)
+
+
+def _as_error(maker: SlabMaker, failure: BaseException) -> DataplaneError:
+    if isinstance(failure, DataplaneError):
+        return failure
+    return NeighbourGone(
+        f"no slab of the node {maker.node_id}: {type(failure).__name__}: {failure}",
+        peer=maker.node_id,
+    )

@@ -1,0 +1,287 @@
+"""Counts how many rows of each block of a dataset a view has, in indexing processes.
+
+1. Blocks are counted in stretches, each once: what was counted before a failure or an interruption
+   is not counted again, and neither is it when shards are added.
+2. Only the columns are read that the view needs, and nothing of a block whose statistics decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice, pairwise
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+
+from dataplane.formats import registry
+from dataplane.index.count_journal import CountJournal
+from dataplane.index.indexing import Connect, IndexProgress, Progress, StoredShard
+from dataplane.index.journal import digest
+from dataplane.index.projection import Projection
+from dataplane.model import ObjectInfo, Region, View
+from dataplane.plan.manifest import Int64, Manifest
+from dataplane.plan.permute import Words
+from dataplane.plan.subsets import has_shares, shard_words
+from dataplane.plan.views import first_rows, rows_only, shared_counts
+from dataplane.rpc import tasks
+from dataplane.store.urls import local_path
+from dataplane.trace import Trace
+from dataplane.transforms.row_filter import RowFilter
+
+COUNT_VERSION = 1
+"""Grows when the same view of the same rows may have other counts."""
+_STRETCH_BLOCKS = 32
+# Hashing this many takes a second or two.
+_ROWS_CACHED = 1 << 28
+# More of them would wait for one another in the processes, which decode two blocks at a time.
+_COUNTED_AT_ONCE = 16
+
+_trace = Trace("node")
+
+CountRows = Callable[[StoredShard, tasks.CountRows, int], Int64]
+"""Counts rows of blocks of a shard, of which the largest decodes to so many bytes."""
+
+
+class _Stretch(Struct, frozen=True):
+    """Consecutive blocks of one shard."""
+
+    shard: int
+    first: int
+    stop: int
+
+
+def view_name(view: View) -> str:
+    """What the counts of a view are stored under, beside the dataset's manifest: 32 hex digits."""
+    rows = dataclasses.replace(rows_only(view), limit=0)
+    return digest(COUNT_VERSION, dataclasses.asdict(rows))
+
+
+def counted(
+    manifest: Manifest,
+    view: View,
+    connect: Connect,
+    count_rows: CountRows,
+    cache_dir: str = "",
+    progress: Progress | None = None,
+) -> Int64:
+    """The rows of each block that the view has, whatever its limit: from the cache, or counted. A
+    cache folder of "" caches nothing. `count_rows` is called in threads, `progress` in this one.
+
+    Shapes:  result: int64[blocks].
+    Raises:  ConfigError: the condition does not suit the columns.  As `IndexProcesses.count`.
+    """
+    run = _Run(manifest, dataclasses.replace(view, limit=0), connect, count_rows, progress)
+    if not cache_dir:
+        return run.counts(None)
+    journal = CountJournal(cache_dir, run.name())
+    try:
+        found = journal.finished(manifest.fingerprint, manifest.block_count)
+        if found is not None:
+            return found
+        told = {"where": view.where, "blocks": manifest.block_count, "rows": manifest.sample_count}
+        _trace.noted("counting the rows of a view", **told)
+        began, found = time.monotonic(), run.counts(journal)
+        took_s = round(time.monotonic() - began, 3)
+        _trace.noted("counted the rows of a view", **told, left=int(found.sum()), took_s=took_s)
+        return found
+    finally:
+        journal.close()
+
+
+def shares_counted(manifest: Manifest, view: View, cache_dir: str = "") -> Int64:
+    """The rows of each block in the shares of a view; of a very large dataset, they are cached.
+
+    Shapes:  result: int64[blocks].
+    """
+    if not cache_dir or manifest.sample_count < _ROWS_CACHED:
+        return shared_counts(manifest, view)
+    name = digest("shares", view_name(view), *manifest.urls)
+    journal = CountJournal(cache_dir, name)
+    found = journal.finished(manifest.fingerprint, manifest.block_count)
+    if found is None:
+        found = shared_counts(manifest, view)
+        journal.finish(manifest.fingerprint, found, ())
+    return found
+
+
+class _Run:
+    """One counting of one dataset."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        view: View,
+        connect: Connect,
+        count_rows: CountRows,
+        progress: Progress | None,
+    ) -> None:
+        self._manifest, self._view = manifest, view
+        self._connect, self._count_rows, self._progress = connect, count_rows, progress
+        self._stop = threading.Event()
+        schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+        rows = RowFilter.of(view, schema)
+        columns = () if rows is None else rows.columns
+        self._projection = _projection(manifest, [name in columns for name in schema.names])
+        self._first_rows = first_rows(manifest)
+        self._words: Words | None = None
+        if has_shares(view):
+            self._words = shard_words(manifest.shards.urls)
+        self._preambles = _Preambles()
+        self._done: dict[int, Int64] = {}
+        self._bytes_done = 0
+
+    def name(self) -> str:
+        """What counts are remembered under."""
+        version = (registry.INDEX_VERSION, self._manifest.format)
+        return digest(version, view_name(self._view), *self._manifest.urls)
+
+    def counts(self, journal: CountJournal | None) -> Int64:
+        """All counts, made or remembered."""
+        stretches = list(self._stretches())
+        keys = [self._key(each) for each in stretches]
+        remembered = {} if journal is None else journal.remembered()
+        for at, key in enumerate(keys):
+            known = remembered.get(key)
+            if known is not None and len(known) == stretches[at].stop - stretches[at].first:
+                self._accept(at, stretches[at], known)
+        self._report(len(stretches))
+        todo = [at for at in range(len(stretches)) if at not in self._done]
+        self._in_parallel(stretches, todo, keys, journal)
+        each = [self._done[at] for at in range(len(stretches))]
+        counts = np.concatenate(each)
+        if journal is not None:
+            journal.finish(self._manifest.fingerprint, counts, zip(keys, each, strict=True))
+        return counts
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        starts = self._manifest.shards.block_starts.tolist()
+        for shard, (first, stop) in enumerate(pairwise(starts)):
+            for at in range(first, stop, _STRETCH_BLOCKS):
+                yield _Stretch(shard, at, min(at + _STRETCH_BLOCKS, stop))
+
+    def _key(self, stretch: _Stretch) -> str:
+        shards, first = self._manifest.shards, self._manifest.shards.block_starts
+        at = stretch.first - first.item(stretch.shard)
+        shard = (shards.urls[stretch.shard], shards.size_bytes.item(stretch.shard))
+        word = 0 if self._words is None else self._words.item(stretch.shard)
+        return digest(*shard, shards.etags[stretch.shard], at, stretch.stop - stretch.first, word)
+
+    def _in_parallel(
+        self,
+        stretches: list[_Stretch],
+        todo: list[int],
+        keys: list[str],
+        journal: CountJournal | None,
+    ) -> None:
+        waiting, running = iter(todo), 0
+        ended: queue.SimpleQueue[tuple[int, Future[Int64]]] = queue.SimpleQueue()
+        pool = ThreadPoolExecutor(_COUNTED_AT_ONCE, thread_name_prefix="dataplane-count")
+        try:
+            while True:
+                for at in islice(waiting, 2 * _COUNTED_AT_ONCE - running):
+                    future = pool.submit(self._counted, stretches[at])
+                    future.add_done_callback(partial(_put, ended, at))
+                    running += 1
+                if not running:
+                    return
+                at, future = ended.get()
+                running -= 1
+                found = future.result()
+                if journal is not None:
+                    journal.remember(keys[at], found)
+                self._accept(at, stretches[at], found)
+                self._report(len(stretches))
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _counted(self, stretch: _Stretch) -> Int64:
+        shard = self._manifest.shards[stretch.shard]
+        listed = ObjectInfo(shard.url, shard.size_bytes, shard.etag)
+        stored = StoredShard(listed, self._connect(shard.url), self._stop)
+        blocks = tuple(self._block(stretch.shard, at) for at in range(stretch.first, stretch.stop))
+        order = tasks.CountRows(
+            self._manifest.format, shard.url, shard.size_bytes, shard.etag,
+            self._manifest.schema, self._view, blocks,
+            parts=self._preambles.of(stored, shard.preamble),
+        )  # fmt: skip
+        manifest, projection = self._manifest, self._projection
+        decoded = manifest.block_decoded if projection is None else projection.decoded
+        return self._count_rows(stored, order, int(decoded[stretch.first : stretch.stop].max()))
+
+    def _block(self, shard: int, block: int) -> tasks.RawBlockRef:
+        manifest, shards = self._manifest, self._manifest.shards
+        place = Region(manifest.block_offset.item(block), manifest.block_length.item(block))
+        rows = manifest.block_rows.item(block)
+        return tasks.RawBlockRef(
+            url="",
+            index=shards.block_in_shard(shard, block),
+            rows=rows,
+            place=place,
+            preamble_place=shards.preamble(shard),
+            shard_bytes=0,
+            pieces=() if self._projection is None else self._projection.pieces(block, place),
+            stored_rows=rows,
+            first_row=self._first_rows.item(block),
+            shard_word=0 if self._words is None else self._words.item(shard),
+        )
+
+    def _accept(self, at: int, stretch: _Stretch, found: Int64) -> None:
+        self._done[at] = found
+        length = self._manifest.block_length[stretch.first : stretch.stop]
+        self._bytes_done += int(length.sum())
+
+    def _report(self, stretch_count: int) -> None:
+        if self._progress is not None:
+            total = int(self._manifest.block_length.sum())
+            done = len(self._done), self._bytes_done
+            self._progress(IndexProgress(stretch_count, *done, total))
+
+
+class _Preambles:
+    """Those of the last few shards in a store, each of which is read once for all stretches of its
+    shard. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: OrderedDict[str, Future[bytes]] = OrderedDict()
+
+    def of(self, shard: StoredShard, place: Region) -> tuple[tasks.ShardPart, ...]:
+        """The preamble of this shard; nothing if a process reads it itself."""
+        if not place.length or local_path(shard.url) is not None:
+            return ()
+        with self._lock:
+            known = self._read.get(shard.url)
+            future = self._read[shard.url] = known or Future()
+            if len(self._read) > _COUNTED_AT_ONCE:
+                self._read.popitem(last=False)
+        if known is None:
+            try:
+                future.set_result(bytes(memoryview(shard.read(place.offset, place.length))))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        return (tasks.ShardPart(place.offset, future.result()),)
+
+
+def _projection(manifest: Manifest, is_wanted: list[bool]) -> Projection | None:
+    """The bytes that need not be read, if the index knows where columns lie."""
+    places = manifest.column_places
+    if places is None or places.column_count != len(is_wanted) or all(is_wanted):
+        return None
+    return Projection.of(places, manifest.block_length, manifest.block_decoded, is_wanted)
+
+
+def _put(
+    ended: queue.SimpleQueue[tuple[int, Future[Int64]]], at: int, future: Future[Int64]
+) -> None:
+    ended.put((at, future))

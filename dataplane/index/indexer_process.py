@@ -1,0 +1,209 @@
+"""One indexing process, as the node sees it.
+
+Invariants:
+1. Every task that was given to it ends: with its answer, its error, or with how the process ended.
+2. The node's threads read for it, from stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec import Struct, field
+
+from dataplane.errors import ClosedError, DataplaneError, PeerLost
+from dataplane.index.indexer import PART_BYTES
+from dataplane.index.indexing import StoredShard
+from dataplane.machine import OwnTime, kill_count_for_memory
+from dataplane.rpc import local, tasks
+from dataplane.trace import Trace
+from dataplane.worker.death import Cause, ProcessEnd, end_of
+from dataplane.worker.forking import fork_server
+from dataplane.worker.process import WORDS_BYTES_MAX
+
+_LOOK_S = 0.25
+
+_trace = Trace("node")
+
+Order = tasks.IndexShard | tasks.CountRows
+
+
+class IndexerEnded(Exception):
+    """The process that had the shard has ended."""
+
+    def __init__(self, end: ProcessEnd) -> None:
+        super().__init__(end.words)
+        self.end = end
+
+
+class _Task(Struct, eq=False):
+    """One shard in a process. `reads` are its reads in flight; `failure` is the error of one of
+    them.
+    """
+
+    shard: StoredShard
+    arrived: queue.SimpleQueue[tasks.FromIndexerBody | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    reads: int = 0
+    failure: BaseException | None = None
+    pieces: Iterator[bytes] | None = None
+    index: bytes = b""
+
+
+class IndexerProcess:
+    """One process, and the thread that receives its messages."""
+
+    def __init__(self, memory_bytes: int, reads: ThreadPoolExecutor) -> None:
+        self.users = 0
+        self.has_ended = False
+        self._reads = reads
+        self._tasks: dict[int, _Task] = {}
+        self._numbers = itertools.count(1)
+        self._changing = threading.Lock()
+        self._kill_count = kill_count_for_memory()
+        self._end: ProcessEnd | None = None
+        self._sock, theirs = local.pair()
+        self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = fork_server.start("indexer", theirs, self._stderr, memory_bytes)
+        except BaseException:
+            self._sock.close()
+            os.close(self._stderr)
+            raise
+        self._receiver = threading.Thread(target=self._receive, name="dataplane-indexer")
+        self._receiver.start()
+
+    def answer(
+        self, order: Order, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
+    ) -> bytes:
+        """The process's answer about a shard.
+
+        Raises:  IndexerEnded: nothing; why is added to `ends`.
+        """
+        task, number = _Task(shard), next(self._numbers)
+        with self._changing:
+            self._tasks[number] = task
+            if self.has_ended:
+                task.arrived.put(None)
+        try:
+            with contextlib.suppress(PeerLost):  # its end is reported where answers are received
+                local.send(self._sock, tasks.ToIndexer(number, order))
+            return self._answered(number, task, timeout_s)
+        except IndexerEnded as ended:
+            ends.append(ended.end)
+            raise
+        finally:
+            with self._changing:
+                del self._tasks[number]
+
+    def kill(self) -> None:
+        """Kill the process, and fail everything that waits for it. May be called twice."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._process.kill()
+        self._receiver.join()
+
+    def _answered(self, number: int, task: _Task, timeout_s: float) -> bytes:
+        while True:
+            body = self._next(task, timeout_s)
+            if isinstance(body, tasks.ReadShard):
+                with self._changing:
+                    task.reads += 1
+                self._reads.submit(self._read, number, task, body)
+            elif isinstance(body, tasks.OutOfMemory):
+                raise self._ended(ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit"))
+            elif isinstance(body, DataplaneError):
+                raise task.failure or body
+            elif isinstance(body, tasks.ShardIndexed):
+                task.index += body.index
+                if not body.more:
+                    return task.index
+
+    def _next(self, task: _Task, timeout_s: float) -> tasks.FromIndexerBody:
+        own: OwnTime | None = None
+        while True:
+            try:
+                body = task.arrived.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if task.shard.stop.is_set():
+                    raise ClosedError("indexing was stopped") from None
+                now = time.monotonic()
+                if own is None or task.reads:
+                    own = OwnTime(self._process.pid, now)
+                elif own.exceeds(timeout_s, now):
+                    words = f"did not end within {timeout_s:g} s of its own time"
+                    raise self._ended(ProcessEnd(Cause.STUCK, words)) from None
+                continue
+            if body is None:
+                raise self._ended(None)
+            return body
+
+    def _read(self, number: int, task: _Task, asked: tasks.ReadShard) -> None:
+        """In a thread of the node: read for a shard, and send the bytes."""
+        try:
+            answer = _bytes_for(task, asked)
+        except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
+            task.failure = error
+            answer = tasks.ShardBytes(asked.request, has_failed=True)
+        with self._changing:
+            task.reads -= 1
+        with contextlib.suppress(PeerLost):
+            local.send(self._sock, tasks.ToIndexer(number, answer))
+
+    def _receive(self) -> None:
+        with contextlib.suppress(DataplaneError):  # it is gone, or sent an invalid message
+            while True:
+                said, descriptors = local.receive(self._sock, tasks.FromIndexer)
+                for fd in descriptors:
+                    os.close(fd)
+                task = self._tasks.get(said.task)
+                if task is not None:
+                    task.arrived.put(said.body)
+        self._process.kill()
+        status = self._process.status()
+        words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
+        os.close(self._stderr)
+        is_machine_short = kill_count_for_memory() > self._kill_count
+        with self._changing:
+            self._end = end_of(status, words, is_machine_short=is_machine_short)
+            self.has_ended = True
+            for task in self._tasks.values():
+                task.arrived.put(None)
+        self._sock.close()
+
+    def _ended(self, end: ProcessEnd | None) -> IndexerEnded:
+        """The process has ended: `end` says why, or else its exit status."""
+        self.kill()
+        end = end or self._end
+        assert end is not None
+        _trace.failed("index process ended", pid=self._process.pid, how=end.words)
+        return IndexerEnded(end)
+
+
+def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:
+    shard, place = task.shard, asked.place
+    if place is not None:
+        content = bytes(memoryview(shard.read(place.offset, place.length)))
+        return tasks.ShardBytes(asked.request, content)
+    if task.pieces is None:
+        task.pieces = _parts(shard)
+    piece = next(task.pieces, None)
+    return tasks.ShardBytes(asked.request, piece or b"", is_end=piece is None)
+
+
+def _parts(shard: StoredShard) -> Iterator[bytes]:
+    """The whole shard, in pieces that fit into a message."""
+    for piece in shard.stream():
+        view = memoryview(piece).cast("B")
+        for at in range(0, len(view), PART_BYTES):
+            yield bytes(view[at : at + PART_BYTES])

@@ -1,0 +1,100 @@
+"""The manifest of a view: the dataset's, with the rows of each block that the view has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.config import NodeConfig
+from dataplane.errors import ConfigError
+from dataplane.index.counting import CountRows, counted, shares_counted, view_name
+from dataplane.index.indexing import Connect, Progress
+from dataplane.index.processes import IndexProcesses
+from dataplane.model import View
+from dataplane.plan.manifest import Int64, Manifest
+from dataplane.plan.null_counts import NullCounts
+from dataplane.plan.views import check_shares, limited, rows_only
+from dataplane.transforms.condition import Outcomes
+from dataplane.transforms.conditions import Condition
+from dataplane.transforms.leaves import leaves_of
+from dataplane.transforms.where_parser import canonical_where
+
+
+def canonical_view(view: View) -> View:
+    """The view in the form that equal views have.
+
+    Raises:  ConfigError: its condition or its shares are wrong.
+    """
+    check_shares(view)
+    return dataclasses.replace(view, where=canonical_where(view.where or None))
+
+
+def viewed(
+    manifest: Manifest,
+    view: View,
+    connect: Connect,
+    config: NodeConfig,
+    progress: Progress | None = None,
+) -> Manifest:
+    """The manifest with only the rows of the view. They are counted in processes, with the limits
+    of this configuration, unless the manifest or its cache folder has the counts.
+
+    Raises:  ConfigError: the view is wrong, or has no rows.  As `counted`.
+    """
+    view = canonical_view(rows_only(view))
+    if view == View():
+        return manifest
+    counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
+    if not counts.any():
+        raise ConfigError(
+            f"none of the {manifest.sample_count} rows of the dataset is left by {_told(view)}: "
+            "ask for others",
+            field="where" if view.where else "view",
+        )
+    return dataclasses.replace(manifest.viewed(counts), nulls=_nulls(manifest, view))
+
+
+def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
+    """What is known about nulls in the rows of the view: its condition rules out some."""
+    if manifest.nulls is None or not view.where:
+        return manifest.nulls
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    known = Condition.of(view.where, schema).test.known(Outcomes.TRUE)
+    nodes = [leaf.row_nodes for leaf in leaves_of(schema) if leaf.name in known]
+    return manifest.nulls.without([node for some in nodes for node in some])
+
+
+def with_view(manifest: Manifest, of_view: Manifest, view: View) -> Manifest:
+    """The manifest of a whole dataset, with the counts of a view of it, which has no limit."""
+    counts = np.zeros(manifest.block_count, np.int64)
+    counts[of_view.kept] = of_view.block_rows
+    return manifest.with_view(view_name(canonical_view(view)), counts)
+
+
+def _counts(
+    manifest: Manifest,
+    view: View,
+    connect: Connect,
+    config: NodeConfig,
+    progress: Progress | None,
+) -> Int64:
+    """Shapes:  result: int64[K], whatever the limit."""
+    found = manifest.view_counts.get(view_name(view))
+    if found is not None:
+        return found
+    if not view.where:
+        return shares_counted(manifest, view, config.cache_dir)
+    with IndexProcesses.of(config) as processes:
+        count: CountRows = processes.count
+        return counted(manifest, view, connect, count, config.cache_dir, progress)
+
+
+def _told(view: View) -> str:
+    """What the view asks for, as an error names it."""
+    parts = [f"where={view.where!r:.500}"] if view.where else []
+    parts += [f"sample={view.sample / 2**32:.6g}"] if view.sample else []
+    if view.split_to:
+        parts += [f"the split from {view.split_from / 2**32:.6g} to {view.split_to / 2**32:.6g}"]
+    return " and ".join(parts)

@@ -1,0 +1,155 @@
+"""The ledger of a job: what it was given to train on, as an append-only list.
+
+1. Entries are inputs, never rows: with the dataset's manifest they say every row of every step.
+2. Each entry names the hash of the one before, so that none can be changed, or taken out of the
+   middle, unnoticed. The hash of an entry is that of its line, as it is written.
+3. Saved as JSON lines, the first line describes the job, and says the hash of the last entry.
+
+`dataplane trace`, `where`, `replay` and `ledger` read such a file without a coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.model import DatasetIdentity
+
+LEDGER_VERSION = 1
+MARK = b'{"ledger":'
+"""How a ledger begins: no other JSON lines do."""
+
+
+class LedgerPosition(Struct, frozen=True, order=True):
+    """A place in a job: an epoch, and the positions of it that are consumed."""
+
+    epoch: int
+    cursor: int
+
+
+class LedgerEntry(Struct, frozen=True):
+    """One entry. `payload` is a JSON object, as `canonical` writes it.
+
+    start    a launch began to read at `position`: launch, generation, ranks, global batch
+    end      its last member went; the job had consumed everything up to `position`
+    """
+
+    seq: int
+    kind: str
+    position: LedgerPosition
+    payload: str
+    by: str
+    at: float
+    previous: str = ""
+
+    @property
+    def line(self) -> str:
+        """The entry as a line of JSON."""
+        plain = msgspec.to_builtins(self)
+        return canonical({**plain, "payload": json.loads(self.payload)})
+
+    @property
+    def hash(self) -> str:
+        """32 hex digits."""
+        return hashlib.blake2b(self.line.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def of_plain(cls, plain: dict[str, Any]) -> LedgerEntry:
+        """The entry of a line.
+
+        Raises:  TypeError, msgspec.ValidationError: it is none.
+        """
+        return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A job: its dataset, its spec, how far it was, and its entries. `dataset` is None if that is
+    unknown.
+    """
+
+    job_id: str
+    urls: tuple[str, ...]
+    spec: JobSpec
+    sample_count: int
+    dp_size: int
+    format: str = ""
+    epoch: int = 0
+    cursor: int = 0
+    dataset: DatasetIdentity | None = None
+    entries: tuple[LedgerEntry, ...] = ()
+
+    @property
+    def head(self) -> str:
+        """The hash of the last entry; "" without entries."""
+        return self.entries[-1].hash if self.entries else ""
+
+    def to_lines(self) -> str:
+        """The ledger as JSON lines."""
+        about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
+        for field in fields(self)[:-1]:
+            about[field.name] = msgspec.to_builtins(getattr(self, field.name))
+        first = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
+        return "".join(f"{line}\n" for line in (first, *(one.line for one in self.entries)))
+
+    @classmethod
+    def from_lines(cls, text: str, name: str) -> Ledger:
+        """The inverse of `to_lines`; `name` is what errors call it. Entries are read as they are:
+        `faults` checks them.
+
+        Raises:  ConfigError: it is not a ledger, or of a newer version.
+        """
+        try:
+            first, *lines = map(json.loads, filter(None, text.split("\n")))
+            version = first.pop("ledger")
+            if version == LEDGER_VERSION:
+                known = {field.name: first[field.name] for field in fields(cls)[:-1]}
+                entries = [LedgerEntry.of_plain(line) for line in lines]
+                return msgspec.convert({**known, "entries": entries}, cls)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{name} is not a ledger, or damaged: {error}", path=name) from error
+        raise ConfigError(
+            f"{name} is a ledger of version {version!r}, and this Dataplane knows version "
+            f"{LEDGER_VERSION}: use the release that wrote it, or a newer one",
+            path=name,
+            expected=LEDGER_VERSION,
+            found=version,
+        )
+
+
+def head_of(text: str) -> str:
+    """The hash of the last entry, as the first line of a saved ledger says it."""
+    return str(json.loads(text.partition("\n")[0]).get("head", ""))
+
+
+def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
+    """What is wrong with these entries, whose last one has the hash `head`. A coordinator leaves
+    out old ones of too many; this is told, but is no fault.
+    """
+    for before, after in itertools.pairwise(entries):
+        if after.seq <= before.seq:
+            yield f"entry {after.seq} comes after entry {before.seq}"
+        elif after.seq == before.seq + 1 and after.previous != before.hash:
+            yield f"entry {before.seq} is not the one that entry {after.seq} follows"
+    last = entries[-1].hash if entries else ""
+    if last != head:
+        yield f"the last entry has the hash {last or '(none)'}, not {head or '(none)'}"
+
+
+def canonical(value: Any) -> str:
+    """JSON that is the same for equal values.
+
+    Raises:  ValueError: a number that JSON does not have.
+    """
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )

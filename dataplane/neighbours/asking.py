@@ -1,0 +1,308 @@
+"""The asking side of data connections: reads bytes of a neighbour's block, or a slab that it makes,
+straight into memory.
+
+Invariants:
+1. A connection is used again only after a whole answer was read from it, and by the same node, job
+   and generation. One that nobody uses is closed when the next one is opened.
+2. Every wait has a deadline: connecting and the handshake together, the answer, and the payload,
+   which has a lowest rate.
+3. `into` is filled with bytes whose checksum is that of the answer, or the call fails. No more than
+   it has room for is received, whatever the answer says.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from msgspec import Struct
+
+from dataplane.errors import ConfigError, NeighbourGone
+from dataplane.neighbours import handshake, wire
+from dataplane.neighbours.asking_slabs import Place, SlabAsk, SlabExchange
+from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
+from dataplane.neighbours.names import Names
+from dataplane.neighbours.openings import Openings
+from dataplane.neighbours.receiving import (
+    left_s,
+    payload_deadline,
+    receive_frame,
+    receive_payload,
+    send,
+)
+from dataplane.neighbours.wire import Answer, Outcome, Request
+from dataplane.rpc.address import TcpAddress, parse
+from dataplane.rpc.fetches import Neighbour, SlabMaker
+
+_IDLE_S = 30.0
+_IDLE_MAX = 16
+"""Connections with one neighbour that wait."""
+_ANSWER_S = 10.0
+"""The neighbour may have to read the block first."""
+
+_Key = tuple[str, str, int, str, str]
+_Peer = Neighbour | SlabMaker
+Hold = Callable[[socket.socket], None]
+"""Called with the socket before anything is asked for over it. May raise."""
+Claim = Callable[[], None]
+"""Called when all bytes have arrived. May raise: then they do not count."""
+_Ask = Callable[["_Line"], Answer]
+_Take = Callable[[socket.socket, Answer], None]
+
+
+class _Line(Struct, eq=False):
+    """A connection with this place."""
+
+    sock: socket.socket
+    place: tuple[str, int]
+    idle_since: float = 0.0
+    number: int = 0
+    received_bytes: int = 0
+
+    def next_number(self) -> int:
+        """Of the next request over it."""
+        self.number += 1
+        return self.number
+
+
+class Lines:
+    """Connections with neighbours, inside of TLS if that is given, which are used again.
+    Thread-safe.
+    """
+
+    def __init__(self, tls: LineTls | None = None) -> None:
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._idle: dict[_Key, list[_Line]] = {}
+        self._busy: dict[str, set[_Line]] = {}
+        self._names = Names()
+        self._openings = Openings()
+        weakref.finalize(self, _close_all, self._idle).atexit = False
+
+    def read(self, neighbour: Neighbour, into: memoryview, hold: Hold, claim: Claim) -> Answer:
+        """Ask for as many bytes as `into` has, and fill it if they are given.
+
+        Raises:  NeighbourGone.  What `hold` and `claim` raise.
+        """
+
+        def take(sock: socket.socket, answer: Answer) -> None:
+            receive_payload(sock, answer, payload_deadline(answer), into)
+            claim()
+
+        return self._use(neighbour, partial(_ask, neighbour, len(into)), take, hold)
+
+    def read_slab(
+        self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
+    ) -> tuple[Answer, bytes]:
+        """Ask for a slab, and fill the memory of `place` if it is given: the answer and the note.
+
+        Raises:  NeighbourGone.  What `place`, `hold` and `claim` raise.
+        """
+        exchange = SlabExchange(ask, place)
+
+        def take(sock: socket.socket, answer: Answer) -> None:
+            exchange.take(sock, answer)
+            claim()
+
+        answer = self._use(
+            maker, lambda line: exchange.ask(line.sock, line.next_number), take, hold
+        )
+        return answer, exchange.note
+
+    def cut_off(self, address: str) -> None:
+        """End everything that is asked for at this address; the calls fail."""
+        with self._lock:
+            busy = [*self._busy.get(address, ())]
+            idle = [key for key in self._idle if key[0] == address]
+            for key in idle:
+                for line in self._idle.pop(key):
+                    line.sock.close()
+            for line in busy:
+                _shut(line.sock)
+
+    def close(self) -> None:
+        """Close those that wait. May be called twice."""
+        with self._lock:
+            _close_all(self._idle)
+
+    def _use(self, peer: _Peer, ask: _Ask, take: _Take, hold: Hold) -> Answer:
+        """Raises:  NeighbourGone.  What `take` and `hold` raise."""
+        try:
+            return self._exchange(peer, ask, take, hold)
+        except TimeoutError as cause:
+            raise _gone(peer, "it did not answer in time") from cause
+        except ssl.SSLError as cause:
+            raise _gone(peer, why_refused(cause)) from cause
+        except OSError as cause:
+            raise _gone(peer, cause.strerror or str(cause)) from cause
+        except (wire.WrongFrameError, ConfigError) as cause:
+            raise _gone(peer, str(cause)) from cause
+
+    def _exchange(self, peer: _Peer, ask: _Ask, take: _Take, hold: Hold) -> Answer:
+        while True:
+            line, is_new = self._line(peer)
+            is_whole = is_stale = False
+            try:
+                if is_new:
+                    with self._openings.turn(peer.address):
+                        hold(line.sock)
+                        _open(line, peer, self._tls)
+                else:
+                    hold(line.sock)
+                try:
+                    answer = ask(line)
+                except ConnectionError:
+                    if is_new:
+                        raise
+                    # The neighbour closes connections that nobody uses, at any moment.
+                    is_stale = True
+                    continue
+                if answer.outcome is Outcome.GIVEN:
+                    take(line.sock, answer)
+                line.received_bytes += answer.length
+                is_whole = line.received_bytes < LINE_BYTES_MAX
+                return answer
+            finally:
+                self._give_back(peer, line, is_whole=is_whole)
+                if is_stale:
+                    self._drop_idle(peer)
+
+    def _line(self, peer: _Peer) -> tuple[_Line, bool]:
+        """One that waits, or a new one that is not connected."""
+        with self._lock:
+            waiting = self._idle.get(_key(peer))
+            if not waiting or time.monotonic() - waiting[-1].idle_since >= _IDLE_S:
+                self._drop_old()
+            else:
+                line = waiting.pop()
+                self._busy.setdefault(peer.address, set()).add(line)
+                return line, False
+        family, place = self._names.find(_address(peer), handshake.HANDSHAKE_S)
+        sock = socket.socket(family) if self._tls is None else self._tls.of_asker(family)
+        line = _Line(sock, place)
+        with self._lock:
+            self._busy.setdefault(peer.address, set()).add(line)
+        return line, True
+
+    def _drop_old(self) -> None:
+        """Close those that nobody has used for long: also of generations that are over."""
+        oldest = time.monotonic() - _IDLE_S
+        for key, waiting in [*self._idle.items()]:
+            kept = [line for line in waiting if line.idle_since > oldest]
+            for line in waiting[: len(waiting) - len(kept)]:  # in the order of their last use
+                line.sock.close()
+            if kept:
+                self._idle[key] = kept
+            else:
+                del self._idle[key]
+
+    def _drop_idle(self, peer: _Peer) -> None:
+        """One of them was dead: so are the others that waited."""
+        with self._lock:
+            for line in self._idle.pop(_key(peer), ()):
+                line.sock.close()
+
+    def _give_back(self, peer: _Peer, line: _Line, *, is_whole: bool) -> None:
+        with self._lock:
+            busy = self._busy[peer.address]
+            busy.discard(line)
+            if not busy:
+                del self._busy[peer.address]
+            if is_whole:
+                waiting = self._idle.setdefault(_key(peer), [])
+                line.idle_since = time.monotonic()
+                waiting.append(line)
+                if len(waiting) <= _IDLE_MAX:
+                    return
+                line = waiting.pop(0)
+            line.sock.close()
+
+
+def _key(peer: _Peer) -> _Key:
+    return (
+        peer.address,
+        peer.job_id,
+        peer.generation,
+        peer.own_id,
+        peer.node_id,
+    )
+
+
+def _address(peer: _Peer) -> TcpAddress:
+    """Raises:  ConfigError."""
+    address = parse(peer.address)
+    if not isinstance(address, TcpAddress):
+        raise ConfigError(f"{peer.address} is no address of data connections")
+    return address
+
+
+def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
+    """Connect, until both sides have shown the key.   Raises:  OSError, WrongFrameError."""
+    sock, deadline = line.sock, time.monotonic() + handshake.HANDSHAKE_S
+    sock.settimeout(handshake.HANDSHAKE_S)
+    sock.connect(line.place)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if tls is not None:
+        assert isinstance(sock, ssl.SSLSocket)
+        sock.settimeout(left_s(deadline))
+        tls.shake_hands(sock)
+    opening = handshake.pack_opening(
+        handshake.LineOpening(
+            peer.job_id,
+            peer.generation,
+            peer.own_id,
+            peer.node_id,
+            secrets.token_bytes(handshake.NONCE_BYTES),
+        )
+    )
+    send(sock, opening, deadline)
+    challenge = receive_frame(sock, len(handshake.TLS_ALERT), deadline)
+    handshake.check_plain(challenge)
+    challenge += receive_frame(sock, handshake.CHALLENGE_BYTES - len(challenge), deadline)
+    send(sock, handshake.answer_challenge(peer.key, opening, challenge), deadline)
+
+
+def _request(number: int, neighbour: Neighbour, length: int) -> Request:
+    return Request(
+        number,
+        neighbour.dataset,
+        neighbour.block,
+        neighbour.offset,
+        length,
+        neighbour.form,
+    )
+
+
+def _ask(neighbour: Neighbour, length: int, line: _Line) -> Answer:
+    deadline = time.monotonic() + _ANSWER_S
+    request = _request(line.next_number(), neighbour, length)
+    send(line.sock, wire.pack_request(request), deadline)
+    return wire.unpack_answer(receive_frame(line.sock, wire.ANSWER_BYTES, deadline), request)
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        # Not the method of a TLS socket, which is not meant for another thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    except OSError:
+        return  # it is closed already
+
+
+def _gone(peer: _Peer, why: str) -> NeighbourGone:
+    what = "block" if isinstance(peer, Neighbour) else "slab"
+    return NeighbourGone(
+        f"the node {peer.node_id} at {peer.address} sent no {what}: {why}", peer=peer.node_id
+    )
+
+
+def _close_all(idle: dict[_Key, list[_Line]]) -> None:
+    for waiting in idle.values():
+        for line in waiting:
+            line.sock.close()
+    idle.clear()

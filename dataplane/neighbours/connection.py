@@ -1,0 +1,170 @@
+"""One connection of a lender, as a value: its stage and what belongs to it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import socket
+import ssl
+
+from msgspec import Struct, field
+
+from dataplane.neighbours import handshake, wire
+from dataplane.neighbours.handshake import LineOpening
+from dataplane.neighbours.payload import SentPayload
+from dataplane.neighbours.wire import Request
+from dataplane.rpc.lending import Asked
+
+
+class LoanStage(enum.Enum):
+    """What happens next on a connection.
+
+    TLS               the asker is to make the handshake of TLS
+    OPENING, PROOF    the asker is to send this part of the handshake
+    READY             the asker may send a request
+    BODY              the asker is to send what follows a request for a slab
+    WAITING           the request waits for its turn
+    ASKED             the node is to answer
+    TURN              the slab that the node has given waits for its turn
+    SENDING, RECEIPT  the payload leaves; the asker is to confirm it
+    CLOSED            nothing
+    """
+
+    TLS = "TLS"
+    OPENING = "opening"
+    PROOF = "proof"
+    READY = "ready"
+    BODY = "body"
+    WAITING = "waiting"
+    ASKED = "asked"
+    TURN = "turn"
+    SENDING = "sending"
+    RECEIPT = "receipt"
+    CLOSED = "closed"
+
+
+_FRAME_BYTES = {
+    LoanStage.PROOF: handshake.PROOF_BYTES,
+    LoanStage.READY: wire.REQUEST_BYTES,
+    LoanStage.RECEIPT: wire.RECEIPT_BYTES,
+}
+_SHOWN_LENGTH = 80
+_RECEIVE_BYTES, _RECEIVE_BODY_BYTES = 4096, 256 << 10
+
+
+class Connection(Struct, eq=False):
+    """A connection with a neighbour, or with somebody who is still to show that he is one."""
+
+    fd: int
+    """The socket's, also after that was closed."""
+    sock: socket.socket
+    host: str
+    peer: str
+    deadline: float
+    stage: LoanStage = LoanStage.OPENING
+    looked_at: float = math.inf
+    """When the lender looks at the deadline, at the latest."""
+    received: bytearray = field(default_factory=bytearray)
+    frame: bytes = b""
+    """The opening as it was received."""
+    opening: LineOpening | None = None
+    nonce: bytes = b""
+    request: Request | None = None
+    number: int = 0
+    """Of the request, between lender and node; 0 if the node does not know of one."""
+    sending: SentPayload | None = None
+    bytes_in_flight: int = 0
+    """That count for this request; 0 until it had its turn."""
+
+    def receive(self) -> bool:
+        """Append what has come to `received`; False if the connection is gone.
+
+        Raises:  BlockingIOError: nothing has come.
+        """
+        count = _RECEIVE_BODY_BYTES if self.stage is LoanStage.BODY else _RECEIVE_BYTES
+        try:
+            received = self.sock.recv(count)
+            if isinstance(self.sock, ssl.SSLSocket) and (left := self.sock.pending()):
+                received += self.sock.recv(left)  # of the same record: no epoll reports it
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+        self.received += received
+        return bool(received)
+
+    def say(self, frame: bytes) -> bool:
+        """Send a small frame, for which an idle socket has room; False if it had none."""
+        try:
+            return self.sock.send(frame) == len(frame)
+        except OSError:
+            return False
+
+    @property
+    def why_late(self) -> str:
+        """Why it is refused if its deadline passes now; "" if it is not refused."""
+        if self.stage in {LoanStage.TLS, LoanStage.OPENING, LoanStage.PROOF}:
+            return "its handshake took too long"
+        if self.stage is LoanStage.BODY or (self.stage is LoanStage.READY and self.received):
+            return "a request took too long"
+        return ""
+
+    def next_frame(self) -> bytes:
+        """Take the frame that the stage needs off the received bytes; b"" if it is not complete.
+
+        Raises:  WrongFrameError: it is none.
+        """
+        need = self._frame_bytes()
+        if len(self.received) < need:
+            return b""
+        frame = bytes(self.received[:need])
+        del self.received[:need]
+        return frame
+
+    def _frame_bytes(self) -> int:
+        if self.stage is LoanStage.OPENING:
+            head = self.received[: handshake.OPENING_HEAD_BYTES]
+            is_whole = len(head) == handshake.OPENING_HEAD_BYTES
+            return handshake.opening_bytes(head) if is_whole else handshake.OPENING_HEAD_BYTES
+        if self.stage is LoanStage.BODY:
+            assert self.request is not None
+            return self.request.offset
+        if self.stage in _FRAME_BYTES:
+            return _FRAME_BYTES[self.stage]
+        raise wire.WrongFrameError("it sent more before it had its answer")
+
+    def asked(self, slab: bytes = b"") -> Asked:
+        """What the node is asked for; `slab` is the body of the request."""
+        opening, request = self.opening, self.request
+        assert opening is not None
+        assert request is not None
+        return Asked(
+            self.number,
+            opening.job_id,
+            request.dataset,
+            request.block,
+            0 if slab else request.offset,
+            request.length,
+            request.form,
+            self.node_id,
+            slab,
+        )
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Who it is, for the log."""
+        about = {"peer": self.peer}
+        if self.opening is not None:
+            about |= {"node": _short(self.node_id), "job": _short(self.opening.job_id)}
+        return about
+
+    @property
+    def node_id(self) -> str:
+        """Of the neighbour, as it says itself."""
+        return self.opening.asker_id if self.opening is not None else ""
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _SHOWN_LENGTH else f"{name[:_SHOWN_LENGTH]} …"

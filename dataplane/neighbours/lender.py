@@ -1,0 +1,400 @@
+"""The lender: a process that sends blocks of a node's arena, and slabs that the node has made for
+them, to the neighbours of its jobs.
+
+One thread and no wait: thousands of neighbours may hold a connection, and those that stop reading
+hold nobody else. What the node has to decide is asked over its socket.
+
+Invariants:
+1. Nothing of a connection is parsed before its handshake but the handshake. All of that ends within
+   `handshake_s`, and every connection that is refused is one line of the log.
+2. Every number that the node was asked for and has given a region is told to be over once: when the
+   neighbour's receipt has come, or after the connection was closed. A connection is closed with a
+   reset, so that the kernel drops what it has not sent.
+3. A stage of a connection that takes longer than its deadline ends with the connection.
+4. Keys are kept in memory alone, and only the newest one of each job.
+5. It exits when the node's socket closes.
+6. Bodies of requests for slabs take no more memory than the limits allow.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+
+from dataplane.arena.borrowed import BorrowedArenas
+from dataplane.errors import ClosedError
+from dataplane.model import BlockForm
+from dataplane.neighbours import wire
+from dataplane.neighbours.connection import Connection, LoanStage
+from dataplane.neighbours.doors import Doors
+from dataplane.neighbours.entrance import Entrance
+from dataplane.neighbours.handshake import ONE_SIDE, TLS_ALERT
+from dataplane.neighbours.keys import Keys, LeftJobError
+from dataplane.neighbours.limits import BodyBytes, InFlight, Limits
+from dataplane.neighbours.line_tls import LineTls
+from dataplane.neighbours.node_link import NodeLink
+from dataplane.neighbours.payload import SentPayload, fits
+from dataplane.rpc import lending, local, tasks
+from dataplane.trace import Trace
+
+_MESSAGES_A_TURN = 64
+_trace = Trace("security")
+
+_Turn = tuple[Connection, wire.Request, int]
+_Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
+
+
+class Lender:
+    """Serves one listening socket. `sock` is the connection with the node, `arena_fd` its block
+    arena, which then belongs to the lender.   Raises:  ClosedError: it is no arena.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        arena_fd: int,
+        listener: socket.socket,
+        start: lending.StartLending,
+        limits: Limits,
+    ) -> None:
+        self._sock = sock
+        self._arenas = BorrowedArenas()
+        block_arena = self._arenas.attach(tasks.BLOCK_ARENA, arena_fd)
+        self._next_number = start.first_number
+        self._limits = limits
+        self._keys = Keys(start.node_id)
+        for key in start.keys:
+            self._keys.learn(key)
+        self._doors = Doors(limits)
+        self._in_flight: InFlight[_Turn] = InFlight(block_arena.size_bytes)
+        self._asked: dict[int, Connection | None] = {}
+        self._checking: deque[Connection] = deque()
+        self._bodies = BodyBytes(limits)
+        self._epoll = select.epoll()
+        self._node = NodeLink(sock, self._epoll, self._bodies)
+        tls = None if start.tls is None else LineTls(start.tls)
+        self._entrance = Entrance(listener, self._epoll, limits.handshake_s, tls)
+
+    def serve(self) -> None:
+        """Until the node is gone.   Raises:  PeerLost."""
+        while True:
+            self.turn(self._wait_s())
+
+    def turn(self, wait_s: float | None) -> None:
+        """Do what is to be done, after waiting for it at most so long.   Raises:  PeerLost."""
+        for fd, event in self._epoll.poll(wait_s):
+            if fd == self._sock.fileno():
+                if event & ~select.EPOLLOUT:
+                    self._hear_node()
+            elif fd == self._entrance.fileno():
+                self._accept()
+            elif (connection := self._doors.by_descriptor(fd)) is not None:
+                self._serve(connection, event)
+        for _ in range(len(self._checking)):
+            self._send(self._checking.popleft())
+        now = time.monotonic()
+        for connection in self._doors.late(now):
+            self._late(connection)
+        self._entrance.resume(now)
+        self._node.flush()
+
+    def close(self) -> None:
+        """Close all connections; the node's own is the caller's."""
+        self._epoll.close()
+        for connection in list(self._doors):
+            connection.sock.close()
+        self._arenas.close()
+
+    def _wait_s(self) -> float | None:
+        if self._checking:
+            return 0.0
+        due = [self._doors.next_deadline(), self._entrance.open_at]
+        known = [at for at in due if at is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _accept(self) -> None:
+        for connection in self._entrance.accept():
+            if self._doors.is_full():
+                self._audit(connection, f"{len(self._doors)} connections are open")
+                connection.sock.close()
+                continue
+            older, why = self._doors.in_the_way(connection.host)
+            if older is not None:
+                self._refuse(older, why)
+            self._doors.add(connection)
+            self._epoll.register(connection.fd, select.EPOLLIN)
+
+    def _serve(self, connection: Connection, event: int) -> None:
+        if event & select.EPOLLOUT and connection.stage is LoanStage.SENDING:
+            self._epoll.modify(connection.fd, select.EPOLLIN)
+            self._send(connection)
+        if connection.stage is LoanStage.TLS:
+            self._secure(connection)
+        elif event & ~select.EPOLLOUT and connection.stage is not LoanStage.CLOSED:
+            self._receive(connection)
+
+    def _secure(self, connection: Connection) -> None:
+        try:
+            self._entrance.secure(connection)
+        except wire.WrongFrameError as error:
+            self._refuse(connection, str(error))
+        except OSError:
+            self._close(connection)
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            if not connection.receive():
+                self._lost(connection)
+                return
+        except BlockingIOError:
+            return
+        try:
+            while self._parse(connection):
+                pass
+        except wire.WrongFrameError as error:
+            self._refuse(connection, str(error), is_late=isinstance(error, LeftJobError))
+
+    def _parse(self, connection: Connection) -> bool:
+        """Act on the next frame, if all of it is there.   Raises:  WrongFrameError."""
+        if connection.stage is LoanStage.CLOSED or not connection.received:
+            return False
+        frame = connection.next_frame()
+        if not frame:
+            if connection.stage is LoanStage.READY:
+                self._hurry(connection)
+            return False
+        if connection.stage is LoanStage.OPENING:
+            self._say(connection, self._keys.challenge(connection, frame))
+        elif connection.stage is LoanStage.PROOF:
+            self._keys.check(connection, frame)
+            if not self._doors.opened(connection):
+                raise wire.WrongFrameError("this node has too many connections")
+            self._set(connection, LoanStage.READY, self._limits.idle_s)
+        elif connection.stage is LoanStage.READY:
+            self._begin(connection, wire.unpack_request(frame))
+        elif connection.stage is LoanStage.BODY:
+            self._ask_node(connection, frame)
+        else:
+            self._received(connection, frame)
+        return True
+
+    def _begin(self, connection: Connection, request: wire.Request) -> None:
+        if request.form is BlockForm.SLAB:
+            if not self._bodies.reserve(connection.node_id, request.offset):
+                raise wire.WrongFrameError("requests for slabs take too much memory")
+            connection.request, connection.stage = request, LoanStage.BODY
+            self._hurry(connection)
+            return
+        connection.request = request
+        self._set(connection, LoanStage.WAITING, self._limits.turn_s)
+        self._take_turn(connection, request, request.length)
+
+    def _take_turn(self, connection: Connection, request: wire.Request, length: int) -> None:
+        self._in_flight.ask(connection.node_id, length, (connection, request, length))
+        self._next_turns()
+
+    def _next_turns(self) -> None:
+        while (turn := self._in_flight.next()) is not None:
+            connection, request, length = turn
+            is_given = connection.stage is LoanStage.TURN
+            if connection.request is not request or not (
+                is_given or connection.stage is LoanStage.WAITING
+            ):
+                # It was closed or refused meanwhile.
+                self._in_flight.ended(connection.node_id, length)
+                continue
+            connection.bytes_in_flight = length
+            if is_given:
+                self._set(connection, LoanStage.SENDING, self._limits.payload_s(length))
+                self._checking.append(connection)
+            else:
+                self._ask_node(connection)
+
+    def _ask_node(self, connection: Connection, slab: bytes = b"") -> None:
+        connection.number, self._next_number = self._next_number, self._next_number + 1
+        self._asked[connection.number] = connection
+        self._set(connection, LoanStage.ASKED, self._limits.answer_s)
+        self._node.tell(connection.asked(slab))
+
+    def _hear_node(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                said, descriptors = local.receive(self._sock, lending.ToLender)
+            except BlockingIOError:
+                return
+            body = said.body
+            if isinstance(body, lending.LendingKeys):
+                self._learn(body)
+            elif isinstance(body, lending.LendArena):
+                self._attach(body.arena_id, *descriptors)
+            elif isinstance(body, lending.ReturnArena):
+                self._arenas.detach(body.arena_id)
+            elif not isinstance(body, lending.StartLending):
+                self._answer(body)
+
+    def _attach(self, arena_id: int, fd: int) -> None:
+        try:
+            self._arenas.attach(arena_id, fd)
+        except ClosedError as error:
+            _trace.failed("no arena to lend", why=str(error))
+
+    def _learn(self, key: lending.LendingKeys) -> None:
+        self._keys.learn(key)
+        for connection in self._doors.of_job(key.job_id):
+            assert connection.opening is not None
+            if not self._keys.are_of(connection.opening):
+                self._close(connection)
+
+    def _answer(self, body: _Answered) -> None:
+        connection = self._asked.pop(body.number, None)
+        if connection is None:  # nobody waits any more
+            if isinstance(body, lending.Give):
+                self._node.tell(lending.Given(body.number))
+            return
+        request = connection.request
+        assert request is not None
+        if isinstance(body, lending.Give):
+            self._give(connection, request, body)
+        elif isinstance(body, lending.GiveDecodedOnly):
+            answer = wire.Answer(request.number, wire.Outcome.ONLY_DECODED, body.length)
+            self._end_request(connection, answer)
+        else:
+            is_unknown = body.is_unknown and request.form is BlockForm.SLAB
+            outcome = wire.Outcome.UNKNOWN if is_unknown else wire.Outcome.REFUSED
+            self._end_request(connection, wire.Answer(request.number, outcome))
+
+    def _give(self, connection: Connection, request: wire.Request, body: lending.Give) -> None:
+        borrowed = self._arenas.use(body.arena_id)
+        if borrowed is None or not fits(request, body, borrowed.arena.size_bytes):
+            if borrowed is not None:
+                self._arenas.done(borrowed)
+            _trace.failed("wrong region to lend", length=body.region.length, arena=body.arena_id)
+            self._node.tell(lending.Given(body.number))
+            self._end_request(connection, wire.Answer(request.number, wire.Outcome.REFUSED))
+            return
+        sending = connection.sending = SentPayload(borrowed, body.region, request.number, body.note)
+        if request.form is BlockForm.SLAB:
+            connection.stage = LoanStage.TURN  # the deadline of the answer covers it
+            self._take_turn(connection, request, max(sending.length, 1))
+            return
+        self._set(connection, LoanStage.SENDING, self._limits.payload_s(request.length))
+        self._checking.append(connection)
+
+    def _send(self, connection: Connection) -> None:
+        """Continue with a payload, for a moment."""
+        sending = connection.sending
+        if sending is None or connection.stage is not LoanStage.SENDING:
+            return
+        try:
+            if not sending.is_checked:
+                sending.check()
+            is_on = sending.is_checked
+            while is_on and not sending.is_sent:
+                is_on = sending.send(connection.sock)
+        except BlockingIOError:
+            self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
+            return
+        except OSError:
+            self._close(connection)
+            return
+        if sending.is_sent:
+            connection.stage = LoanStage.RECEIPT  # its deadline covers the receipt
+        else:
+            self._checking.append(connection)
+
+    def _received(self, connection: Connection, frame: bytes) -> None:
+        request = connection.request
+        assert request is not None
+        wire.check_receipt(frame, request.number)
+        assert connection.sending is not None
+        self._node.tell(lending.Given(connection.number, connection.sending.length))
+        connection.number = 0
+        self._end_request(connection)
+
+    def _end_request(self, connection: Connection, answer: wire.Answer | None = None) -> None:
+        """It is over, with this answer; the neighbour may send another one."""
+        connection.request, connection.number = None, 0
+        self._drop_payload(connection)
+        self._set(connection, LoanStage.READY, self._limits.idle_s)
+        if answer is not None:
+            self._say(connection, wire.pack_answer(answer))
+        self._leave_flight(connection)
+
+    def _drop_payload(self, connection: Connection) -> None:
+        sending, connection.sending = connection.sending, None
+        if sending is not None:
+            self._arenas.done(sending.borrowed)
+
+    def _leave_flight(self, connection: Connection) -> None:
+        length, connection.bytes_in_flight = connection.bytes_in_flight, 0
+        if length:
+            self._in_flight.ended(connection.node_id, length)
+            self._next_turns()
+
+    def _say(self, connection: Connection, frame: bytes) -> None:
+        """Send a small frame, for which an idle socket has room."""
+        if not connection.say(frame):
+            self._close(connection)
+
+    def _set(self, connection: Connection, stage: LoanStage, due_in_s: float) -> None:
+        connection.stage = stage
+        connection.deadline = time.monotonic() + due_in_s
+        self._doors.due(connection)
+
+    def _hurry(self, connection: Connection) -> None:
+        """A request has begun to come; its deadline does not move with every byte."""
+        due = time.monotonic() + self._limits.frame_s
+        connection.deadline = min(connection.deadline, due)
+        self._doors.due(connection)
+
+    def _late(self, connection: Connection) -> None:
+        stage = connection.stage
+        if stage is LoanStage.WAITING:
+            assert connection.request is not None
+            refusal = wire.Answer(connection.request.number, wire.Outcome.REFUSED)
+            self._end_request(connection, refusal)
+        elif connection.why_late:
+            self._refuse(connection, connection.why_late)
+        else:
+            if stage in {LoanStage.SENDING, LoanStage.RECEIPT}:
+                why = "it does not read what it asked for"
+                _trace.failed("neighbour cut off", **connection.about, why=why)
+            self._close(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        """The other side has closed the connection."""
+        if connection.stage is LoanStage.PROOF or (
+            connection.stage is LoanStage.OPENING and connection.received
+        ):
+            self._refuse(connection, "it closed the connection during the handshake")
+        else:
+            self._close(connection)
+
+    def _refuse(self, connection: Connection, why: str, *, is_late: bool = False) -> None:
+        self._audit(connection, why, is_late=is_late)
+        if why == ONE_SIDE:
+            connection.say(TLS_ALERT)
+        self._close(connection)
+
+    def _audit(self, connection: Connection, why: str, *, is_late: bool = False) -> None:
+        say = _trace.noted if is_late else _trace.failed
+        say("data connection refused", **connection.about, why=why)
+
+    def _close(self, connection: Connection) -> None:
+        """Also ends its request: nothing of its region is read after this."""
+        stage, request = connection.stage, connection.request
+        if stage is LoanStage.CLOSED:
+            return
+        self._doors.remove(connection)
+        connection.sock.close()
+        connection.stage = LoanStage.CLOSED
+        self._drop_payload(connection)
+        if stage is LoanStage.ASKED:
+            self._asked[connection.number] = None
+        elif stage is LoanStage.BODY and request is not None:
+            self._bodies.release(connection.node_id, request.offset)
+        elif stage in {LoanStage.TURN, LoanStage.SENDING, LoanStage.RECEIPT}:
+            self._node.tell(lending.Given(connection.number))
+        self._leave_flight(connection)

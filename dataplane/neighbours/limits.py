@@ -1,0 +1,135 @@
+"""What a lender allows its neighbours, and whose turn it is. Pure.
+
+Invariants of `InFlight`:
+1. The bytes in flight are at most those allowed, in all and for each neighbour; a single request
+   may be larger. Those of a block count from its request on, those of a slab once the node has
+   given it: until then it takes nothing of the arena.
+2. The requests of one neighbour begin in the order in which they came. Neighbours take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from dataplane.neighbours.handshake import HANDSHAKE_S
+
+T = TypeVar("T")
+
+_SHARE_IN_FLIGHT = 8
+_SHARE_OF_NEIGHBOUR = 4
+
+
+class Limits(Struct, frozen=True):
+    """Of one lender. Times are in seconds."""
+
+    connections: int = 4096
+    body_bytes: int = 128 << 20
+    """Of requests for slabs, that are in memory until the node has read them."""
+    body_bytes_of_neighbour: int = 32 << 20
+    connections_of_neighbour: int = 512
+    opening: int = 1024
+    """Connections that have not proved yet that they have a key; the oldest one makes room."""
+    opening_of_host: int = 32
+    handshake_s: float = HANDSHAKE_S
+    frame_s: float = 2.0
+    """From the first byte of a request to the last."""
+    idle_s: float = 60.0
+    turn_s: float = 5.0
+    """That a request waits for its turn; then it is refused."""
+    answer_s: float = 60.0
+    """That a request waits for the node; then its connection is closed."""
+    send_s: float = 5.0
+    """For a payload and its receipt, and a second more for every `slowest_bytes` of it."""
+    slowest_bytes: int = 8 << 20
+
+    def payload_s(self, length: int) -> float:
+        """How long a neighbour may take to receive a payload of this length."""
+        return self.send_s + length / self.slowest_bytes
+
+
+class BodyBytes:
+    """How much memory the bodies of requests take, in all and by neighbour."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bytes = 0
+        self._bytes_of: dict[str, int] = {}
+
+    def reserve(self, node_id: str, length: int) -> bool:
+        """Whether this neighbour may send so many bytes; they then count until `release`."""
+        used = self._bytes_of.get(node_id, 0)
+        if self._bytes + length > self._limits.body_bytes:
+            return False
+        if used + length > self._limits.body_bytes_of_neighbour:
+            return False
+        self._bytes += length
+        self._bytes_of[node_id] = used + length
+        return True
+
+    def release(self, node_id: str, length: int) -> None:
+        """They are no longer in memory."""
+        self._bytes -= length
+        self._bytes_of[node_id] -= length
+        if not self._bytes_of[node_id]:
+            del self._bytes_of[node_id]
+
+
+class InFlight(Generic[T]):
+    """The requests that wait, and the bytes of those that have begun and not ended."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._bytes_max = arena_bytes // _SHARE_IN_FLIGHT
+        self._neighbour_bytes_max = self._bytes_max // _SHARE_OF_NEIGHBOUR
+        self._bytes = 0
+        self._bytes_of: dict[str, int] = {}
+        self._waiting: dict[str, deque[tuple[int, T]]] = {}
+        self._turns: deque[str] = deque()
+        self._in_turn: set[str] = set()
+
+    def ask(self, node_id: str, length: int, request: T) -> None:
+        """A neighbour asks for so many bytes; `next` returns the request when it may begin."""
+        self._waiting.setdefault(node_id, deque()).append((length, request))
+        self._take_turn(node_id)
+
+    def next(self) -> T | None:
+        """The next request that begins now, if one may."""
+        while self._turns:
+            node_id = self._turns[0]
+            waiting = self._waiting[node_id]
+            length, request = waiting[0]
+            used = self._bytes_of.get(node_id, 0)
+            if used and used + length > self._neighbour_bytes_max:
+                self._leave_turn()  # until one of its requests ends
+                continue
+            if self._bytes and self._bytes + length > self._bytes_max:
+                return None
+            self._leave_turn()
+            waiting.popleft()
+            if waiting:
+                self._take_turn(node_id)
+            else:
+                del self._waiting[node_id]
+            self._bytes += length
+            self._bytes_of[node_id] = used + length
+            return request
+        return None
+
+    def ended(self, node_id: str, length: int) -> None:
+        """A request that had begun is over."""
+        self._bytes -= length
+        self._bytes_of[node_id] -= length
+        if not self._bytes_of[node_id]:
+            del self._bytes_of[node_id]
+        if node_id in self._waiting:
+            self._take_turn(node_id)
+
+    def _take_turn(self, node_id: str) -> None:
+        if node_id not in self._in_turn:
+            self._in_turn.add(node_id)
+            self._turns.append(node_id)
+
+    def _leave_turn(self) -> None:
+        self._in_turn.remove(self._turns.popleft())

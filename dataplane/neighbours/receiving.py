@@ -1,0 +1,104 @@
+"""What an asker sends and receives over a connection: everything has a deadline, in seconds of the
+monotonic clock, and a payload is checked while it arrives.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+
+import google_crc32c
+import numpy as np
+
+from dataplane.neighbours import wire
+from dataplane.neighbours.wire import Answer
+
+_PAYLOAD_S = 5.0
+_SLOWEST_BYTES = 8 << 20
+"""That a payload has to bring every second, after the first _PAYLOAD_S."""
+_CLOSED = "it closed the connection"
+_SLICE_BYTES = 512 << 10
+"""Received at a time, so that the checksum is of bytes that are still in the processor's cache."""
+
+
+def payload_deadline(answer: Answer) -> float:
+    """By when all of a payload is to be here that begins to come now."""
+    length = answer.note_bytes + answer.length
+    return time.monotonic() + _PAYLOAD_S + length / _SLOWEST_BYTES
+
+
+def receive_payload(
+    sock: socket.socket, answer: Answer, deadline: float, *parts: memoryview
+) -> None:
+    """Fill these, one after the other, check them, and send the receipt.
+
+    Raises:  OSError, WrongFrameError.
+    """
+    crc32c = 0
+    for part in parts:
+        crc32c = _receive(sock, part, crc32c, deadline)
+    if crc32c != answer.crc32c:
+        raise wire.WrongFrameError("its bytes do not have the checksum that it told")
+    send(sock, wire.pack_receipt(answer.number), deadline)
+
+
+def _receive(sock: socket.socket, into: memoryview, crc32c: int, deadline: float) -> int:
+    """Fill this, and continue with the checksum."""
+    body, at, lowest = np.frombuffer(into, np.uint8), 0, 1
+    is_plain = not isinstance(sock, ssl.SSLSocket)  # TLS has records of 16 KiB
+    while at < len(into):
+        room = min(_SLICE_BYTES, len(into) - at)
+        if is_plain and lowest != room:  # fewer times awake, and longer pieces
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, room)
+            lowest = room
+        piece = into[at : at + room]
+        count = _received(sock, piece, deadline) if is_plain else _fill(sock, piece, deadline)
+        crc32c = google_crc32c.extend(crc32c, body[at : at + count])
+        at += count
+    if lowest != 1:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    return crc32c
+
+
+def receive_frame(sock: socket.socket, length: int, deadline: float) -> bytes:
+    """So many bytes.   Raises:  OSError."""
+    frame = bytearray(length)
+    _fill(sock, memoryview(frame), deadline)
+    return bytes(frame)
+
+
+def send(sock: socket.socket, frame: bytes, deadline: float) -> None:
+    """All of this.   Raises:  OSError."""
+    left = memoryview(frame)
+    while left:  # `sendall` of TLS would wait so long for each record
+        sock.settimeout(left_s(deadline))
+        try:
+            left = left[sock.send(left) :]
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise ConnectionResetError(_CLOSED) from None
+
+
+def _fill(sock: socket.socket, into: memoryview, deadline: float) -> int:
+    """The length of it, once all of it is here.   Raises:  OSError."""
+    at = 0
+    while at < len(into):
+        at += _received(sock, into[at:], deadline)
+    return at
+
+
+def _received(sock: socket.socket, into: memoryview, deadline: float) -> int:
+    """Raises:  OSError, of it TimeoutError and ConnectionError."""
+    sock.settimeout(left_s(deadline))
+    count = sock.recv_into(into)
+    if not count:
+        raise ConnectionResetError(_CLOSED)
+    return count
+
+
+def left_s(deadline: float) -> float:
+    """How long it is until then.   Raises:  TimeoutError: it is past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

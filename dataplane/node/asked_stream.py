@@ -1,0 +1,368 @@
+"""The slabs of one stream of another node, made one by one as that node asks for them.
+
+       asked or coming ──fed──> planned and made by the engine ──> made ──given──> released
+                                                                    └─ nobody asks for it: released
+
+Invariants:
+1. Every ask is answered exactly once: with a slab, with the room that it needs, with the error of
+   its data, or with a refusal once it is older than `PATIENCE_S`.
+2. A slab is released after everybody to whom it was given has read it. One that nobody asks for is
+   released after `HELD_S`, or when too many newer ones wait in the arena: a part of the slots is
+   always left for slabs that somebody waits for.
+3. The engine is asked for as many slabs as there are steps that somebody waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import Struct, field
+
+from dataplane.errors import ConfigError, DataplaneError, DataStallError
+from dataplane.model import Region
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.engine import Engine
+from dataplane.node.served import ServedStream
+from dataplane.rpc import tasks
+from dataplane.rpc.convert import encode
+from dataplane.rpc.making import StepRange
+from dataplane.rpc.messages import FromNodeBody, Slab
+from dataplane.scheduler.walk import Walk
+
+PATIENCE_S = 25.0
+HELD_S = 10.0
+_COMING_MAX = 64
+_NOTHING = Region(0, 0)
+
+
+class SlabLender(Protocol):
+    """What sends slabs to those who ask. `Lending` is one."""
+
+    def give(self, number: int, region: Region, arena_id: int, note: bytes) -> None:
+        """Send the note and this region; it is told later that the region is no longer read."""
+
+    def refuse(self, number: int, *, is_unknown: bool = False) -> None:
+        """Say no."""
+
+    def lend_arena(self, arena_id: int, fd: int) -> None:
+        """Regions of this arena may be given from now on."""
+
+    def return_arena(self, arena_id: int) -> None:
+        """No more regions of this arena will be given."""
+
+
+class Ask(Struct, frozen=True):
+    """A node waits since `since` for the slab of these steps, for which it has so many bytes."""
+
+    number: int
+    steps: StepRange
+    room: int
+    since: float
+
+
+class MadeSlab(Struct, eq=False):
+    """A slab, the encoded note that says what it has, and how often it is being sent."""
+
+    slab: Slab
+    note: bytes
+    since: float
+    sending: int = 0
+
+
+class HeldSlabs(Struct, eq=False):
+    """The slabs of one arena that nobody asks for now, oldest first: `most` at most. Maps each to
+    what releases it.
+    """
+
+    most: int
+    _held: dict[MadeSlab, Callable[[], None]] = field(default_factory=dict)
+
+    def hold(self, made: MadeSlab, release: Callable[[], None]) -> None:
+        """Keep it for a while; the oldest one may be released for it."""
+        self._held.pop(made, None)
+        self._held[made] = release
+        if len(self._held) > self.most:
+            next(iter(self._held.values()))()
+
+    def let_go(self, made: MadeSlab) -> None:
+        """It is being sent, or was released."""
+        self._held.pop(made, None)
+
+
+class Answers(Struct, eq=False):
+    """Gives slabs of one delivery arena to those who ask, and knows what is on its way. `on_given`
+    maps the number of an ask to what to do once its region is no longer read.
+    """
+
+    lender: SlabLender
+    on_given: dict[int, Callable[[], None]] = field(default_factory=dict)
+    slab_count: int = 0
+    slab_bytes: int = 0
+
+    def give(self, number: int, arena_id: int, made: MadeSlab, after: Callable[[], None]) -> None:
+        """Send this slab; `after` is called once it is no longer read."""
+        slab = made.slab
+        self.slab_count += 1
+        self.slab_bytes += slab.bytes_used
+        self.on_given[number] = after
+        region = Region(slab.region.offset, slab.bytes_used)
+        self.lender.give(number, region, arena_id, made.note)
+
+    def tell(self, number: int, arena_id: int, result: tasks.ResultBody) -> None:
+        """Answer without a slab."""
+        self.on_given[number] = _nothing_to_do
+        self.lender.give(number, _NOTHING, arena_id, encode(tasks.Result(result)))
+
+    def given(self, number: int) -> bool:
+        """What was given to this ask is no longer read; False if it was given by somebody else."""
+        after = self.on_given.pop(number, None)
+        if after is not None:
+            after()
+        return after is not None
+
+
+def _nothing_to_do() -> None:
+    pass
+
+
+class AskedStream:
+    """One of them; `holder` holds its slabs. `failed` is told of errors of the data."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        delivery: DeliveryArena,
+        held: HeldSlabs,
+        holder: int,
+        answers: Answers,
+        now: float,
+        failed: Callable[[DataplaneError], None],
+    ) -> None:
+        self._engine, self._delivery, self._holder = engine, delivery, holder
+        self._held = held
+        self._answers, self._failed = answers, failed
+        self._new_walk: Callable[[], Walk] | None = None
+        self._walk: Walk | None = None
+        self._served: ServedStream | None = None
+        self._asks: dict[int, list[Ask]] = {}
+        """By the first step."""
+        self._waiting: list[tuple[Ask, Sequence[StepRange]]] = []
+        """Asks that came before the order of the stream was known."""
+        self._made: dict[int, MadeSlab] = {}
+        """By the first step."""
+        self._outstanding: Counter[int] = Counter()
+        """How many ranges that begin with this step were fed and have not come."""
+        self._requested = 0
+        self._is_closed = False
+        self.last_asked = self._now = now
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything of it, nor reads it."""
+        return not (self._asks or self._waiting or self.sending_count)
+
+    @property
+    def sending_count(self) -> int:
+        """Slabs of it that are being read."""
+        return sum(made.sending > 0 for made in self._made.values())
+
+    def begin(self, new_walk: Callable[[], Walk]) -> None:
+        """The order is known, and this makes a fed walk of it: make what was asked for."""
+        if self._is_closed:
+            return
+        self._new_walk = new_walk
+        self._open()
+        waiting, self._waiting = self._waiting, []
+        for ask, coming in waiting:
+            self._make(ask, coming)
+
+    def ask(self, ask: Ask, coming: Sequence[StepRange]) -> None:
+        """Somebody wants the slab of these steps; those in `coming` will be asked for next."""
+        self.last_asked = self._now = ask.since
+        if self._walk is None:
+            self._waiting.append((ask, coming))
+        else:
+            self._make(ask, coming)
+
+    def look(self, now: float) -> None:
+        """Time has passed."""
+        self._now = now
+        self._waiting = [each for each in self._waiting if not self._is_late(each[0])]
+        for first, asks in list(self._asks.items()):
+            self._asks[first] = [ask for ask in asks if not self._is_late(ask)]
+            if not self._asks[first]:
+                del self._asks[first]
+        for first, made in list(self._made.items()):
+            if not made.sending and now - made.since > HELD_S:
+                self._release(first)
+
+    def close(self) -> None:
+        """Refuse what is asked for. What is being read is released later."""
+        self._is_closed = True
+        asks = [ask for some in self._asks.values() for ask in some]
+        asks += [ask for ask, _ in self._waiting]
+        self._asks.clear()
+        self._waiting.clear()
+        for ask in asks:
+            self._answers.lender.refuse(ask.number)
+        if self._served is not None:
+            self._engine.close_stream(self._served)
+        for first, made in list(self._made.items()):
+            if not made.sending:
+                self._release(first)
+
+    def _is_late(self, ask: Ask) -> bool:
+        if self._now - ask.since <= PATIENCE_S:
+            return False
+        self._answers.lender.refuse(ask.number)
+        return True
+
+    # -- asks ------------------------------------------------------------------------------------
+
+    def _make(self, ask: Ask, coming: Sequence[StepRange]) -> None:
+        first = ask.steps.first
+        made = self._made.get(first)
+        if made is not None and len(made.slab.batches) > ask.steps.count and not made.sending:
+            self._release(first)
+            made = None
+        if made is not None:
+            self._answer(ask, made)
+        elif self._feed(ask.steps):
+            self._asks.setdefault(first, []).append(ask)
+        else:
+            self._answers.lender.refuse(ask.number)
+        self._follow(coming)
+        self._request()
+
+    def _feed(self, steps: StepRange) -> bool:
+        """Have these steps made, unless they are on their way; False if there are none."""
+        assert self._walk is not None
+        first = steps.first
+        for other in [each for each in self._walk.fed if each.first == first]:
+            if other.count > steps.count:
+                self._take_back(other)
+        if self._outstanding[first]:
+            return True
+        try:
+            self._walk.feed(steps)
+        except ConfigError:
+            return False
+        self._outstanding[first] += 1
+        return True
+
+    def _take_back(self, steps: StepRange) -> None:
+        assert self._walk is not None
+        self._walk.fed.remove(steps)
+        self._came(steps.first)
+
+    def _came(self, first: int) -> None:
+        self._outstanding[first] -= 1
+        if not self._outstanding[first]:
+            del self._outstanding[first]
+
+    def _follow(self, coming: Sequence[StepRange]) -> None:
+        """Plan what will be asked for next, and nothing else that is not asked for."""
+        assert self._walk is not None
+        wanted = {steps.first for steps in coming}
+        for steps in list(self._walk.fed):
+            if steps.first not in wanted and steps.first not in self._asks:
+                self._take_back(steps)
+        for steps in coming[:_COMING_MAX]:
+            if steps.first not in self._made and not self._feed(steps):
+                break
+
+    def _request(self) -> None:
+        assert self._served is not None
+        while self._requested < len(self._asks):
+            self._requested += 1
+            self._engine.request(self._served, 1)
+        self._engine.settle()
+
+    def _answer(self, ask: Ask, made: MadeSlab) -> None:
+        need, arena_id = made.slab.bytes_used, self._delivery.delivery_id
+        made.since = self._now
+        if len(made.slab.batches) > ask.steps.count:
+            self._answers.lender.refuse(ask.number)
+        elif need > ask.room:
+            self._answers.tell(ask.number, arena_id, tasks.Assembled(0, bytes_needed=need))
+        else:
+            made.sending += 1
+            self._held.let_go(made)
+            self._answers.give(ask.number, arena_id, made, lambda: self._given(made))
+
+    def _given(self, made: MadeSlab) -> None:
+        made.sending -= 1
+        if not made.sending:
+            self._release(made.slab.batches[0].step)
+
+    def _release(self, first: int) -> None:
+        made = self._made.pop(first)
+        self._held.let_go(made)
+        self._engine.release(self._delivery, [made.slab.slab_id])
+
+    # -- what the engine says --------------------------------------------------------------------
+
+    def _open(self) -> None:
+        assert self._new_walk is not None
+        walk = self._walk = self._new_walk()
+        self._requested = 0
+
+        def hear(_request_id: int, body: FromNodeBody) -> None:
+            if self._walk is walk and not self._is_closed:
+                self._hear(body)
+            elif isinstance(body, Slab):
+                self._engine.release(self._delivery, [body.slab_id])
+
+        self._served = self._engine.open_stream(self._delivery, walk, hear, self._holder)
+
+    def _hear(self, body: FromNodeBody) -> None:
+        self._requested -= 1
+        if isinstance(body, Slab):
+            self._take(body)
+        elif isinstance(body, DataplaneError) and not isinstance(body, DataStallError):
+            self._fail(body)
+        self._request()
+
+    def _take(self, slab: Slab) -> None:
+        """A slab was made of the range that was fed first, or of its first batches."""
+        assert self._walk is not None
+        steps, count = self._walk.taken.popleft(), len(slab.batches)
+        first = slab.batches[0].step
+        assert steps.first == first
+        self._came(first)
+        if count < steps.count:
+            stride = self._walk.stream.step_stride
+            rest = StepRange(first + count * stride, steps.count - count)
+            self._walk.taken.appendleft(rest)
+            self._outstanding[rest.first] += 1
+        if first in self._made:  # it was fed twice
+            self._engine.release(self._delivery, [slab.slab_id])
+        else:
+            assembled = tasks.Assembled(count, 0, slab.bytes_used, slab.layout)
+            note = encode(tasks.Result(assembled))
+            self._made[first] = MadeSlab(slab, note, self._now)
+        made = self._made[first]
+        for ask in self._asks.pop(first, ()):
+            self._answer(ask, made)
+        if not made.sending:
+            self._held.hold(made, lambda: self._release(first))
+
+    def _fail(self, error: DataplaneError) -> None:
+        """The next slab cannot be made. The others can be: in another stream of the engine."""
+        assert self._walk is not None
+        assert self._served is not None
+        taken, fed = self._walk.taken, self._walk.fed
+        steps = taken.popleft() if taken else None
+        asks = self._asks.pop(steps.first, []) if steps is not None else []
+        if steps is not None:
+            self._came(steps.first)
+        if asks:
+            self._failed(error)
+        for ask in asks:
+            self._answers.tell(ask.number, self._delivery.delivery_id, error)
+        self._engine.close_stream(self._served)
+        self._open()
+        for left in (*taken, *fed):
+            self._walk.feed(left)

@@ -1,0 +1,167 @@
+"""Slabs of this node's trainers that other nodes make: asks for them, and checks what comes.
+
+Invariants:
+1. Each MakeElsewhere is answered by one SlabAssembled, once its memory is no longer written.
+2. A maker is known by the key of the job, so its slabs are those of a node of the same cluster, as
+   right as those of the own workers. Of what describes them nothing points outside of the slab.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct, field
+
+from dataplane.errors import ConfigError, DataplaneError, NeighbourGone
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.lent import Neighbours
+from dataplane.rpc import fetches, making, tasks
+from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.messages import Layout
+from dataplane.scheduler import events
+
+
+class SlabReads(Protocol):
+    """What reads slabs from makers. `Fetcher` is one."""
+
+    def read_slab(
+        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
+    ) -> None:
+        """Have a slab made, and read it into this arena; `report` is called later, once."""
+
+    def detach_arena(self, arena_id: int) -> None:
+        """Nothing is read into this arena any more."""
+
+
+class _Delegated(Struct, eq=False):
+    """A delivery that other nodes may make slabs of. `opening` is an encoded MakeSlab that has
+    nothing else: behind another one it is part of that.
+    """
+
+    delivery: DeliveryArena
+    opening: bytes
+    makers: dict[str, fetches.SlabMaker] = field(default_factory=dict)
+
+
+class Delegating:
+    """That of one node. `tell` passes an event to the scheduler."""
+
+    def __init__(
+        self, reads: SlabReads, neighbours: Neighbours, tell: Callable[[events.Event], None]
+    ) -> None:
+        self._reads, self._neighbours, self._tell = reads, neighbours, tell
+        self._deliveries: dict[int, _Delegated] = {}
+
+    def open(self, delivery: DeliveryArena) -> None:
+        """Slabs may be made of this delivery from now on, which the scheduler knows."""
+        job = delivery.job
+        if job is None:
+            return
+        opening = making.MakeSlab("", 0, 0, 0, 0, 0, making.StepRange(0, 0), 0, opening=job.opening)
+        known = _Delegated(delivery, encode(opening))
+        self._deliveries[delivery.delivery_id] = known
+        self._learn(known)
+
+    def drop(self, delivery_id: int) -> None:
+        """The delivery is gone."""
+        if self._deliveries.pop(delivery_id, None) is not None:
+            self._reads.detach_arena(delivery_id)
+
+    def nodes_changed(self, job_id: str) -> None:
+        """Other nodes make slabs of this job than before, or they have other keys."""
+        for known in self._deliveries.values():
+            job = known.delivery.job
+            if job is not None and job.opening.job_id == job_id:
+                self._learn(known)
+
+    def make(self, effect: events.MakeElsewhere) -> None:
+        """Ask the maker; it may be gone by now."""
+        known = self._deliveries[effect.delivery_id]
+        job, maker = known.delivery.job, known.makers.get(effect.maker)
+        assert job is not None
+        if maker is None:
+            gone = NeighbourGone(f"the node {effect.maker} makes no slabs any more")
+            self._tell(events.SlabAssembled(effect.number, gone, 0.0))
+            return
+        at = effect.stream
+        request = encode(
+            making.MakeSlab(
+                job.digest,
+                at.epoch,
+                at.cursor,
+                at.dp_rank,
+                at.dp_size,
+                at.step_stride,
+                effect.steps,
+                effect.slot_bytes,
+                job.pixels,
+                effect.coming,
+            )
+        )
+        order = fetches.ReadSlab(
+            0,
+            maker,
+            known.makers.get(effect.hedge),
+            request,
+            request + known.opening,
+            effect.delivery_id,
+            effect.slab,
+        )
+        self._reads.read_slab(
+            order, known.delivery.arena.fd, lambda read: self._read(effect, known, read)
+        )
+
+    def _learn(self, known: _Delegated) -> None:
+        job = known.delivery.job
+        assert job is not None
+        makers = {one.node_id: one for one in self._neighbours.makers(job.opening.job_id)}
+        has_changed = makers.keys() != known.makers.keys()
+        known.makers = makers
+        if has_changed:
+            self._tell(events.MakersKnown(known.delivery.delivery_id, tuple(makers)))
+
+    def _read(
+        self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
+    ) -> None:
+        result = _result(effect, known.delivery.column_count, read)
+        started = time.monotonic() - read.took_s
+        self._tell(
+            events.SlabAssembled(
+                effect.number, result, started, is_kept=False, made_by=read.node_id
+            )
+        )
+
+
+def _result(
+    effect: events.MakeElsewhere, column_count: int, read: fetches.SlabRead
+) -> tasks.Assembled | DataplaneError:
+    if read.error is not None:
+        return read.error
+    try:
+        body = decode(tasks.Result, read.note).body
+        if isinstance(body, tasks.Assembled):
+            _check(effect, column_count, read.length, body)
+            return body
+    except ConfigError as error:
+        return NeighbourGone(f"the node {read.node_id} sent what is no slab: {error}")
+    if isinstance(body, DataplaneError):
+        return body
+    return NeighbourGone(f"the node {read.node_id} answered with {type(body).__name__}")
+
+
+def _check(
+    effect: events.MakeElsewhere, column_count: int, length: int, made: tasks.Assembled
+) -> None:
+    """Raises:  ConfigError: it does not describe a slab of so many bytes."""
+    if made.batch_count > effect.steps.count or made.bytes_used != length:
+        raise ConfigError(f"{made.batch_count} batches in {made.bytes_used} of {length} bytes")
+    if not made.batch_count:
+        if made.bytes_needed <= effect.slab.length:
+            raise ConfigError(f"{made.bytes_needed} bytes are too many for {effect.slab.length}")
+        return
+    columns = decode(Layout, made.layout).columns
+    ends = [max(at, default=0) for one in columns for at in (one.values, one.lengths)]
+    if len(columns) != column_count or max(ends, default=0) > length:
+        raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")

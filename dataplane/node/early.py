@@ -1,0 +1,84 @@
+"""A dataset that is opened while its node still starts: the one for which a trainer started it.
+
+Listing and indexing wait for the store most of the time, and a node spends its start on imports. So
+an embedded node is told with its start which dataset its trainer will ask for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dataplane.config import NodeConfig
+from dataplane.index.processes import KeepPreamble, open_manifest
+from dataplane.model import Region
+from dataplane.node.policy import policy_of
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc.messages import DatasetSource
+from dataplane.store.connect import Stores
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outages
+
+
+class NodeStores:
+    """The stores of a node, and what it knows of their outages. `share` is told that a store asks
+    to slow down.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.outages = Outages()
+        self.share: Callable[[Pause], None] = lambda _: None
+        self.stores = Stores(
+            config.stall_timeout_s,
+            config.fetch_timeout_s,
+            self.outages.note,
+            share=lambda pause: self.share(pause),  # noqa: PLW0108 - it is set later
+            policy=policy_of(config),
+        )
+
+
+class EarlyOpening:
+    """Opens this dataset in a thread."""
+
+    def __init__(self, config: NodeConfig, source: DatasetSource) -> None:
+        self.stores = NodeStores(config)
+        self._config, self._source = config, source
+        self._lock = threading.Lock()
+        self._taken = False
+        self._keep: KeepPreamble | None = None
+        self._kept: list[tuple[str, str, Region, bytes]] = []
+        self._opened: Future[Manifest] = Future()
+        threading.Thread(target=self._open, name="dataplane-early", daemon=True).start()
+
+    def take(self, source: DatasetSource) -> Future[Manifest] | None:
+        """The dataset, if it is this one. Once: it is listed again for each further job."""
+        with self._lock:
+            if self._taken or source != self._source:
+                return None
+            self._taken = True
+        return self._opened
+
+    def hand_on(self, keep: KeepPreamble) -> None:
+        """Give `keep` the preambles that were read, and those that will be."""
+        with self._lock:
+            self._keep, kept, self._kept = keep, self._kept, []
+        for preamble in kept:
+            keep(*preamble)
+
+    def _open(self) -> None:
+        try:
+            opened = open_manifest(
+                self._config, self.stores.stores.connect, self._source, self._remember
+            )
+        except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
+            self._opened.set_exception(error)
+        else:
+            self._opened.set_result(opened)
+
+    def _remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
+        with self._lock:
+            if self._keep is None:
+                self._kept.append((url, etag, place, content))
+                return
+        self._keep(url, etag, place, content)

@@ -1,0 +1,129 @@
+"""The columns of a dataset as a job reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+
+from dataplane.config import JobSpec
+from dataplane.formats.unsupported import supported_names
+from dataplane.model import ColumnOptions, Kind
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.null_counts import NEVER, NullCounts
+from dataplane.transforms.annotations import annotated
+from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.columns import ColumnPlan
+from dataplane.transforms.functions import MappedColumns
+from dataplane.transforms.lists import LISTS
+from dataplane.worker.block_mapping import FOUND_COLUMNS
+from dataplane.worker.columns import RowLayout
+from dataplane.worker.row_layout import plan_row_layout
+from dataplane.worker.stacking import StackedPlan, plan_stacked
+
+
+class Columns(Struct, frozen=True):
+    """The columns of a dataset as a job reads them; `schema` is that of the shards. `is_canonical`:
+    zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same size.
+    `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the layout of
+    packed rows. `mapped` are the columns that a map makes, and `top_level` those of the shards that
+    workers decode. `finds_columns`: blocks say only what a map makes of them.
+    """
+
+    schema: pa.Schema
+    plan: StackedPlan
+    top_level: tuple[str, ...]
+    is_canonical: bool
+    is_fixed: bool
+    fixed_bytes: int
+    row_layout: RowLayout | None
+    mapped: MappedColumns | None = None
+    finds_columns: bool = False
+
+
+def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None = None) -> Columns:
+    """Linear in the columns, and a few seconds for 100,000 of them. With a map, the options are
+    about the columns that it makes.
+
+    Raises:  ConfigError: a column that is not there.
+    """
+    schema = _schema(manifest, spec)
+    seen = schema if mapped is None else mapped.schema
+    plan = plan_stacked(seen, spec.column_options, manifest.shards.urls[0])
+    is_changed = plan.stacks or coded_columns(spec.column_options) or mapped is not None
+    is_canonical = not is_changed and _is_as_stored(schema, plan.leaves, manifest.nulls)
+    is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
+    row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
+    top_level = plan.leaves.top_level if mapped is None else mapped.reads
+    return Columns(schema, plan, top_level, is_canonical, is_fixed, fixed_bytes, row_layout, mapped)
+
+
+def columns_to_find(manifest: Manifest) -> Columns:
+    """Those of the job that finds out what a map makes of the first rows."""
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    return Columns(
+        schema,
+        plan_stacked(FOUND_COLUMNS, ColumnOptions()),
+        tuple(supported_names(schema)),
+        is_canonical=False,
+        is_fixed=False,
+        fixed_bytes=0,
+        row_layout=None,
+        finds_columns=True,
+    )
+
+
+def _is_as_stored(schema: pa.Schema, plan: ColumnPlan, nulls: NullCounts | None) -> bool:
+    """Whether the plan's columns are columns of the dataset in the form in which they lie in it, so
+    that nothing of them must be copied.
+    """
+    if not schema.equals(plan.schema):
+        stored = {field.name: _as_bytes(field.type) for field in schema}
+        if any(stored.get(field.name) != field.type for field in plan.schema):
+            return False
+    return _has_no_null_lists(plan, nulls)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type to which texts are cast without a copy."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    return pa.large_binary() if pa.types.is_large_string(kind) else kind
+
+
+def _has_no_null_lists(plan: ColumnPlan, nulls: NullCounts | None) -> bool:
+    """Whether no list and no item of a list is null. Each worker would make its own copy of such
+    lists.
+    """
+    lists = [leaf for spec, leaf in zip(plan.specs, plan.leaves, strict=True) if spec.kind in LISTS]
+    if not lists or nulls is None:
+        return not lists
+    nodes = [node for leaf in lists for node in (*leaf.row_nodes, *range(*leaf.inner_nodes))]
+    return bool(np.isin(nulls.counts[nodes], (0, NEVER)).all())
+
+
+def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
+    """The dataset's schema, with the facts that a job needs in addition to types."""
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    return annotated(schema, spec.column_options, manifest.nulls)
+
+
+def _fixed_bytes(schema: pa.Schema) -> int:
+    """Bytes of a row over all columns with rows of fixed size."""
+    of_id: dict[int, int] = {}
+    size = 0
+    for kind in schema.types:
+        known = of_id.get(kind.id)
+        if known is None:
+            known = row_bytes_of(kind)
+            if not pa.types.is_fixed_size_list(kind):  # its size is not in its id
+                of_id[kind.id] = known
+        size += known
+    return size
+
+
+def row_bytes_of(kind: pa.DataType) -> int:
+    """Bytes of a row of a column, 0 if rows differ in size."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * row_bytes_of(kind.value_type)
+    return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0

@@ -1,0 +1,75 @@
+"""Blocks on the node's disk: carries out what the scheduler decides about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dataplane.errors import NotKept
+from dataplane.node.dataset import Dataset
+from dataplane.node.fetch import Fetcher
+from dataplane.rpc import fetches
+from dataplane.rpc.fetches import Outcome
+from dataplane.scheduler import events
+from dataplane.scheduler.dataset import BlockName
+from dataplane.scheduler.disk_events import (
+    DiskEvent,
+    DiskFound,
+    DiskMissed,
+    DiskScanned,
+    KeepBlock,
+    KeepingEnded,
+)
+
+
+class KeptBlocks:
+    """Those of one node. `tell` passes an event to the scheduler."""
+
+    def __init__(self, fetcher: Fetcher, tell: Callable[[DiskEvent], None]) -> None:
+        self._fetcher, self._tell = fetcher, tell
+        fetcher.on_kept, fetcher.on_scanned = self._found, self._scanned
+        self._asked: set[BlockName] = set()
+        """Blocks that the disk was asked for, and has not refused."""
+
+    def asked(self, dataset: Dataset, effect: events.Fetch) -> Callable[[Outcome], None] | None:
+        """Who hears that the disk does not have a block; None if it is not asked."""
+        if not effect.is_on_disk or effect.is_decoded:
+            return None
+        self._asked.add(BlockName(effect.dataset_id, effect.block))
+        return partial(self._missed, dataset, effect.block)
+
+    def has_read(self, name: BlockName) -> bool:
+        """A read of this block has ended. Whether its bytes came from the disk."""
+        is_read = name in self._asked
+        self._asked.discard(name)
+        return is_read
+
+    def effects(self) -> Mapping[type, Callable[[Any], None]]:
+        """What carries out each kind of effect."""
+        return {KeepBlock: self._keep}
+
+    def _keep(self, effect: KeepBlock) -> None:
+        going = tuple(fetches.KeptName(one.digest, one.block) for one in effect.instead_of)
+        name, number = effect.name, effect.number
+        order = fetches.WriteKept(0, name.digest, name.block, effect.region, going)
+        self._fetcher.origin.read(
+            order, lambda found: self._tell(KeepingEnded(number, _trouble(found)))
+        )
+
+    def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:
+        self._asked.discard(BlockName(dataset.dataset_id, block))
+        self._tell(DiskMissed(dataset.blocks, block, _trouble(found)))
+
+    def _found(self, found: fetches.KeptFound) -> None:
+        self._tell(DiskFound(found.dataset, found.blocks, found.disk_bytes))
+
+    def _scanned(self, found: Outcome) -> None:
+        self._tell(DiskScanned(_trouble(found)))
+
+
+def _trouble(found: Outcome) -> str:
+    """Why the disk cannot do what it was asked for; "" if it can, and only has no such block."""
+    if isinstance(found, NotKept):
+        return str(found.trouble or "")
+    return "" if found is None else str(found)

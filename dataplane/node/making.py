@@ -1,0 +1,336 @@
+"""Slabs that this node makes for other nodes, whose own workers are too few.
+
+A maker is a consumer of its own engine: it opens the job that an asker names, and makes the slabs
+that it asks for as it would make them for a trainer here.
+
+Invariants:
+1. Every ask is answered exactly once (asked_stream.py, 1); none waits until a dataset is open.
+2. A slab depends only on what is asked for: the spec that is resolved here has the digest that the
+   asker names, and images are decoded by the same software.
+3. The slabs of all askers of a job are in one arena for each size of slots, which takes no more
+   memory than that of one rank. It is closed once nothing of it is read.
+4. A job that nobody asks for is closed, and nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from msgspec import Struct, field
+
+from dataplane import background
+from dataplane.config import NodeConfig
+from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
+from dataplane.model import Stream
+from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
+from dataplane.node.dataset import Dataset
+from dataplane.node.datasets import shown
+from dataplane.node.engine import Engine
+from dataplane.node.making_places import MakingPlace, MakingPlaces
+from dataplane.node.opener import DatasetOpener, OpenedJob, check_blocks, check_names, pixels_of
+from dataplane.node.orders import Orders
+from dataplane.plan.slices import Slice
+from dataplane.rpc.convert import decode
+from dataplane.rpc.lending import Asked
+from dataplane.rpc.making import MakeSlab
+from dataplane.rpc.messages import OpenJob
+from dataplane.scheduler.walk import Walk
+from dataplane.trace import Trace
+
+JOB_IDLE_S = 600.0
+TRY_AGAIN_S = 5.0
+_LOOK_S = 1.0
+_JOBS_MAX = 64
+_PLACES_MAX = 4
+_STREAMS_MAX = 1024
+_TOLD_MAX = 16
+_NOT_OPENED = "no slabs of this job are made for other nodes"
+_NOT_MADE = "a slab is not made for another node"
+
+_trace = Trace("making")
+
+
+class _Opened(Struct, frozen=True):
+    """A job that was opened; `pixels` names the software that decodes images here."""
+
+    job: OpenedJob
+    pixels: str
+
+
+class _Job(Struct, eq=False):
+    """A job as its askers name it: while it is being opened, afterwards, or for a while after that
+    has failed.
+    """
+
+    job_id: str
+    digest: str
+    last_asked: float
+    opening: asyncio.Task[None] | None = None
+    opened: _Opened | None = None
+    closed_until: float = 0.0
+    places: dict[object, MakingPlace] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+
+
+class Making:
+    """That of one node. `lender` sends what was made. Call it only from the event loop."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: Engine,
+        opener: DatasetOpener,
+        orders: Orders,
+        lender: SlabLender,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._engine, self._opener = config, engine, opener
+        self._orders, self._lender, self._clock = orders, lender, clock
+        self._answers = Answers(lender)
+        self._places = MakingPlaces(config, engine, opener, lender)
+        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def slab_count(self) -> int:
+        """How many slabs were given so far."""
+        return self._answers.slab_count
+
+    @property
+    def slab_bytes(self) -> int:
+        """Their bytes."""
+        return self._answers.slab_bytes
+
+    def open_datasets(self) -> Iterator[tuple[str, Dataset]]:
+        """The id of each job that slabs are made of, and each of its datasets."""
+        for job in self._jobs.values():
+            if job.places:
+                assert job.opened is not None
+                for dataset in job.opened.job.datasets:
+                    yield job.job_id, dataset
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def asked(self, ask: Asked) -> None:
+        """Another node asks for a slab."""
+        try:
+            wanted = decode(MakeSlab, ask.slab)
+        except ConfigError:
+            self._lender.refuse(ask.number)
+            return
+        now = self._clock()
+        job = self._job(ask, wanted, now)
+        if job is None:
+            self._lender.refuse(ask.number, is_unknown=wanted.opening is None)
+            return
+        job.last_asked = now
+        self._keep_time()
+        if job.opened is None:
+            self._lender.refuse(ask.number)
+            return
+        try:
+            self._make(job, job.opened, ask, wanted, now)
+        except DataplaneError as error:
+            self._tell(job, _NOT_MADE, str(error), node=ask.node_id)
+            self._lender.refuse(ask.number)
+
+    def given(self, number: int) -> bool:
+        """The region that was given to this ask is no longer read; False if it is no slab's."""
+        is_own = self._answers.given(number)
+        self._places.let_go()
+        return is_own
+
+    def close_job(self, job_id: str) -> None:
+        """The node has nothing to do with the job any more."""
+        for key in [key for key in self._jobs if key[0] == job_id]:
+            self._close(self._jobs.pop(key))
+
+    def look(self) -> None:
+        """Time has passed; it is called about once a second while there are jobs."""
+        now = self._clock()
+        for key, job in list(self._jobs.items()):
+            for name, place in list(job.places.items()):
+                place.look(now)
+                is_left = not place.streams and now - place.last_asked > JOB_IDLE_S
+                if is_left:
+                    self._places.leave(job.places.pop(name))
+            if not job.places and job.opening is None and now - job.last_asked > JOB_IDLE_S:
+                self._close(self._jobs.pop(key))
+        self._places.let_go()
+
+    def close(self) -> None:
+        """Make nothing any more. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for task in self._tasks:
+            task.cancel()
+        while self._jobs:
+            self._close(self._jobs.popitem()[1])
+        self._places.close()
+
+    def _keep_time(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.look()
+        if self._jobs or not self._places.is_empty:
+            self._keep_time()
+
+    def _tell(self, job: _Job, event: str, why: str, **facts: object) -> None:
+        """Log it once for each job and reason."""
+        if why not in job.told and len(job.told) < _TOLD_MAX:
+            job.told.add(why)
+            _trace.failed(event, job=job.job_id, why=why, **facts)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = background.start("making", work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def _job(self, ask: Asked, wanted: MakeSlab, now: float) -> _Job | None:
+        """The job that is asked for, which is opened if the asker says how; None: it is unknown."""
+        key, opening = (ask.job_id, wanted.digest), wanted.opening
+        job = self._jobs.get(key)
+        if job is None:
+            is_right = opening is not None and opening.job_id == ask.job_id
+            if not is_right or len(self._jobs) >= _JOBS_MAX:
+                return None
+            job = self._jobs[key] = _Job(ask.job_id, wanted.digest, now)
+        if job.opened is None and job.opening is None and now >= job.closed_until:
+            if opening is None or opening.job_id != ask.job_id:
+                return None
+            job.opening = self._start(self._open(job, opening))
+        return job
+
+    async def _open(self, job: _Job, opening: OpenJob) -> None:
+        began = time.monotonic()
+        try:
+            job.opened = await self._opened(job, opening)
+        except DataplaneError as error:
+            self._tell(job, _NOT_OPENED, str(error))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - also a library's panic: others' jobs go on
+            _trace.broke(_NOT_OPENED, by=error, job=job.job_id)
+        else:
+            opened = job.opened.job
+            _trace.noted(
+                "makes slabs for other nodes",
+                job=job.job_id,
+                dataset=shown(opened.urls),
+                shards=opened.shard_count,
+                samples=opened.sample_count,
+                took_s=round(time.monotonic() - began, 3),
+            )
+        finally:
+            job.opening, job.closed_until = None, self._clock() + TRY_AGAIN_S
+
+    async def _opened(self, job: _Job, opening: OpenJob) -> _Opened:
+        check_names(opening)
+        opened = await self._opener.job(opening, job.digest)
+        try:
+            for dataset in opened.datasets:
+                check_blocks(dataset, self._config.block_arena_bytes)
+            return _Opened(opened, await pixels_of(opened.spec))
+        finally:
+            for dataset in opened.datasets:
+                self._opener.forget_unread(dataset)  # until it is read
+
+    def _close(self, job: _Job) -> None:
+        if job.opening is not None:
+            job.opening.cancel()
+        while job.places:
+            self._places.leave(job.places.popitem()[1])
+
+    # -- places and streams ----------------------------------------------------------------------
+
+    def _make(self, job: _Job, opened: _Opened, ask: Asked, wanted: MakeSlab, now: float) -> None:
+        """Raises:  DataplaneError: it cannot be made here."""
+        spec, samples = opened.job.spec, opened.job.sample_count
+        if wanted.pixels != opened.pixels:
+            raise SpecMismatch(
+                f"images are decoded by {opened.pixels or 'nothing'} here, and by "
+                f"{wanted.pixels or 'nothing'} on the node that asks: install the same version",
+                field="pixels",
+                expected=wanted.pixels,
+                found=opened.pixels,
+            )
+        at = Stream(
+            wanted.epoch,
+            wanted.cursor,
+            wanted.dp_rank,
+            wanted.dp_size,
+            wanted.steps.first,
+            wanted.step_stride,
+        )
+        own = Slice(samples, at.cursor, spec.global_batch, spec.end, at.dp_rank, at.dp_size)
+        own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
+        place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
+        if not 1 <= wanted.steps.count <= place.sizes.batches_max:
+            raise ConfigError(f"a slab of {wanted.steps.count} batches", field="count")
+        key = (ask.node_id, at.epoch, at.cursor, at.dp_rank, at.step_stride)
+        stream = place.streams.get(key)
+        if stream is None:
+            stream = place.streams[key] = self._stream(job, place, now)
+            self._start(self._begin(job, opened, place, stream, at))
+        place.last_asked = now
+        coming = [one for one in wanted.coming if 1 <= one.count <= place.sizes.batches_max]
+        stream.ask(Ask(ask.number, wanted.steps, ask.length, now), coming)
+
+    def _place(
+        self, job: _Job, opened: _Opened, dp_size: int, slot_bytes: int, now: float
+    ) -> MakingPlace:
+        key = dp_size, slot_bytes
+        place = job.places.get(key)
+        if place is not None:
+            return place
+        if len(job.places) >= _PLACES_MAX:
+            left = [key for key, each in job.places.items() if not each.streams]
+            if not left:
+                raise BudgetTooSmall(
+                    f"slabs of this job are made for slots of {len(job.places)} sizes already: set "
+                    "slab_bytes to one value on all nodes"
+                )
+            self._places.leave(job.places.pop(left[0]))
+        job.opened = _Opened(self._opener.keep(opened.job), opened.pixels)
+        place = self._places.open(job.opened.job, dp_size, slot_bytes, now)
+        job.places[key] = place
+        return place
+
+    def _stream(self, job: _Job, place: MakingPlace, now: float) -> AskedStream:
+        count = sum(
+            len(each.streams) for one in self._jobs.values() for each in one.places.values()
+        )
+        if count >= _STREAMS_MAX:
+            raise BudgetTooSmall(
+                f"slabs of {count} streams are made for other nodes already: add nodes with workers"
+            )
+
+        def failed(error: DataplaneError) -> None:
+            self._tell(job, _NOT_MADE, str(error))
+
+        holder = next(self._opener.numbers)
+        return AskedStream(
+            self._engine, place.delivery, place.held, holder, self._answers, now, failed
+        )
+
+    async def _begin(
+        self, job: _Job, opened: _Opened, place: MakingPlace, stream: AskedStream, at: Stream
+    ) -> None:
+        try:
+            order = await self._orders.of(opened.job.spec, opened.job.manifests, at.epoch)
+        except Exception as error:  # noqa: BLE001 - one asker's nonsense is not another's loss
+            self._tell(job, _NOT_MADE, repr(error))
+            place.drop(stream)
+        else:
+            stream.begin(lambda: Walk(opened.job.spec, order, at, place.sizes, is_fed=True))

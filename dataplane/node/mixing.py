@@ -1,0 +1,206 @@
+"""Fills in the defaults of a mixture: lanes, windows, and the share of each source.
+
+All of it follows from the sources' manifests and from what the user asks for, never from ranks or
+hosts, so that a job may be resumed on any number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from msgspec.structs import replace
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.model import (
+    ColumnSpec,
+    DatasetIdentity,
+    Exhausted,
+    MixUnit,
+)
+from dataplane.node.dataset import Dataset
+from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
+from dataplane.plan.shares import by_temperature, of_tokens, quantised
+from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
+
+SOURCES_MAX = 1024
+
+
+def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
+    """For each source, a request for a job over it alone."""
+    assert request.mixture is not None
+    return tuple(
+        replace(request, source=each.source, view=each.view, mixture=None)
+        for each in request.mixture.sources
+    )
+
+
+def check_mixture(asked: MixtureAsked) -> None:
+    """Raises:  ConfigError: too many sources, or two of one name."""
+    names = [source.name for source in asked.sources]
+    if not 1 <= len(names) <= SOURCES_MAX:
+        raise ConfigError(
+            f"a mixture of {len(names)} sources: 1 to {SOURCES_MAX} are possible. One source may"
+            " have any number of urls",
+            field="sources",
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError("two sources of the mixture have one name", field="sources")
+
+
+def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob, ...]:
+    """The requests of sources with the mixture's lanes, and a window for each of them: it has a
+    part of the memory for open windows in proportion to its bytes.
+    """
+    requests = requests_of(request)
+    if not request.shuffle:
+        return requests
+    lanes = request.lanes or mixed_lanes(sizes)
+    windows = [request.window or source_window(each, lanes, sizes) for each in sizes]
+    pairs = zip(requests, windows, strict=True)
+    return tuple(replace(each, lanes=lanes, window=window) for each, window in pairs)
+
+
+def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Dataset]) -> JobSpec:
+    """The spec of a mixture of these datasets, each of which would be a job with this spec.
+
+    Raises:  ConfigError: their weights are no weights.
+    """
+    asked, first = request.mixture, specs[0]
+    assert asked is not None
+    counts = [dataset.manifest.sample_count for dataset in datasets]
+    shares = _shares(asked, counts, [dataset.row_bytes for dataset in datasets])
+    sources = tuple(
+        SourceSpec(
+            source.name, spec.fingerprint, share, _passes_max(source, asked.exhausted),
+            spec.window, spec.ramp, source.view,
+        )
+        for source, spec, share in zip(asked.sources, specs, shares, strict=True)
+    )  # fmt: skip
+    batch = request.global_batch if asked.unit is MixUnit.BATCH else 1
+    length = asked.length * batch
+    if asked.unit is MixUnit.TOKENS and length:
+        length = _in_samples(asked, shares)
+    return JobSpec(
+        fingerprint=_joined(spec.fingerprint for spec in specs),
+        seed=first.seed,
+        shuffle=first.shuffle,
+        lanes=first.lanes,
+        window=max(spec.window for spec in specs),
+        global_batch=first.global_batch,
+        end=first.end,
+        transforms=first.transforms,
+        column_options=first.column_options,
+        view=request.view,
+        mixture=MixtureSpec(sources, asked.exhausted, length, batch, asked.source_column),
+    )
+
+
+def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
+    """The identity of several datasets, in this order."""
+    return DatasetIdentity(
+        content=_joined(each.content for each in identities),
+        layout=_joined(each.layout for each in identities),
+    )
+
+
+def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
+    """Raises:  ConfigError: the sources differ in their columns; a table says where. Or two of them
+    are one dataset.
+    """
+    if len({dataset.dataset_id for dataset in datasets}) < len(datasets):
+        ids = [dataset.dataset_id for dataset in datasets]
+        twins = [name for name, at in zip(names, ids, strict=True) if ids.count(at) > 1]
+        raise ConfigError(
+            f"sources {' and '.join(map(repr, twins[:2]))} read the same rows of the same dataset:"
+            " make one source of them, with the sum of their weights",
+            field="sources",
+        )
+    found = [dataset.columns.specs for dataset in datasets]
+    if all(specs == found[0] for specs in found):
+        return
+    if all(set(specs) == set(found[0]) for specs in found):
+        order = ", ".join(repr(spec.name) for spec in found[0])
+        raise ConfigError(
+            "the sources have the same columns in different orders: give one, such as"
+            f" columns=[{order}]",
+            field="columns",
+        )
+    raise ConfigError(
+        "the sources have different columns, and a batch has samples of several:\n"
+        f"{_table(names, found)}\nChoose columns that all have with columns=[…], or bring others"
+        " into one form",
+        field="columns",
+    )
+
+
+def _table(names: Sequence[str], found: Sequence[Sequence[ColumnSpec]]) -> str:
+    """The columns that differ, a line each."""
+    known = [{spec.name: spec for spec in specs} for specs in found]
+    columns = list(dict.fromkeys(spec.name for specs in found for spec in specs))
+    rows = [["column", *names]]
+    for column in columns:
+        specs = [each.get(column) for each in known]
+        if any(spec != specs[0] for spec in specs):
+            rows.append([column, *map(_shown, specs)])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def _shown(spec: ColumnSpec | None) -> str:
+    if spec is None:
+        return "(none)"
+    shape = f" {list(spec.shape)}" if spec.shape else ""
+    kind = "" if spec.kind.value == "fixed" else f"{spec.kind.value} "
+    return f"{kind}{spec.dtype}{shape}".strip()
+
+
+def _shares(
+    asked: MixtureAsked, counts: Sequence[int], row_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    sources = asked.sources
+    if asked.temperature:
+        return quantised(by_temperature(counts, asked.temperature))
+    if any(source.passes for source in sources):
+        passes = [Fraction(source.passes) for source in sources]
+        return quantised([each * count for each, count in zip(passes, counts, strict=True)])
+    weights = [source.weight for source in sources]
+    if asked.unit is not MixUnit.TOKENS:
+        return quantised(weights)
+    lengths = [source.mean_length for source in sources]
+    # Without lengths, the bytes of the columns that are asked for: tokens in proportion.
+    return quantised(of_tokens(weights, lengths if all(lengths) else row_bytes))
+
+
+def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
+    """The length of an epoch, asked for in tokens."""
+    lengths = [Fraction(source.mean_length) for source in asked.sources]
+    if not all(lengths):
+        missing = next(source.name for source in asked.sources if not source.mean_length)
+        raise ConfigError(
+            f"a length of {asked.length} tokens needs the mean length of the samples of each"
+            f" source, and that of {missing!r} is missing: Source(…, mean_length=…)",
+            field="mean_length",
+        )
+    tokens = sum(share * length for share, length in zip(shares, lengths, strict=True))
+    return max(math.floor(asked.length * sum(shares) / tokens), 1)
+
+
+def _passes_max(source: SourceAsked, exhausted: Exhausted) -> int:
+    if source.passes_max or exhausted is Exhausted.CYCLE:
+        return source.passes_max
+    return max(math.ceil(source.passes), 1)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    hashed = hashlib.blake2b(digest_size=16, person=b"dp-mixture-1")
+    for part in parts:
+        hashed.update(f"{part}\n".encode())
+    return hashed.hexdigest()

@@ -1,0 +1,143 @@
+"""A node among others of its jobs: whom it asks for blocks, and what it sends to them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import NodeConfig
+from dataplane.model import BlockForm, Region
+from dataplane.node.dataset import Dataset
+from dataplane.node.engine import Engine
+from dataplane.node.jobs import Jobs
+from dataplane.node.lending import Lending
+from dataplane.node.making import Making
+from dataplane.node.neighbours import JobTables
+from dataplane.node.owners import BlockOwners
+from dataplane.rpc.fetches import Neighbour, SlabMaker
+from dataplane.rpc.lending import Asked
+from dataplane.rpc.membership import JobNodes, NodeReads
+from dataplane.trace import Trace
+
+
+class Neighbourhood:
+    """Of a node that other nodes reach at this listening socket, if at all; it is then owned.
+    `own_reads` tells what the node has read. Call `meet` before anything happens.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        node_id: str,
+        arena: Arena,
+        listener: socket.socket | None,
+        own_reads: Callable[[], NodeReads],
+    ) -> None:
+        self._own_reads, self._node_id, self._config = own_reads, node_id, config
+        self._lending: Lending | None = None
+        self._making: Making | None = None
+        if listener is not None:
+            log = (config.log_level, config.log_format)
+            self._lending = Lending(
+                listener, node_id, arena, self._asked, self._given, Trace("node"), log,
+                config.data_tls,
+            )  # fmt: skip
+        self.tables = JobTables(self._on_nodes, self._on_nodes_gone)
+        self._owners = BlockOwners(node_id, self._jobs_of, self.tables.get)
+
+    def meet(self, engine: Engine, jobs: Jobs) -> None:
+        """Those that it serves."""
+        self._engine, self._jobs = engine, jobs
+        if self._lending is not None:
+            orders = jobs.streams.orders
+            self._making = Making(self._config, engine, jobs.opener, orders, self._lending)
+
+    def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
+        """As `Neighbours.owner_of`."""
+        return self._owners.neighbour(dataset, block)
+
+    def makers(self, job_id: str) -> Sequence[SlabMaker]:
+        """As `Neighbours.makers`."""
+        nodes = self.tables.get(job_id)
+        if nodes is None:
+            return ()
+        found = (one for one in nodes.nodes if one.worker_count and one.node_id != self._node_id)
+        return [
+            SlabMaker(one.address, job_id, nodes.generation, nodes.key, self._node_id, one.node_id)
+            for one in found
+        ]
+
+    def give(self, number: int, region: Region) -> None:
+        """As `Neighbours.give`."""
+        if self._lending is not None:
+            self._lending.give(number, region)
+
+    def only_decoded(self, number: int, length: int) -> None:
+        """As `Neighbours.only_decoded`."""
+        if self._lending is not None:
+            self._lending.only_decoded(number, length)
+
+    def refuse(self, number: int) -> None:
+        """As `Neighbours.refuse`."""
+        if self._lending is not None:
+            self._lending.refuse(number)
+
+    def reads(self) -> NodeReads:
+        """What this node has read, found in memory, sent to neighbours, and made for them."""
+        reads = replace(self._own_reads(), memory_bytes=self._engine.scheduler.found_bytes)
+        lent, making = self._lending, self._making
+        if lent is None or making is None:
+            return reads
+        return replace(
+            reads,
+            lent_bytes=lent.lent_bytes,
+            made_slabs=making.slab_count,
+            made_bytes=making.slab_bytes,
+        )
+
+    def close(self) -> None:
+        """Send nothing any more. May be called twice."""
+        if self._making is not None:
+            self._making.close()
+        if self._lending is not None:
+            self._lending.close()
+
+    def _on_nodes(self, nodes: JobNodes) -> None:
+        if self._lending is not None:
+            self._lending.keys(nodes.job_id, nodes.generation, nodes.key)
+        self._engine.delegating.nodes_changed(nodes.job_id)
+
+    def _on_nodes_gone(self, job_id: str) -> None:
+        if self._lending is not None:
+            self._lending.keys(job_id, 0, b"")
+        if self._making is not None:
+            self._making.close_job(job_id)
+
+    def _asked(self, ask: Asked) -> None:
+        if ask.form is BlockForm.SLAB and self._making is not None:
+            self._making.asked(ask)
+            return
+        datasets = self._datasets_of(ask.job_id)
+        self._engine.lent.asked(ask, next((d for d in datasets if d.digest == ask.dataset), None))
+
+    def _given(self, number: int) -> None:
+        if self._making is not None and self._making.given(number):
+            return
+        self._engine.lent.given(number)
+
+    def _datasets_of(self, job_id: str) -> Iterator[Dataset]:
+        return (dataset for name, dataset in self._open_datasets() if name == job_id)
+
+    def _jobs_of(self, dataset: Dataset) -> Iterator[str]:
+        return (name for name, each in self._open_datasets() if each is dataset)
+
+    def _open_datasets(self) -> Iterator[tuple[str, Dataset]]:
+        """The id and a dataset of each job whose slabs are made here, for trainers or others."""
+        for one in self._jobs.members.values():
+            for dataset in one.opened.datasets:
+                yield one.job_id, dataset
+        if self._making is not None:
+            yield from self._making.open_datasets()

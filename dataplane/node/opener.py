@@ -1,0 +1,315 @@
+"""Opens the datasets of jobs, once for all that read them here: trainers, and nodes for which this
+one makes slabs.
+
+Invariants:
+1. The ranks of one launch of a job see one manifest: it is opened once.
+2. A dataset that nobody reads is forgotten, with its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.index.viewing import canonical_view
+from dataplane.model import DatasetIdentity, View
+from dataplane.node.categories import CategoryReader
+from dataplane.node.dataset import Dataset
+from dataplane.node.datasets import Datasets
+from dataplane.node.engine import Engine
+from dataplane.node.mapped_reader import MappedReader
+from dataplane.node.mixing import (
+    check_columns,
+    check_mixture,
+    mixed_identity,
+    mixed_spec,
+    requests_of,
+    with_windows,
+)
+from dataplane.node.pack_counts import PackCounter
+from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
+from dataplane.plan.identity import identity_of
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.mixture import plan_of
+from dataplane.plan.orders import mixed_of
+from dataplane.plan.packs import Packing
+from dataplane.plan.views import samples_of
+from dataplane.rpc import messages
+from dataplane.rpc.bounds import check_name
+from dataplane.scheduler import budgets
+from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.options import in_order
+from dataplane.transforms.packing import delivered_columns
+
+OpenManifest = Callable[[messages.DatasetSource, View], Manifest]
+
+_MANIFESTS_MAX = 16
+_ManifestKey = tuple[messages.DatasetSource, tuple[View, int], str, str]
+
+
+class Opened(Struct, frozen=True):
+    """An opened manifest, with values that need a pass over its blocks, which runs in a thread.
+    `packing` says what becomes of tokens that are packed.
+    """
+
+    manifest: Manifest
+    identity: DatasetIdentity
+    sizes: BlockSizes
+    stored_bytes: int
+    packing: Packing | None
+
+
+class OpenedJob(Struct, frozen=True):
+    """What a job reads here: one dataset, or those of a mixture."""
+
+    spec: JobSpec
+    opened: tuple[Opened, ...]
+    datasets: tuple[Dataset, ...]
+    identity: DatasetIdentity
+    sample_count: int
+
+    @property
+    def names_sources(self) -> bool:
+        """Whether batches say which source each sample is of."""
+        return self.spec.mixture is not None and bool(self.spec.mixture.source_column)
+
+    @property
+    def largest(self) -> Dataset:
+        """The dataset with the largest samples."""
+        return max(self.datasets, key=lambda each: each.row_bytes)
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Those of all datasets."""
+        return tuple(one.manifest for one in self.opened)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Those of all datasets."""
+        return tuple(url for one in self.opened for url in one.manifest.urls)
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards all datasets have."""
+        return sum(len(one.manifest.shards) for one in self.opened)
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks all datasets have."""
+        return sum(one.manifest.block_count for one in self.opened)
+
+
+class DatasetOpener:
+    """Those of one node. `numbers` are unique names, of arenas and of holders of slabs."""
+
+    def __init__(self, config: NodeConfig, engine: Engine, open_manifest: OpenManifest) -> None:
+        self._engine = engine
+        self._open_manifest = open_manifest
+        self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Opened]] = OrderedDict()
+        self._readers: Counter[int] = Counter()
+        self.datasets = Datasets(config)
+        self.numbers = itertools.count(1)
+        own = engine, self.numbers, self.datasets.new_id
+        self._category_reader = CategoryReader(config, *own)
+        self._mapped_reader = MappedReader(config, *own)
+        self._pack_counter = PackCounter(config, *own, self._mapped_reader)
+
+    async def manifest(self, request: messages.OpenJob) -> Opened:
+        """The manifest that this job reads.
+
+        Raises:  DataplaneError: it cannot be opened; the next call tries again.
+        """
+        view, seed = samples_of(canonical_view(request.view), request.seed)
+        key = (request.source, (view, seed), request.job_id, request.incarnation)
+        future = self._manifests.get(key)
+        if future is None:
+            future = asyncio.ensure_future(self._open(request.source, view, seed))
+            self._manifests[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
+            others = [each for each in self._manifests if each[-2:] != key[-2:]]
+            if len(others) > _MANIFESTS_MAX:
+                del self._manifests[others[0]]
+        return await asyncio.shield(future)
+
+    async def manifests(self, request: messages.OpenJob) -> tuple[Opened, ...]:
+        """The manifests of all datasets that this job reads.
+
+        Raises:  DataplaneError: one cannot be opened; the next call tries again.
+        """
+        requests = (request,) if request.mixture is None else requests_of(request)
+        return tuple(await asyncio.gather(*map(self.manifest, requests)))
+
+    async def job(self, request: messages.OpenJob, digest: str = "") -> OpenedJob:
+        """What this job reads. Call `forget_unread` with each dataset if it is not read. With a
+        `digest`, the job must have that one, or its manifests are forgotten.
+
+        Raises:  ConfigError: the columns, or the mixture, are wrong.  SpecMismatch: it has another
+        digest.  DataplaneError: a dataset cannot be opened; the next call tries again.
+        """
+        if request.mixture is not None:
+            return await self._mixture(request, digest)
+        opened = await self.manifest(request)
+        spec = spec_of(opened, request)
+        self._check_digest(request, spec, digest)
+        dataset = await self._dataset(opened.manifest, spec)
+        count = opened.manifest.sample_count
+        return OpenedJob(spec, (opened,), (dataset,), opened.identity, count)
+
+    async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
+        assert request.mixture is not None
+        check_mixture(request.mixture)
+        if coded_columns(request.column_options):
+            raise ConfigError(
+                "codes=[…] are numbered within one dataset, and this is a mixture: leave it out",
+                field="codes",
+            )
+        opened = await self.manifests(request)
+        requests = with_windows(request, [one.sizes for one in opened])
+        specs = tuple(map(spec_of, opened, requests))
+        manifests = [one.manifest for one in opened]
+        pairs = list(zip(manifests, specs, strict=True))
+        mapped = [await self._mapped_reader.of_job(*pair) for pair in pairs]
+        # Rows of packed and of other blocks cannot be gathered together.
+        packed = await self.datasets.can_pack_all(manifests, specs, mapped)
+        datasets = list[Dataset]()
+        try:
+            for pair, made in zip(pairs, mapped, strict=True):
+                datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
+            check_columns([each.name for each in request.mixture.sources], datasets)
+            spec = mixed_spec(request, specs, datasets)
+            self._check_digest(request, spec, digest)
+            delivered_columns(datasets[0].columns.specs, spec)
+            counts = [manifest.sample_count for manifest in manifests]
+            planned = await asyncio.to_thread(plan_of, mixed_of(spec, counts), 0)
+        except BaseException:
+            for dataset in datasets:
+                self.forget_unread(dataset)
+            raise
+        identity = mixed_identity([one.identity for one in opened])
+        return OpenedJob(spec, opened, tuple(datasets), identity, planned.sample_count)
+
+    def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
+        if digest and spec.digest() != digest:
+            self.forget_manifests(request.job_id)
+            raise SpecMismatch(
+                f"another node has a job of digest {digest}, and here its spec has "
+                f"{spec.digest()}: fingerprint {spec.fingerprint}, {spec.lanes} lanes, window "
+                f"{spec.window}. The dataset was changed, or its shards are others here",
+                field="digest",
+                expected=digest,
+                found=spec.digest(),
+            )
+
+    async def _dataset(self, manifest: Manifest, spec: JobSpec) -> Dataset:
+        """The dataset as a job with this spec reads it.
+
+        Raises:  ConfigError: the columns are wrong, or the node does not run its functions.
+        FunctionError: its map fails over the first rows.
+        """
+        mapped = await self._mapped_reader.of_job(manifest, spec)
+        categories = await self._category_reader.of_job(manifest, spec, self.datasets.check)
+        return await self.datasets.open(manifest, spec, categories, mapped)
+
+    def keep(self, job: OpenedJob) -> OpenedJob:
+        """The same with datasets that are read already, where equal ones are."""
+        return replace(job, datasets=tuple(map(self.datasets.keep, job.datasets)))
+
+    def read(self, dataset: Dataset) -> None:
+        """Somebody reads it, until `leave`."""
+        self._readers[dataset.dataset_id] += 1
+
+    def leave(self, dataset: Dataset) -> None:
+        """One of its readers has left."""
+        self._readers[dataset.dataset_id] -= 1
+        self.forget_unread(dataset)
+
+    def forget_unread(self, dataset: Dataset) -> None:
+        """Free a dataset's blocks, unless somebody reads it."""
+        if not self._readers[dataset.dataset_id]:
+            del self._readers[dataset.dataset_id]
+            self._engine.forget_dataset(dataset)
+            self.datasets.forget(dataset)
+
+    def forget_manifests(self, job_id: str) -> None:
+        """The next rank that opens this job lists the dataset again."""
+        for key in [key for key in self._manifests if key[2] == job_id]:
+            del self._manifests[key]
+
+    def _forget_failed(self, key: _ManifestKey, done: asyncio.Future[Opened]) -> None:
+        """Opening failed: let the next rank that opens this dataset try again."""
+        if (done.cancelled() or done.exception()) and self._manifests.get(key) is done:
+            del self._manifests[key]
+
+    async def _open(self, source: messages.DatasetSource, view: View, seed: int) -> Opened:
+        manifest = await asyncio.to_thread(self._open_manifest, source, view)
+        manifest, packing = await self._pack_counter.packed(manifest, view, seed)
+        return await asyncio.to_thread(self._opened, manifest, packing)
+
+    def _opened(self, manifest: Manifest, packing: Packing | None) -> Opened:
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        identity = identity_of(manifest.whole or manifest)
+        return Opened(manifest, identity, sizes, int(manifest.block_length.sum()), packing)
+
+
+def check_names(request: messages.OpenJob) -> None:
+    """Names are stored and logged, so their lengths are limited. (Urls and columns are limited by
+    the packet.)
+    """
+    check_name("job_id", request.job_id)
+    check_name("incarnation", request.incarnation)
+    check_name("member_id", request.member_id)
+    check_name("sharing", request.sharing, needed=False)
+    check_name("format", request.source.format, needed=False)
+    for each in () if request.mixture is None else request.mixture.sources:
+        check_name("source", each.name)
+        check_name("format", each.source.format, needed=False)
+
+
+def check_blocks(dataset: Dataset, budget: int) -> None:
+    """One block must fit into the block arena: raw and decoded together, while it is decoded."""
+    marks = dataset.blocks.marks
+    largest = dataset.largest_block
+    need = int(marks.raw[largest] + marks.decoded[largest])
+    if need > budget:
+        url = dataset.url(largest)
+        raise budgets.block_too_large(url, need, budget)
+
+
+def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
+    """The spec with every default filled in."""
+    shuffle = Shuffle(1, 1, 0)
+    if request.shuffle:
+        shuffle = shuffle_of(opened.sizes, request.lanes, request.window)
+    return JobSpec(
+        fingerprint=opened.manifest.fingerprint,
+        seed=request.seed,
+        shuffle=request.shuffle,
+        lanes=shuffle.lanes,
+        window=shuffle.window,
+        global_batch=request.global_batch,
+        end=request.end,
+        transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
+        column_options=in_order(request.column_options),
+        ramp=shuffle.ramp,
+        view=canonical_view(request.view),
+    )
+
+
+async def pixels_of(spec: JobSpec) -> str:
+    """The name of the software that decodes this job's images on this host; "" without images."""
+    return await asyncio.to_thread(_maker_name) if spec.transforms else ""
+
+
+def _maker_name() -> str:
+    # This imports Pillow, which a node without images does not need.
+    from dataplane.transforms.pixels_library import maker
+
+    return maker().name

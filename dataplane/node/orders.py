@@ -1,0 +1,45 @@
+"""The orders of epochs, which the ranks of a job share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+from dataplane.config import JobSpec
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import SampleOrder
+from dataplane.plan.orders import job_order
+from dataplane.plan.views import samples_of
+
+_ORDERS_MAX = 8
+
+
+class Orders:
+    """Some of those that were used last."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
+
+    async def of(self, spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> SampleOrder:
+        """The order of an epoch of a job over these datasets.
+
+        Raises:  DataplaneError: it cannot be made; the next call tries again.
+        """
+        shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
+        key = (spec.fingerprint, *samples_of(spec.view, spec.seed), *shape, spec.mixture)
+        future = self._orders.get(key)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(None, job_order, spec, manifests, epoch)
+            self._orders[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
+            if len(self._orders) > _ORDERS_MAX:
+                self._orders.popitem(last=False)
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
+        """Planning failed: let the next request for this order try again."""
+        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
+            del self._orders[key]

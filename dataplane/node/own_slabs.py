@@ -1,0 +1,60 @@
+"""Slabs that the node reads for itself, as a trainer would: fetching, decoding and budgets are the
+same as for any job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import plan_slots
+from dataplane.config import JobSpec
+from dataplane.errors import DataplaneError
+from dataplane.model import Stream
+from dataplane.node.dataset import Dataset
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.engine import Engine
+from dataplane.node.slab_sizes import slab_sizes
+from dataplane.plan.order import Order
+from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab
+from dataplane.scheduler.walk import Walk
+
+_SLAB_BYTES = 1 << 20
+_SLOTS = 8
+
+
+async def own_slabs(
+    engine: Engine, number: int, dataset: Dataset, spec: JobSpec, order: Order
+) -> AsyncGenerator[tuple[Slab, bytes], None]:
+    """All slabs of a job with this spec, in this order, and a copy of each. `number` is unique
+    among arenas. The dataset is forgotten at the end.
+
+    Raises:  DataplaneError: as any job that reads it.
+    """
+    sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
+    layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
+    arena = Arena.create("dataplane-own", layout.arena_bytes)
+    delivery = DeliveryArena(number, arena, layout, (dataset,))
+    engine.open_delivery(delivery)
+    holder = delivery.delivery_id
+    inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
+    walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
+    stream = engine.open_stream(delivery, walk, lambda _, body: inbox.put_nowait(body), holder)
+    try:
+        while True:
+            engine.request(stream, 1)
+            body = await inbox.get()  # the engine answers by its stall timeout
+            if isinstance(body, DataplaneError):
+                raise body
+            if isinstance(body, EndOfStream):
+                return
+            assert isinstance(body, Slab)
+            content = bytes(arena.view(body.region.offset, body.region.length))
+            engine.release(delivery, [body.slab_id])
+            yield body, content
+    finally:
+        engine.close_stream(stream)
+        engine.release_all(delivery, holder)
+        engine.close_delivery(delivery)
+        engine.forget_dataset(dataset)

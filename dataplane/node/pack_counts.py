@@ -1,0 +1,183 @@
+"""How many packs the documents of each block make, counted once per dataset by the node's workers.
+
+The node reads the column of tokens as a trainer would, from its first block to its last; a worker
+says of each block what becomes of its tokens. Fetching, decoding and budgets are as for any job.
+
+Invariants:
+1. What was counted is stored in the cache folder, by dataset and view. A manifest may have it, too.
+   What a map makes may change with its code: then counts are remembered only while the node lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import asdict
+
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.index.journal import cache_faults, publish
+from dataplane.model import ColumnOptions, PackSpec, View
+from dataplane.node.dataset import dataset_of
+from dataplane.node.engine import Engine
+from dataplane.node.job_columns import columns_of
+from dataplane.node.mapped_reader import MappedReader
+from dataplane.node.own_slabs import own_slabs
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.orders import order_of
+from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
+from dataplane.plan.packs import Int64, Packing
+from dataplane.plan.sealed import sealed, unsealed
+from dataplane.rpc.convert import decode
+from dataplane.rpc.messages import Layout
+from dataplane.trace import Trace
+from dataplane.transforms.packing import PACKING, delivered_columns
+from dataplane.worker.limits import WorkerBytes
+
+_FILES_KEPT = 256
+_MAPPED_KEPT = 16
+_TOLD_S = 10.0
+
+_trace = Trace("packs")
+
+
+class PackCounter:
+    """Counts the packs of datasets, for all jobs of a node."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: Engine,
+        arena_ids: itertools.count[int],
+        new_dataset_id: Callable[[], int],
+        mapped_reader: MappedReader,
+    ) -> None:
+        self._config, self._engine, self._mapped_reader = config, engine, mapped_reader
+        self._arena_ids, self._new_dataset_id = arena_ids, new_dataset_id
+        self._mapped_counts: OrderedDict[str, Int64] = OrderedDict()
+
+    async def packed(
+        self, manifest: Manifest, view: View, seed: int
+    ) -> tuple[Manifest, Packing | None]:
+        """The manifest of the packs of a view, from that of its rows, and what becomes of tokens;
+        the same manifest if the view has no packs.
+
+        Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
+        any job that reads them.
+        """
+        if view.pack is None:
+            return manifest, None
+        counts = await self._counts(manifest, view, view.pack, seed)
+        if not counts[:, 1].any():
+            raise ConfigError(
+                f"the {manifest.sample_count} rows of the dataset have {counts[:, 0].sum()} tokens"
+                f" in column {view.pack.column!r}, which fill no pack of {view.pack.length}: choose"
+                " a shorter length",
+                field="pack",
+            )
+        of_blocks = np.ascontiguousarray(counts[:, 1])
+        return await asyncio.to_thread(packed, manifest, of_blocks), packing_in(counts)
+
+    async def _counts(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
+        """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
+        name = counts_name(manifest, view, seed)
+        counts = known_counts(manifest, name)
+        if counts is None:
+            counts = self._mapped_counts.get(name)
+        if counts is None and not view.map:
+            counts = await asyncio.to_thread(
+                remembered_counts, self._config.cache_dir, name, manifest.block_count
+            )
+        if counts is not None:
+            return counts
+        if not self._config.has_workers:
+            raise ConfigError(
+                "a node counts the packs of a dataset with its own workers, and this one has none"
+                " (worker_count is 0): store them beside the dataset with `dataplane index --pack"
+                f" {pack.column},length={pack.length} -o …`, or give it workers",
+                field="pack",
+            )
+        counts = await self._counted(manifest, view, pack, seed)
+        if not view.map:
+            await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
+            return counts
+        self._mapped_counts[name] = counts
+        if len(self._mapped_counts) > _MAPPED_KEPT:
+            self._mapped_counts.popitem(last=False)
+        return counts
+
+    async def _counted(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
+        """Shapes:  result: int64[K, 4], the Packing of each block."""
+        spec = JobSpec(
+            manifest.fingerprint,
+            seed,
+            column_options=ColumnOptions(columns=(pack.column, *pack.carry)),
+            view=replace(view, pack=replace(pack, outputs=(PACKING,))),
+        )
+        blocks = manifest.block_count
+        mapped = await self._mapped_reader.of_job(manifest, spec)
+        dataset = await asyncio.to_thread(
+            dataset_of,
+            self._new_dataset_id(),
+            packed(manifest, np.ones(blocks, np.int64)),
+            spec,
+            worker_bytes=WorkerBytes.of(self._config),
+            known=await asyncio.to_thread(columns_of, manifest, spec, mapped),
+        )
+        delivered_columns(dataset.columns.specs, spec)
+        told = {"column": pack.column, "rows": manifest.sample_count, "blocks": blocks}
+        _trace.noted("counting packs", **told)
+        found = np.zeros((blocks, NUMBERS), np.int64)
+        done, said = 0, time.monotonic()
+        order = await asyncio.to_thread(order_of, spec, dataset.manifest, 0)
+        whole = own_slabs(self._engine, next(self._arena_ids), dataset, spec, order)
+        async with contextlib.aclosing(whole) as slabs:
+            async for slab, content in slabs:
+                count = sum(batch.rows for batch in slab.batches)
+                at = decode(Layout, slab.layout).columns[0].values[0]
+                numbers = np.frombuffer(content, np.int64, count * NUMBERS, at)
+                found[done : done + count] = numbers.reshape(-1, NUMBERS)
+                done += count
+                if time.monotonic() > said + _TOLD_S:
+                    said = time.monotonic()
+                    _trace.noted("counting packs", **told, done=done)
+        _trace.noted("counted packs", **told, **asdict(packing_in(found)))
+        return found
+
+
+def remembered_counts(cache_dir: str, name: str, blocks: int) -> Int64 | None:
+    """Packs that a node has counted, by `counts_name`; None if it has not.
+
+    Shapes:  result: int64[blocks, NUMBERS].
+    """
+    path = _path(cache_dir, name)
+    try:
+        body = unsealed(path.read_bytes(), str(path))
+        return np.frombuffer(body, "<i8").reshape(blocks, NUMBERS)
+    except FileNotFoundError:
+        return None
+    except (CorruptShard, OSError, ValueError):
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _remember(cache_dir: str, name: str, counts: Int64) -> None:
+    folder = _path(cache_dir, name).parent
+    with cache_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        publish(_path(cache_dir, name), sealed(counts.astype("<i8").tobytes()))
+        paths = sorted(folder.glob("*.counts"), key=lambda each: each.stat().st_mtime)
+        for old in paths[:-_FILES_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _path(cache_dir: str, name: str) -> Path:
+    return Path(cache_dir) / "packs" / f"{name}.counts"

@@ -1,0 +1,97 @@
+"""The places of this node's members: it asks the coordinator for them, and gives them back.
+
+Leaves are told in the background, and a join waits for those of its job: a trainer may close a
+loader and at once open another one of the same job with another spec. If the join overtook the
+leave, it would be refused, since the old member would still have its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from dataplane import background
+from dataplane.config import NodeConfig
+from dataplane.errors import DataplaneError, PeerLost
+from dataplane.node.joining import patiently
+from dataplane.rpc.base import Coordination
+from dataplane.rpc.membership import JoinRequest, JoinResponse, LeaveRequest, MemberProgress
+from dataplane.trace import Trace
+
+_trace = Trace("node")
+
+_LEAVES_S_MAX = 15.0
+"""The client of the coordinator gives up a leave earlier."""
+
+
+class NodePlaces:
+    """Joins and leaves of one node."""
+
+    def __init__(self, config: NodeConfig, coordination: Coordination, node_id: str) -> None:
+        self._config, self._coordination, self._node_id = config, coordination, node_id
+        self._leaving: dict[str, set[asyncio.Task[None]]] = {}
+        self._closed = False
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        """Take a place, once the coordinator has answered the leaves of this job.
+
+        Raises:  DataStallError: it does not answer within the stall timeout.  As
+        `Coordination.join`.
+        """
+        timeout_s = self._config.stall_timeout_s
+        if leaving := self._leaving.get(request.job_id):
+            await asyncio.wait(set(leaving), timeout=min(timeout_s, _LEAVES_S_MAX))
+        try:
+            return await patiently(
+                partial(self._coordination.join, request),
+                timeout_s,
+                job=request.job_id,
+                coordinator=self._config.coordinator,
+                node=self._node_id,
+            )
+        except asyncio.CancelledError:  # the trainer went away, and may have got its place
+            self.leave(request.job_id, request.member_id, lost=True)
+            raise
+
+    async def rejoin(self, request: JoinRequest) -> JoinResponse:
+        """Take a place again after a lease ran out. Asks once; raises as `Coordination.join`."""
+        return await self._coordination.join(request)
+
+    def leave(
+        self,
+        job_id: str,
+        member_id: str,
+        *,
+        lost: bool,
+        progress: MemberProgress | None = None,
+    ) -> None:
+        """Give a place back, in the background. If the coordinator does not answer now, it finds
+        out when the lease ends.
+        """
+        if self._closed:
+            return
+        telling = self._tell(LeaveRequest(job_id, member_id, lost, progress))
+        task = background.start("leave", telling)
+        self._leaving.setdefault(job_id, set()).add(task)
+        task.add_done_callback(partial(self._told, job_id))
+
+    async def close(self) -> None:
+        """Wait for all leaves, each of which ends by itself. A node that stops leaves its other
+        members their places: they rejoin through another node.
+        """
+        self._closed = True
+        tasks = [task for tasks in self._leaving.values() for task in tasks]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, leaving: LeaveRequest) -> None:
+        try:
+            await self._coordination.leave(leaving)
+        except PeerLost:
+            return
+        except DataplaneError as error:  # such as a full disk
+            _trace.failed("leave", job=leaving.job_id, error=error)
+
+    def _told(self, job_id: str, task: asyncio.Task[None]) -> None:
+        self._leaving[job_id].discard(task)
+        if not self._leaving[job_id]:
+            del self._leaving[job_id]

@@ -1,0 +1,45 @@
+"""What reads ranges of shards for a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dataplane.errors import StoreError
+from dataplane.node.fetchers import Report
+from dataplane.rpc import fetches
+from dataplane.rpc.membership import NodeReads
+from dataplane.store.gate import Pause
+
+
+class RangeSource(Protocol):
+    """Where ranges are read from when no cache has them. `Fetchers` is one."""
+
+    def start(self, store: str = "") -> None:
+        """Get ready: reads will follow, of this store if one is named."""
+
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        """Carry out an order; `report` is called later, when its memory is no longer written."""
+
+    def read_slab(
+        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
+    ) -> None:
+        """As `SlabReads.read_slab`."""
+
+    def detach_arena(self, arena_id: int) -> None:
+        """As `SlabReads.detach_arena`."""
+
+    def trouble(self, url: str) -> StoreError | None:
+        """Why reads of this shard are delayed; None if no reason is known."""
+
+    def pause(self, pause: Pause) -> None:
+        """A store has asked somebody else on this host to slow down."""
+
+    def look(self) -> None:
+        """Time has passed."""
+
+    def statistics(self) -> NodeReads:
+        """What was read so far."""
+
+    def close(self) -> None:
+        """Stop all reads. Nothing is written any more when this returns."""

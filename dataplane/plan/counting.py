@@ -1,0 +1,124 @@
+"""How many of the first k slots of a mixture each source has. docs/order.md specifies it.
+
+A source with the share a_i of A has F_i(k) of the first k slots, at most 3.36 away from k*a_i/A,
+for any number of sources. A tree over the sources gives F_i and its inverse in closed form.
+
+1. F_i(0) = 0, F_i rises by 0 or 1 a slot, and the sum of F_i(k) over all sources is k.
+2. All arithmetic is exact: shares add up to 2**32 at most, and products to less than 2**64.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+SHARES_SUM = 1 << 32
+SLOTS_MAX = 1 << 62
+
+
+class _Level(Struct, frozen=True):
+    """The inner nodes at one depth: their numbers, and those of their children."""
+
+    nodes: Int64
+    left: Int64
+    right: Int64
+
+
+class CountingTree:
+    """The counts of sources with these shares; one of share 0 never has a slot."""
+
+    __slots__ = ("_is_left", "_levels", "_parent", "_root", "_weight", "source_count")
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        """Shapes:  shares: whole numbers, one above 0 at least, with a sum of 2**32 at most."""
+        count = self.source_count = len(shares)
+        heap = [(share, source) for source, share in enumerate(shares) if share]
+        weight = [*shares, *[0] * (len(heap) - 1)]
+        parent, is_left = list(range(len(weight))), [False] * len(weight)
+        children: dict[int, tuple[int, int]] = {}
+        heapq.heapify(heap)
+        for node in range(count, count + len(heap) - 1):
+            small, large = heapq.heappop(heap), heapq.heappop(heap)
+            # The larger one is left; of two equal ones, the one with the smaller number.
+            left, right = (small, large) if small[0] == large[0] else (large, small)
+            weight[node] = small[0] + large[0]
+            children[node] = left[1], right[1]
+            for child in children[node]:
+                parent[child], is_left[child] = node, child == left[1]
+            heapq.heappush(heap, (weight[node], node))
+        self._root = heap[0][1]
+        self._weight = np.array(weight, np.uint64)
+        self._parent = np.array(parent, np.int64)
+        self._is_left = np.array(is_left)
+        self._levels: list[_Level] = []
+        some = [self._root] if children else []
+        while some:
+            both = [children[node] for node in some]
+            left_right = np.array(both, np.int64)
+            self._levels.append(_Level(np.array(some), left_right[:, 0], left_right[:, 1]))
+            some = [child for pair in both for child in pair if child in children]
+
+    def counts(self, slots: Int64) -> Int64:
+        """F_i(k): how many of the first k slots each source has.
+
+        Shapes:  slots: int64[m], k below 2**62.   result: int64[m, sources].
+        """
+        found = np.zeros((len(slots), len(self._weight)), np.uint64)
+        found[:, self._root] = slots
+        for level in self._levels:
+            whole = found[:, level.nodes]
+            left = _share(whole, self._weight[level.left], self._weight[level.nodes])
+            found[:, level.left] = left
+            found[:, level.right] = whole - left
+        return found[:, : self.source_count].astype(np.int64)
+
+    def slots_for(self, sources: Int64, counts: Int64) -> Int64:
+        """The smallest k with F_i(k) >= the count, or 2**62 if it is larger: the inverse.
+
+        Shapes:  sources: int64[m], each with a share.   counts: int64[m].   result: int64[m].
+        """
+        slots: Words = counts.astype(np.uint64)
+        node = sources.astype(np.int64)
+        below = np.flatnonzero(node != self._root)
+        while len(below):
+            child = node[below]
+            node[below] = above = self._parent[child]
+            some = slots[below], self._weight[child], self._weight[above]
+            slots[below] = np.where(self._is_left[child], _before_left(*some), _before_right(*some))
+            below = below[above != self._root]
+        slots[counts <= 0] = 0
+        return slots.astype(np.int64)
+
+
+def _share(count: Words, part: Words, whole: Words) -> Words:
+    """ceil(count * part / whole), for a part smaller than the whole."""
+    times, rest = count // whole, count % whole
+    rest *= part
+    rest += whole - np.uint64(1)
+    return times * part + rest // whole
+
+
+def _before_left(count: Words, part: Words, whole: Words) -> Words:
+    """The smallest k with ceil(k * part / whole) >= count."""
+    times, rest = np.divmod(count - np.uint64(1), part)
+    return _bounded(times, whole, rest * whole // part + np.uint64(1))
+
+
+def _before_right(count: Words, part: Words, whole: Words) -> Words:
+    """The smallest k with floor(k * part / whole) >= count."""
+    times, rest = np.divmod(count, part)
+    return _bounded(times, whole, (rest * whole + (part - np.uint64(1))) // part)
+
+
+def _bounded(times: Words, whole: Words, rest: Words) -> Words:
+    most = np.uint64(SLOTS_MAX)
+    times = np.minimum(times, most // whole)
+    result: Words = np.minimum(times * whole + rest, most)
+    return result

@@ -1,0 +1,366 @@
+"""The order of one epoch of a mixture of datasets. docs/order.md specifies it.
+
+1. The order is a bijection of [0, N) onto the samples that the epoch's plan takes of each source.
+2. In a round, all lanes have as many samples of a source, and at any step different lanes are at
+   different places of the round: so the ranks, and the batches, have even shares of each source.
+3. Every source has the mixture's lanes, and a lane of the mixture reads one lane of a source at a
+   time: a rank that stays on its lanes reads their blocks only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.plan.counting import CountingTree
+from dataplane.plan.mixture import EpochPlan, MixSegment
+from dataplane.plan.order import SAMPLE_COUNT_MAX, Order
+from dataplane.plan.permute import Domain, Words, extended, key, permutations
+from dataplane.plan.windows import Int64, distinct
+
+NEVER = -SAMPLE_COUNT_MAX - 1
+"""The position of a block that an epoch does not need."""
+
+_ROUNDS_BYTES = 64 << 20
+_TREES_MAX = 16
+_PASSES_HELD = 4
+
+
+class SourceOrder(Struct, frozen=True):
+    """How one source is shuffled.
+
+    Shapes:  block_rows: integer[K].
+    """
+
+    block_rows: NDArray[np.integer]
+    window: int = 1
+    ramp: int = 0
+
+
+class _Rounds(Struct, frozen=True):
+    """Rounds of one segment.
+
+    Shapes:  source: int32[m, R], the source of each slot before it is moved.   first: int64[m,
+    sources], what to add to the place of a slot for its number among the source's slots of the
+    lane.   place: int64[m, R], where step s of a round is.   shift: int64[m, lanes], by how much a
+    lane is ahead.   steps: int64[m].
+    """
+
+    source: NDArray[np.int32]
+    first: Int64
+    place: Int64
+    shift: Int64
+    steps: Int64
+
+
+class MixedOrder:
+    """A SampleOrder over the blocks of all sources: first those of the first source, and so on. Not
+    thread-safe, since it caches windows; `block_span` may be called at any time.
+    """
+
+    def __init__(
+        self, plan: EpochPlan, sources: Sequence[SourceOrder], seed: int, shuffle: bool, lanes: int
+    ) -> None:
+        """Raises:  ConfigError: as Order."""
+        self.plan, self.sample_count = plan, plan.sample_count
+        self._sources, self._seed, self._shuffle, self._lanes = sources, seed, shuffle, lanes
+        self._counts = np.array([int(one.block_rows.sum(dtype=np.int64)) for one in sources])
+        self._offsets = (np.cumsum(self._counts) - self._counts) % lanes
+        self._blocks = np.cumsum([0, *(len(one.block_rows) for one in sources)])
+        self._starts = np.array([one.start for one in plan.segments], np.int64)
+        tail_base = [] if plan.tail is None else [plan.tail.base]
+        # What was read of each source when each segment, and the tail, begins.
+        self._bases = np.array([*(one.base for one in plan.segments), *tail_base])
+        self._round_keys = (key(seed, Domain.ROUND), key(seed, Domain.ROUND_LANES))
+        self._trees: OrderedDict[tuple[int, ...], CountingTree] = OrderedDict()
+        self._passes: OrderedDict[tuple[int, int], Order] = OrderedDict()
+        # The first and the last pass of each source, which block_span needs at once.
+        self._first_pass = plan.base // self._counts
+        self._last_pass = (plan.base + np.maximum(plan.counts, 1) - 1) // self._counts
+        self._edges = {
+            (source, number): self._new_pass(source, number)
+            for source in range(len(sources))
+            for number in {int(self._first_pass[source]), int(self._last_pass[source])}
+        }
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks all sources have."""
+        return int(self._blocks[-1])
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """The sample at each position: its block among those of all sources, and its row in that.
+
+        Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
+        Raises:  ConfigError: a position is not in [0, N).
+        """
+        source, sample = self.samples_at(positions)
+        number, place = np.divmod(sample, self._counts[source])
+        blocks, rows = np.empty_like(source), np.empty_like(source)
+        for (one, which), mine in _grouped(source, number):
+            found, rows[mine] = self._pass(one, which).locate(place[mine])
+            blocks[mine] = found + self._blocks[one]
+        return blocks, rows
+
+    def samples_at(self, positions: Int64) -> tuple[Int64, Int64]:
+        """The source at each position, and which of its samples, counted over all passes.
+
+        Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
+        Raises:  ConfigError: a position is not in [0, N).
+        """
+        positions = np.asarray(positions, np.int64)
+        self._check(positions)
+        source, sample = np.empty_like(positions), np.empty_like(positions)
+        at = self._segments_at(positions)
+        for one in np.unique(at).tolist():
+            mine = np.flatnonzero(at == one)
+            if one < len(self._starts):
+                found = self._of_segment(self.plan.segments[one], positions[mine])
+            else:
+                assert self.plan.tail is not None
+                found = self.plan.tail.locate(positions[mine] - self.plan.tail.start)
+            source[mine], sample[mine] = found
+        return source, sample
+
+    def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
+        """With which key the packs of the block at each position are drawn, if samples are packs:
+        another one in each pass over the source.
+
+        Shapes:  positions, blocks: int64[n].   result: uint64[n].
+        """
+        source, sample = self.samples_at(positions)
+        found = np.empty(len(positions), np.uint64)
+        for (one, which), mine in _grouped(source, sample // self._counts[source]):
+            word = key(key(self._seed, Domain.SOURCE, one), Domain.PACK, which)
+            found[mine] = extended(word, blocks[mine] - self._blocks[one])
+        return found
+
+    def positions_of(self, block: int, row: int) -> Int64:
+        """All positions of the epoch at which this row of a block is, in rising order.
+
+        Shapes:  result: int64[n], which may be empty.
+        Raises:  ConfigError: no such block, or no such row in it.
+        """
+        source = int(self._blocks.searchsorted(block, side="right")) - 1
+        if not 0 <= source < len(self._sources):
+            raise ConfigError(f"there is no block {block}", field="block")
+        own, wanted = np.array([block - int(self._blocks[source])]), np.array([row])
+        numbers = range(int(self._first_pass[source]), int(self._last_pass[source]) + 1)
+        places = [self._pass(source, one).position_of(own, wanted) for one in numbers]
+        samples = np.concatenate(places) + np.array(numbers) * self._counts[source]
+        within = samples - self.plan.base[source]
+        samples = samples[(within >= 0) & (within < self.plan.counts[source])]
+        return np.sort(self.positions_of_samples(source, samples))
+
+    def positions_of_samples(self, source: int, samples: Int64) -> Int64:
+        """Where these samples of a source are: the inverse of `samples_at`.
+
+        Shapes:  samples: int64[n], those that the epoch has.   result: int64[n].
+        """
+        found = np.empty_like(samples)
+        at = self._segments_of(source, samples)
+        for one in np.unique(at).tolist():
+            mine = np.flatnonzero(at == one)
+            some = samples[mine]
+            if one < len(self._starts):
+                found[mine] = self._in_segment(self.plan.segments[one], source, some)
+            else:
+                assert self.plan.tail is not None
+                places = self.plan.tail.place_of(np.full_like(some, source), some)
+                found[mine] = self.plan.tail.start + places
+        return found
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """The first and the last position at which any sample of each block may stand, to a round;
+        NEVER if the epoch does not need it.
+
+        Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
+        Raises:  ConfigError: no such block.
+        """
+        blocks = np.asarray(blocks, np.int64)
+        first, last = np.empty_like(blocks), np.empty_like(blocks)
+        found = self._blocks.searchsorted(blocks, side="right") - 1
+        for source in np.unique(found).tolist():
+            mine = np.flatnonzero(found == source)
+            if not 0 <= source < len(self._sources):
+                raise ConfigError(f"there is no block {blocks[mine[0]]}", field="block")
+            first[mine], last[mine] = self._spans(source, blocks[mine] - self._blocks[source])
+        return first, last
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def _segments_at(self, positions: Int64) -> Int64:
+        """The number of the segment of each position; that of the tail follows the last one."""
+        at = self._starts.searchsorted(positions, side="right") - 1
+        if self.plan.tail is not None:
+            at[positions >= self.plan.tail.start] = len(self._starts)
+        return at
+
+    def _segments_of(self, source: int, samples: Int64) -> Int64:
+        """The number of the segment of each sample of a source."""
+        bases = np.ascontiguousarray(self._bases[:, source])
+        at: Int64 = bases.searchsorted(samples, side="right") - 1
+        return at
+
+    def _of_segment(self, segment: MixSegment, positions: Int64) -> tuple[Int64, Int64]:
+        slot, within = np.divmod(positions - segment.start, segment.batch)
+        step, lane = np.divmod(slot, segment.lanes)
+        number, place = np.divmod(step, segment.round_steps)
+        numbers, at = distinct(number)
+        source, index = np.empty_like(slot), np.empty_like(slot)
+        width = segment.round_steps + segment.lanes + len(self._sources)
+        together = max(1, _ROUNDS_BYTES // (16 * width))
+        for begin in range(0, len(numbers), together):
+            some = numbers[begin : begin + together]
+            is_all = len(some) == len(numbers)
+            mine = (
+                slice(None) if is_all else np.flatnonzero((at >= begin) & (at < begin + together))
+            )
+            rounds, own = self._rounds(segment, some), at[mine] - begin
+            moved = rounds.place[own, place[mine]] + rounds.shift[own, lane[mine]]
+            steps = rounds.steps[own]
+            moved -= steps * (moved >= steps)
+            source[mine] = found = rounds.source[own, moved]
+            index[mine] = moved + rounds.first[own, found]
+        turned = (lane - self._offsets[source]) % segment.lanes
+        sample = (index * segment.lanes + turned) * segment.batch + within
+        return source, segment.base[source] + sample
+
+    def _in_segment(self, segment: MixSegment, source: int, samples: Int64) -> Int64:
+        """The inverse of `_of_segment`, for one source."""
+        slot, within = np.divmod(samples - segment.base[source], segment.batch)
+        index, turned = np.divmod(slot, segment.lanes)
+        lane = (turned + self._offsets[source]) % segment.lanes
+        number = self._round_of(segment, source, index)
+        step = np.empty_like(index)
+        for one in np.unique(number).tolist():
+            mine = np.flatnonzero(number == one)
+            rounds = self._rounds(segment, np.array([one]))
+            steps = int(rounds.steps[0])
+            back = np.empty(steps, np.int64)
+            back[rounds.place[0, :steps]] = np.arange(steps)
+            moved = index[mine] - rounds.first[0, source]
+            step[mine] = back[(moved - rounds.shift[0, lane[mine]]) % steps]
+        slot = (step + number * segment.round_steps) * segment.lanes + lane
+        found: Int64 = segment.start + slot * segment.batch + within
+        return found
+
+    def _round_of(self, segment: MixSegment, source: int, index: Int64) -> Int64:
+        """The round of each of a source's slots in a lane."""
+        slots = self._tree(segment).slots_for(np.full_like(index, source), index + 1)
+        numbers: Int64 = (slots - 1) // segment.round_steps
+        return numbers
+
+    def _rounds(self, segment: MixSegment, numbers: Int64) -> _Rounds:
+        """These rounds of a segment."""
+        begin = numbers * segment.round_steps
+        steps = np.minimum(segment.steps - begin, segment.round_steps)
+        tree = self._tree(segment)
+        before = tree.counts(np.concatenate([begin, begin + steps]))
+        before, count = before[: len(begin)], before[len(begin) :] - before[: len(begin)]
+        ends = np.cumsum(count, axis=1)
+        source = np.zeros((len(numbers), segment.round_steps), np.int32)
+        every = np.tile(np.arange(len(self._sources), dtype=np.int32), len(numbers))
+        place = np.zeros((len(numbers), segment.round_steps), np.int64)
+        shift = np.zeros((len(numbers), segment.lanes), np.int64)
+        names = numbers + segment.first_round
+        used = np.arange(segment.round_steps) < steps[:, None]
+        source[used] = np.repeat(every, count.reshape(-1))
+        for length in np.unique(steps).tolist():
+            alike = np.flatnonzero(steps == length)
+            keys = extended(self._round_keys[0], names[alike])
+            place[alike, :length] = permutations(keys, length)
+            if segment.lanes > 1:
+                keys = extended(self._round_keys[1], names[alike])
+                ranks = permutations(keys, segment.lanes).astype(np.int64)
+                shift[alike] = ranks * length // segment.lanes
+        return _Rounds(source, before - (ends - count), place, shift, steps)
+
+    def _tree(self, segment: MixSegment) -> CountingTree:
+        tree = self._trees.get(segment.shares)
+        if tree is None:
+            tree = self._trees[segment.shares] = CountingTree(segment.shares)
+            if len(self._trees) > _TREES_MAX:
+                self._trees.popitem(last=False)
+        return tree
+
+    # -- sources ---------------------------------------------------------------------------------
+
+    def _new_pass(self, source: int, number: int) -> Order:
+        of = self._sources[source]
+        seed = key(self._seed, Domain.SOURCE, source)
+        return Order(
+            of.block_rows, seed, self._shuffle, self._lanes, of.window, number, of.ramp
+        )  # fmt: skip
+
+    def _pass(self, source: int, number: int) -> Order:
+        """The order of one pass over a source."""
+        found = self._edges.get((source, number)) or self._passes.get((source, number))
+        if found is None:
+            found = self._passes[source, number] = self._new_pass(source, number)
+            if len(self._passes) > _PASSES_HELD:
+                self._passes.popitem(last=False)
+        return found
+
+    def _spans(self, source: int, blocks: Int64) -> tuple[Int64, Int64]:
+        """The spans of blocks of one source."""
+        count, base = int(self._counts[source]), int(self.plan.base[source])
+        end = base + int(self.plan.counts[source])
+        begin, stop = int(self._first_pass[source]), int(self._last_pass[source])
+        lowest, highest = self._edges[source, begin].block_span(blocks)
+        lowest, highest = lowest + begin * count, highest + begin * count
+        is_late = highest < base  # the epoch begins behind it
+        highest = np.where(is_late, NEVER, highest)
+        if stop > begin:
+            after, latest = self._edges[source, stop].block_span(blocks)
+            after, latest = after + stop * count, latest + stop * count
+            between = stop > begin + 1
+            lowest = np.where(is_late, (begin + 1) * count if between else after, lowest)
+            highest = np.where(after < end, latest, stop * count - 1 if between else highest)
+        lowest, highest = np.maximum(lowest, base), np.minimum(highest, end - 1)
+        needed = np.flatnonzero(lowest <= highest)
+        first, last = np.full_like(blocks, NEVER), np.full_like(blocks, NEVER)
+        first[needed] = self._round_bounds(source, lowest[needed])[0]
+        last[needed] = self._round_bounds(source, highest[needed])[1]
+        return first, last
+
+    def _round_bounds(self, source: int, samples: Int64) -> tuple[Int64, Int64]:
+        """The first and the last position of the round with each of these samples of a source."""
+        first = np.full_like(samples, 0 if self.plan.tail is None else self.plan.tail.start)
+        last = np.full_like(samples, self.sample_count - 1)
+        at = self._segments_of(source, samples)
+        for one in np.unique(at).tolist():
+            if one == len(self._starts):
+                continue
+            mine, segment = np.flatnonzero(at == one), self.plan.segments[one]
+            unit = segment.lanes * segment.batch
+            index = (samples[mine] - segment.base[source]) // unit
+            begin = self._round_of(segment, source, index) * segment.round_steps
+            first[mine] = segment.start + begin * unit
+            last[mine] = np.minimum(first[mine] + segment.round_steps * unit, segment.stop) - 1
+        return first, last
+
+    def _check(self, positions: Int64) -> None:
+        if len(positions) and (positions.min() < 0 or positions.max() >= self.sample_count):
+            wrong = int(positions.min() if positions.min() < 0 else positions.max())
+            raise ConfigError(
+                f"there is no position {wrong}: they run from 0 to {self.sample_count - 1}",
+                field="position",
+            )
+
+
+def _grouped(source: Int64, number: Int64) -> list[tuple[tuple[int, int], NDArray[np.intp]]]:
+    """The places of each pair of a source and a pass."""
+    order = np.lexsort((number, source))
+    sources, numbers = source[order], number[order]
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = (sources[1:] != sources[:-1]) | (numbers[1:] != numbers[:-1])
+    starts = np.flatnonzero(is_new)
+    parts = np.split(order, starts)[1:]
+    pairs = zip(sources[starts].tolist(), numbers[starts].tolist(), strict=True)
+    return list(zip(pairs, parts, strict=True))

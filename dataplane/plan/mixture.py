@@ -1,0 +1,301 @@
+"""The plan of one epoch of a mixture: when each source is read, and how much of it. Pure.
+
+An epoch is a sequence of segments, within each of which the shares stay the same, and maybe a tail.
+docs/order.md specifies it.
+
+1. The plan depends on what is asked for and on the numbers of samples, never on ranks or hosts.
+2. In the epoch, source i has its next `counts[i]` samples, each once: those of the epoch before
+   were the ones before.
+3. Planning takes time and memory for sources and segments, not for samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.model import Exhausted
+from dataplane.plan.counting import SLOTS_MAX, CountingTree
+from dataplane.plan.order import SAMPLE_COUNT_MAX
+
+Int64 = NDArray[np.int64]
+Shares = tuple[int, ...]
+
+ROUND_STEPS = 1024
+
+
+class ShareChange(Struct, frozen=True):
+    """From the first round on that begins at this position of an epoch or later, other shares."""
+
+    epoch: int
+    position: int
+    shares: Shares
+
+
+class Mixed(Struct, frozen=True):
+    """What an epoch is planned from. `counts` are the samples of each source, `passes_max` how
+    often a source may be read in one epoch, 0 for no limit, which only Exhausted.CYCLE allows.
+    `length` is the length of an epoch in samples, 0 for one that follows from `exhausted`. `batch`:
+    so many consecutive samples are of one source, in one lane.
+    """
+
+    counts: tuple[int, ...]
+    shares: Shares
+    passes_max: tuple[int, ...]
+    lanes: int = 1
+    exhausted: Exhausted = Exhausted.STOP
+    length: int = 0
+    batch: int = 1
+    round_steps: int = ROUND_STEPS
+
+    @property
+    def limits(self) -> Int64:
+        """How many samples of each source an epoch may have; SLOTS_MAX for no limit."""
+        pairs = zip(self.counts, self.passes_max, strict=True)
+        most = [count * passes or SLOTS_MAX for count, passes in pairs]
+        return np.array([min(limit, SLOTS_MAX) for limit in most], np.int64)
+
+
+class MixSegment(Struct, frozen=True):
+    """A part of an epoch with the same shares. It has `steps` slots in each of its `lanes`, each of
+    `batch` samples, in rounds of `round_steps`, of which only the last may be short. `base` is how
+    many samples of each source were read before it, in all epochs.
+
+    Shapes:  base: int64[sources].
+    """
+
+    start: int
+    lanes: int
+    batch: int
+    steps: int
+    round_steps: int
+    first_round: int
+    shares: Shares
+    base: Int64
+
+    @property
+    def stop(self) -> int:
+        """The position after its last one."""
+        return self.start + self.steps * self.lanes * self.batch
+
+
+class Tail(Struct, frozen=True):
+    """What is left over of the sources at the end, dealt in turns: first one sample of each source,
+    then another of each that has one left. Sources with more left over come first.
+
+    Shapes:  base, left, order, ends: int64[sources].   order: the sources by what is left of them.
+    ends: where the tail has the last sample of order[-1], of order[-2], …
+    """
+
+    start: int
+    base: Int64
+    left: Int64
+    order: Int64
+    ends: Int64
+
+    @classmethod
+    def of(cls, start: int, base: Int64, left: Int64) -> Tail:
+        """Of what is left of each source."""
+        order = np.lexsort((np.arange(len(left)), -left))
+        rising = left[order][::-1]
+        steps = np.diff(rising, prepend=0) * np.arange(len(left), 0, -1)
+        return cls(start, base, left, order, np.cumsum(steps))
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples it has."""
+        return int(self.ends[-1])
+
+    def locate(self, places: Int64) -> tuple[Int64, Int64]:
+        """The source of each place of the tail, and which of its samples is there.
+
+        Shapes:  places: int64[n], from 0.   result: int64[n], int64[n].
+        """
+        gone = self.ends.searchsorted(places, side="right")
+        before = np.concatenate([[0], self.ends])[gone]
+        rising = np.concatenate([[0], self.left[self.order][::-1]])
+        turn, which = np.divmod(places - before, len(self.left) - gone)
+        sources = self.order[which]
+        return sources, self.base[sources] + rising[gone] + turn
+
+    def place_of(self, sources: Int64, samples: Int64) -> Int64:
+        """The inverse of `locate`."""
+        turn = samples - self.base[sources]
+        rising = np.concatenate([[0], self.left[self.order][::-1]])
+        gone = rising[1:].searchsorted(turn, side="right")
+        rank = np.empty_like(self.order)
+        rank[self.order] = np.arange(len(self.order))
+        before: Int64 = np.concatenate([[0], self.ends])[gone]
+        before += (turn - rising[gone]) * (len(self.left) - gone)
+        return before + rank[sources]
+
+
+class EpochPlan(Struct, frozen=True):
+    """One epoch. `base` is what was read of each source before it, `counts` what it has of each.
+
+    Shapes:  base, counts: int64[sources].
+    """
+
+    epoch: int
+    segments: tuple[MixSegment, ...]
+    tail: Tail | None
+    sample_count: int
+    base: Int64
+    counts: Int64
+    shares: Shares
+    round_count: int
+
+
+def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> EpochPlan:
+    """The plan of an epoch, after these changes of the shares, which are in order.
+
+    Raises:  ConfigError: an epoch would have no samples, or not as many as its length.
+    """
+    shares, base = mixed.shares, np.zeros(len(mixed.counts), np.int64)
+    rounds, at = 0, 0
+    for of in sorted({change.epoch for change in changes if change.epoch <= epoch}):
+        # All epochs before it are like the first of them.
+        plan = _Planner(mixed, shares, base, rounds, at, ()).plan()
+        _check_range(base, plan.counts, of - at)
+        base, rounds = base + plan.counts * (of - at), rounds + plan.round_count * (of - at)
+        mine = tuple(change for change in changes if change.epoch == of)
+        plan = _Planner(mixed, shares, base, rounds, of, mine).plan()
+        if of == epoch:
+            return plan
+        base, rounds, at = base + plan.counts, rounds + plan.round_count, of + 1
+        shares = plan.shares
+    plan = _Planner(mixed, shares, base, rounds, at, ()).plan()
+    if epoch == at:
+        return plan
+    _check_range(base, plan.counts, epoch - at)
+    base, rounds = base + plan.counts * (epoch - at), rounds + plan.round_count * (epoch - at)
+    return _Planner(mixed, shares, base, rounds, epoch, ()).plan()
+
+
+def _check_range(base: Int64, counts: Int64, epochs: int) -> None:
+    if int(base.max()) + int(counts.max()) * epochs > SAMPLE_COUNT_MAX:
+        raise ConfigError(f"epoch {epochs} is beyond 2**62 samples of one source", field="epoch")
+
+
+class _Planner:
+    """Plans one epoch, a segment at a time."""
+
+    def __init__(
+        self,
+        mixed: Mixed,
+        shares: Shares,
+        base: Int64,
+        first_round: int,
+        epoch: int,
+        changes: Sequence[ShareChange],
+    ) -> None:
+        self._mixed, self._shares, self._epoch = mixed, shares, epoch
+        self._base, self._limits = base, mixed.limits
+        self._changes = list(changes)
+        self._used = np.zeros_like(base)
+        self._segments: list[MixSegment] = []
+        self._position, self._first_round, self._rounds = 0, first_round, 0
+
+    def plan(self) -> EpochPlan:
+        mixed, tail = self._mixed, None
+        self._run(mixed.lanes)
+        deals = mixed.exhausted is Exhausted.RENORMALISE and not mixed.length
+        if mixed.batch == 1 and not deals:
+            self._run(1)
+        elif mixed.batch == 1:
+            left = np.where(np.array(self._shares) > 0, self._limits - self._used, 0)
+            if left.any():
+                tail = Tail.of(self._position, self._base + self._used, left)
+                self._used = self._used + left
+                self._position += tail.sample_count
+        self._check()
+        if self._changes:  # at positions beyond the epoch
+            self._shares = self._changes[-1].shares
+        return EpochPlan(
+            self._epoch, tuple(self._segments), tail, self._position, self._base, self._used,
+            self._shares, self._rounds,
+        )  # fmt: skip
+
+    def _run(self, lanes: int) -> None:
+        """Add segments of so many lanes until a source is exhausted or the length is reached."""
+        mixed, unit = self._mixed, lanes * self._mixed.batch
+        while True:
+            room = (self._limits - self._used) // unit
+            active = (np.array(self._shares) > 0) & (room > 0)
+            has_lost = bool(((np.array(self._shares) > 0) & ~active).any())
+            if not active.any() or (has_lost and mixed.exhausted is Exhausted.STOP):
+                return
+            shares = tuple(np.where(active, self._shares, 0).tolist())
+            tree = CountingTree(shares)
+            some = np.flatnonzero(active)
+            steps = int(tree.slots_for(some, room[some] + 1).min()) - 1
+            end = self._steps_to_end(tree, some, unit)
+            changed = self._steps_to_change(unit)
+            steps = min(steps, end, changed)
+            self._add(tree, shares, lanes, steps)
+            if steps == changed:
+                self._shares = self._changes.pop(0).shares
+            elif steps == end:
+                return
+
+    def _steps_to_end(self, tree: CountingTree, some: Int64, unit: int) -> int:
+        """Steps after which the epoch ends even if no source is exhausted."""
+        mixed = self._mixed
+        if mixed.length:
+            return (mixed.length - self._position) // unit
+        if mixed.exhausted is not Exhausted.CYCLE:
+            return SLOTS_MAX
+        wanted = np.minimum(np.array(mixed.counts), self._limits)[some] - self._used[some]
+        return int(tree.slots_for(some, -(-wanted // unit)).max())
+
+    def _steps_to_change(self, unit: int) -> int:
+        """Steps after which other shares are in force."""
+        while self._changes and self._changes[0].shares == self._shares:
+            self._changes.pop(0)
+        if not self._changes:
+            return SLOTS_MAX
+        round_length = unit * self._mixed.round_steps
+        ahead = max(self._changes[0].position - self._position, 0)
+        return -(-ahead // round_length) * self._mixed.round_steps
+
+    def _add(self, tree: CountingTree, shares: Shares, lanes: int, steps: int) -> None:
+        if not steps:
+            return
+        batch = self._mixed.batch
+        self._segments.append(
+            MixSegment(
+                self._position, lanes, batch, steps, self._mixed.round_steps,
+                self._first_round + self._rounds, shares, self._base + self._used,
+            )
+        )  # fmt: skip
+        self._used = self._used + tree.counts(np.array([steps]))[0] * (lanes * batch)
+        self._position += steps * lanes * batch
+        self._rounds += -(-steps // self._mixed.round_steps)
+
+    def _check(self) -> None:
+        mixed = self._mixed
+        if not self._position:
+            raise ConfigError(
+                f"an epoch of this mixture has no samples: its sources have {list(mixed.counts)},"
+                f" and one ends before it has a sample in each of {mixed.lanes} lanes. Choose fewer"
+                " lanes, exhausted='renormalise', or more max_passes",
+                field="lanes",
+            )
+        if self._position > SAMPLE_COUNT_MAX:
+            raise ConfigError(
+                f"an epoch of this mixture has {self._position} samples, more than 2**62: give a"
+                " length",
+                field="length",
+            )
+        if self._position < mixed.length:
+            raise ConfigError(
+                f"an epoch of {mixed.length} samples was asked for, but the sources have only"
+                f" {self._position} with these weights, limits of passes and"
+                f" exhausted={mixed.exhausted.value!r}: choose a smaller length, more max_passes,"
+                " or exhausted='cycle'",
+                field="length",
+            )

@@ -1,0 +1,52 @@
+"""The order of one epoch of a job: whoever delivers, explains or traces it asks here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataplane.config import JobSpec
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.mixed_order import MixedOrder, SourceOrder
+from dataplane.plan.mixture import Mixed, plan_of
+from dataplane.plan.order import Order, SampleOrder
+
+
+def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
+    """The order of an epoch of the job with this spec.
+
+    Raises:  ConfigError: as `Order`.
+    """
+    return Order(
+        manifest.block_rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp
+    )
+
+
+def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> SampleOrder:
+    """The order of an epoch of a job over one dataset, or over a mixture of several. It numbers the
+    blocks of the datasets consecutively.
+
+    Raises:  ConfigError: as `Order`, and as `plan_of`.
+    """
+    if spec.mixture is None:
+        return order_of(spec, manifests[0], epoch)
+    plan = plan_of(mixed_of(spec, [each.sample_count for each in manifests]), epoch)
+    sources = [
+        SourceOrder(manifest.block_rows, source.window, source.ramp)
+        for manifest, source in zip(manifests, spec.mixture.sources, strict=True)
+    ]
+    return MixedOrder(plan, sources, spec.seed, spec.shuffle, spec.lanes)
+
+
+def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:
+    """What epochs of a job over a mixture are planned from, if its sources have so many samples."""
+    mixture = spec.mixture
+    assert mixture is not None
+    return Mixed(
+        tuple(counts),
+        tuple(source.share for source in mixture.sources),
+        tuple(source.passes_max for source in mixture.sources),
+        spec.lanes if mixture.batch == 1 else 1,
+        mixture.exhausted,
+        mixture.length,
+        mixture.batch,
+    )

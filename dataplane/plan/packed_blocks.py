@@ -1,0 +1,95 @@
+"""The manifest of a dataset whose samples are packs of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.errors import ConfigError
+from dataplane.model import View
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.packs import PACK_BITS, Packing
+from dataplane.plan.texts import Int64
+
+NUMBERS = len(Packing.__struct_fields__)
+
+
+def packed(manifest: Manifest, counts: Int64) -> Manifest:
+    """The manifest with so many packs of each block as samples. Blocks without any are left out.
+
+    Shapes:  counts: int64[K].
+    Raises:  ConfigError: there are no packs, or too many in one block.
+    """
+    kept = np.flatnonzero(counts)
+    most = int(counts.max(initial=0))
+    if most >> PACK_BITS:
+        raise ConfigError(
+            f"a block has {most} packs, and less than {1 << PACK_BITS} are possible: choose longer"
+            " packs",
+            field="pack",
+        )
+    return replace(
+        manifest,
+        shards=manifest.shards.keeping(kept),
+        block_shard=manifest.block_shard[kept],
+        block_rows=counts[kept],
+        block_offset=manifest.block_offset[kept],
+        block_length=manifest.block_length[kept],
+        block_decoded=manifest.block_decoded[kept],
+        column_places=None,
+        whole=manifest.whole or manifest,
+        kept=kept if manifest.kept is None else manifest.kept[kept],
+        documents=manifest.block_rows[kept],
+    )
+
+
+def row_counts(manifest: Manifest) -> Int64:
+    """The rows of each block, which are its samples unless these are packs.
+
+    Shapes:  result: int64[K].
+    """
+    return manifest.block_rows if manifest.documents is None else manifest.documents
+
+
+def counts_name(manifest: Manifest, view: View, seed: int) -> str:
+    """The name under which the packs of a view of this dataset are kept, once counted: 32 hex
+    digits. The seed is that of the view's map.
+    """
+    assert view.pack is not None
+    pack = replace(view.pack, carry=(), outputs=(), pad_value=0)  # these change no counts
+    recipe = {**asdict(replace(view, collate="", pack=pack)), "seed": seed if view.map else 0}
+    text = f"packs-1 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def with_counts(manifest: Manifest, name: str, counts: Int64) -> Manifest:
+    """The same manifest, with counted packs added.
+
+    Shapes:  counts: int64[K, NUMBERS], the Packing of each block of a view that has K blocks.
+    """
+    return replace(
+        manifest, pack_counts={**manifest.pack_counts, name: pa.array(counts.reshape(-1))}
+    )
+
+
+def known_counts(manifest: Manifest, name: str) -> Int64 | None:
+    """Packs that were counted for all blocks of this manifest of a view; None if they were not.
+
+    Shapes:  result: int64[K, NUMBERS].
+    """
+    found = manifest.pack_counts.get(name)
+    if found is None or len(found) != manifest.block_count * NUMBERS:
+        return None
+    return np.asarray(found.to_numpy(), np.int64).reshape(-1, NUMBERS)
+
+
+def packing_in(counts: Int64) -> Packing:
+    """What becomes of all tokens.
+
+    Shapes:  counts: int64[K, NUMBERS].
+    """
+    return Packing(*counts.sum(axis=0).tolist())

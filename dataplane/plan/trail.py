@@ -1,0 +1,184 @@
+"""Which rows a step of a job has, and at which steps a row stands: the plan read in both ways.
+
+1. A row is named by its shard and its row in the shard, both counted from 0, as augmentations name
+   it, and not by its block.
+2. Steps are those of the plan: step s of an epoch has the positions from s * G on, wherever a run
+   was resumed. `cursor` moves the first step, for runs that were resumed within a step.
+3. `places_of` is the inverse of `rows_of_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.model import End
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order
+from dataplane.plan.shards import starts_of
+from dataplane.plan.slices import Slice
+
+Int64 = NDArray[np.int64]
+
+RowsLeft = Callable[[int], Int64]
+
+_SHOWN_MAX = 5
+
+
+class StepRows(Struct, frozen=True):
+    """The rows of one global batch, in its order. A position from the sample count on is padding.
+
+    Shapes:  positions, dp_ranks, blocks, block_rows, shards, shard_rows: int64[rows].
+    """
+
+    positions: Int64
+    dp_ranks: Int64
+    blocks: Int64
+    block_rows: Int64
+    shards: Int64
+    shard_rows: Int64
+
+
+class Place(Struct, frozen=True):
+    """Where a row stands in an epoch: `step` is None if the epoch ends before (end="drop")."""
+
+    position: int
+    step: int | None
+    dp_rank: int
+    is_padding: bool = False
+
+
+class RowNames:
+    """Translates between a manifest's (block, row) and (shard, row in the shard).
+
+    Of the manifest of a view, `rows_left` gives for each of its blocks the rows that the view
+    leaves, counted in the block, rising; None if they are the first ones.
+    """
+
+    def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
+        self._of_view, self._rows_left = manifest, rows_left
+        self._manifest = manifest.whole or manifest
+        self._starts = starts_of(self._manifest.block_rows)
+
+    def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
+        """The shard of each row, and its row in the shard.
+
+        Shapes:  blocks, rows, both results: int64[n].
+        """
+        kept, stored = self._of_view.kept, rows
+        if self._rows_left is not None:
+            stored = np.empty_like(rows)
+            for block in np.unique(blocks).tolist():
+                own = blocks == block
+                stored[own] = self._rows_left(block)[rows[own]]
+        numbers = blocks if kept is None else kept[blocks]
+        shards = self._manifest.block_shard[numbers].astype(np.int64)
+        first = self._manifest.shards.block_starts[shards]
+        return shards, self._starts[numbers] - self._starts[first] + stored
+
+    def row_count(self, shard: int) -> int:
+        """How many rows a shard has."""
+        first, last = self._manifest.shards.block_starts[shard : shard + 2]
+        return int(self._starts[last] - self._starts[first])
+
+    def block_of(self, shard: int, row: int) -> tuple[int, int]:
+        """The block of a row of a shard, and its row in the block.
+
+        Raises:  ConfigError: there is no such shard or row, or it is not in the view.
+        """
+        count = len(self._manifest.shards)
+        if not 0 <= shard < count:
+            raise ConfigError(f"there is no shard {shard}: they run from 0 to {count - 1}")
+        rows, url = self.row_count(shard), self._manifest.shards.urls[shard]
+        if not 0 <= row < rows:
+            raise ConfigError(f"{url} has no row {row}: it has {rows}, counted from 0", shard=url)
+        sample = int(self._starts[self._manifest.shards.block_starts[shard]]) + row
+        block = int(self._starts.searchsorted(sample, side="right")) - 1
+        found = self._in_view(block, sample - int(self._starts[block]))
+        if found is None:
+            raise ConfigError(f"row {row} of {url} is not in the view of this job", shard=url)
+        return found
+
+    def _in_view(self, block: int, row: int) -> tuple[int, int] | None:
+        """The same row of the same block, as the view counts them; None if it has not got it."""
+        kept = self._of_view.kept
+        if kept is not None:
+            at = int(kept.searchsorted(block))
+            if at == len(kept) or kept[at] != block:
+                return None
+            block = at
+        if self._rows_left is not None:
+            left = self._rows_left(block)
+            at = int(left.searchsorted(row))
+            if at == len(left) or left[at] != row:
+                return None
+            row = at
+        return (block, row) if row < self._of_view.block_rows[block] else None
+
+
+def shard_named(manifest: Manifest, name: str) -> int:
+    """The shard with this number, this url, or a url that ends with this name.
+
+    Raises:  ConfigError: there is none, or several.
+    """
+    urls = manifest.shards.urls
+    if name.isdecimal() and int(name) < len(urls):
+        return int(name)
+    ending = f"/{name.lstrip('/')}"
+    found = [at for at, url in enumerate(urls) if url == name or url.endswith(ending)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(
+            f"the dataset has no shard {name!r}: give its number (0 to {len(urls) - 1}), its url, "
+            "or the end of its url",
+            shard=name,
+        )
+    some = ", ".join(urls[at] for at in found[:_SHOWN_MAX])
+    raise ConfigError(f"{len(found)} shards are called {name!r}: {some}. Give more of the url")
+
+
+def rows_of_step(
+    spec: JobSpec, order: Order, names: RowNames, step: int, *, cursor: int = 0, dp_size: int = 1
+) -> StepRows:
+    """The global batch of a step, and the rank that gets each of its rows.
+
+    Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
+    """
+    count = order.sample_count
+    steps = Slice(count, cursor, spec.global_batch, spec.end, 0, dp_size)
+    steps.check_steps(step, 1, 1)
+    begin = cursor + step * spec.global_batch
+    end = begin + spec.global_batch
+    positions = np.arange(begin, end if spec.end is End.PAD else min(end, count), dtype=np.int64)
+    blocks, rows = order.locate(positions % count)
+    return StepRows(positions, positions % dp_size, blocks, rows, *names.of(blocks, rows))
+
+
+def places_of(
+    spec: JobSpec, order: Order, block: int, row: int, *, cursor: int = 0, dp_size: int = 1
+) -> tuple[Place, ...]:
+    """Where a row of a block stands in an epoch: once, and again for each time that it pads the
+    last step. A position before the cursor has no step.
+
+    Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
+    """
+    count, batch = order.sample_count, spec.global_batch
+    steps = Slice(count, cursor, batch, spec.end, 0, dp_size)
+    first = int(order.position_of(np.array([block]), np.array([row]))[0])
+    stop = cursor + steps.step_count * batch
+    padded = range(first + count, stop, count) if spec.end is End.PAD else ()
+    return tuple(
+        Place(
+            at,
+            (at - cursor) // batch if cursor <= at < stop else None,
+            at % dp_size,
+            at >= count,
+        )
+        for at in (first, *padded)
+    )

@@ -1,0 +1,163 @@
+"""Blocks that neighbours ask this node for: each is read if it is not in memory, and lent while it
+is sent.
+
+    asked ──in memory──────────────> lent ──sent──> over
+      └──> waits for the read ──┘
+      └──> refused: there is no room, the read failed, or it took too long
+
+Invariants:
+1. Every ask is answered exactly once: with a region, with the size of the decoded block, or with a
+   refusal. None waits longer than its patience without a read under way.
+2. What is lent is neither freed nor written until its sending has ended.
+3. For a block that no task of this node waits for, nothing is evicted that an open stream needs,
+   but what other neighbours have got before: the neighbour can as well read it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from dataplane.model import Region
+from dataplane.scheduler.block import BlockChange, BlockPhase, CachedBlock
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.borrowed import Borrowed
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.events import Effect, LendBlock, NeighbourAsked, OnlyDecoded, RefuseAsk
+from dataplane.scheduler.records import Moment
+from dataplane.scheduler.waiting import WaitingTasks
+
+_ASKS_MAX = 4096
+PATIENCE_S = 2.0
+"""After this time the neighbour had better read the block itself."""
+
+
+_Name = tuple[int, int]
+
+
+class _Waiting(Struct, eq=False):
+    """The asks that wait for one block, each with the time it came."""
+
+    dataset: DatasetBlocks
+    index: int
+    asks: list[tuple[float, NeighbourAsked]]
+
+    @property
+    def name(self) -> _Name:
+        return self.dataset.dataset_id, self.index
+
+
+class Asks:
+    """The asks of all neighbours. `do` emits an effect."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        tasks: WaitingTasks,
+        borrowed: Borrowed,
+        do: Callable[[Effect], None],
+        time: Moment,
+    ) -> None:
+        self._blocks, self._tasks, self._do, self._time = blocks, tasks, do, time
+        self._borrowed = borrowed
+        self._waiting: dict[_Name, _Waiting] = {}
+        self._idle: dict[_Name, _Waiting] = {}
+        """Those whose read is to begin."""
+        self._lent: dict[int, CachedBlock] = {}
+        self._count = 0
+        blocks.is_lacked = lambda dataset, index: (
+            tasks.is_lacked(dataset, index) or (dataset.dataset_id, index) in self._idle
+        )
+
+    def asked(self, ask: NeighbourAsked) -> None:
+        """A neighbour wants a part of a block."""
+        dataset, index = ask.dataset, ask.block
+        self._blocks.holdings.is_asked = True
+        block = self._blocks.find(dataset, index)
+        is_read = not ask.is_decoded and dataset.needs_fetch(index)
+        is_read = is_read and dataset.dataset_id not in self._blocks.forgotten
+        if block is not None and block.phase is not BlockPhase.FETCHING:
+            self._answer(ask, block)
+        elif not is_read or self._count >= _ASKS_MAX:
+            self._do(RefuseAsk(ask.number))
+        else:
+            name = dataset.dataset_id, index
+            waiting = self._waiting.get(name)
+            if waiting is None:
+                waiting = self._waiting[name] = _Waiting(dataset, index, [])
+                if block is None:
+                    self._idle[name] = waiting
+            waiting.asks.append((self._time.now, ask))
+            self._count += 1
+
+    def sent(self, number: int) -> None:
+        """The region that was lent to this ask is no longer read."""
+        block = self._lent.pop(number)
+        self._borrowed.give_back(block)
+        if self._blocks.find(block.dataset, block.index) is block:
+            self._blocks.holdings.sent(block)
+
+    def load(self) -> None:
+        """Begin to read what is asked for, as far as there is room. What a task of this node waits
+        for is left to that task, if there is none.
+        """
+        while self._idle and self._blocks.fetches.may_begin():
+            name, waiting = next(iter(self._idle.items()))
+            del self._idle[name]
+            is_read = self._blocks.read(waiting.dataset, waiting.index)
+            if not is_read and not self._tasks.is_lacked(waiting.dataset, waiting.index):
+                self._refuse(waiting)
+
+    def block_changed(self, changed: BlockChange) -> None:
+        """Answer the asks that wait for this block."""
+        waiting = self._waiting.get((changed.dataset.dataset_id, changed.index))
+        if waiting is None:
+            return
+        block = self._blocks.find(changed.dataset, changed.index)
+        if changed.error is not None:
+            self._refuse(waiting)
+        elif block is None:
+            self._idle[waiting.name] = waiting
+        elif block.phase is not BlockPhase.FETCHING:
+            self._forget(waiting)
+            for _, ask in waiting.asks:
+                self._answer(ask, block)
+
+    def forget_dataset(self, dataset: DatasetBlocks) -> None:
+        """The dataset has no readers left here: refuse its asks, and drop its blocks."""
+        for waiting in [*self._waiting.values()]:
+            if waiting.dataset is dataset:
+                self._refuse(waiting)
+        self._blocks.holdings.is_asked = False
+        self._blocks.forget_dataset(dataset)
+
+    def look(self) -> None:
+        """Refuse what has waited too long for its read to begin."""
+        for waiting in [*self._waiting.values()]:
+            is_late = self._time.now - waiting.asks[0][0] > PATIENCE_S
+            if is_late and self._blocks.find(waiting.dataset, waiting.index) is None:
+                self._refuse(waiting)
+
+    def _refuse(self, waiting: _Waiting) -> None:
+        self._forget(waiting)
+        for _, ask in waiting.asks:
+            self._do(RefuseAsk(ask.number))
+
+    def _forget(self, waiting: _Waiting) -> None:
+        del self._waiting[waiting.name]
+        self._idle.pop(waiting.name, None)
+        self._count -= len(waiting.asks)
+
+    def _answer(self, ask: NeighbourAsked, block: CachedBlock) -> None:
+        is_ready = block.phase is BlockPhase.READY
+        whole = block.raw_bytes if not ask.is_decoded else block.decoded if is_ready else None
+        if whole is None and not ask.is_decoded and is_ready and block.decoded is not None:
+            self._do(OnlyDecoded(ask.number, block.decoded.length))
+        elif whole is None or ask.part.offset + ask.part.length > whole.length:
+            self._do(RefuseAsk(ask.number))
+        else:
+            self._borrowed.borrow(block)
+            self._lent[ask.number] = block
+            part = Region(whole.offset + ask.part.offset, ask.part.length)
+            self._do(LendBlock(ask.number, part))

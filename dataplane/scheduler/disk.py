@@ -1,0 +1,345 @@
+"""Decides which blocks a node keeps on its disk: those that are needed again soonest. Pure.
+
+As in memory (next_use.py), the plan gives the future. A block that is in memory was fetched for the
+epoch that is being read, so what counts for it is the next need after that one: that of the next
+epoch, or of a job with another order. If that comes so soon that memory keeps the block until then,
+it need not take room on a disk that cannot hold everything.
+
+Invariants:
+1. Files, those that are being written, and those that are being removed take at most `limit_bytes`
+   together, once what earlier runs have left was reported and reduced to that.
+2. A block is kept in place of blocks that no job reads, or of blocks that are needed later than it.
+3. To find those, `_LOOKED_AT` blocks are looked at, however many there are: all of them if there
+   are no more, else others each time, spread evenly.
+4. Nothing is chosen before all that earlier runs have left is known.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, field
+
+from dataplane.arena.allocator import rounded
+from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.disk_events import DiskName
+from dataplane.scheduler.next_use import NEVER, Readings, WalkPosition
+
+_HEADER_BYTES = 64
+_LOOKED_AT = 1024
+_REMEMBERED = 32
+_GOING_MAX = 64
+"""Blocks that go for one."""
+_GOLDEN = 0.618
+_HELD_SHARE = 0.75
+"""The part of the arena that blocks for the next epoch take at least, beside open windows."""
+
+
+class Change(Struct, frozen=True):
+    """A block to write, and the blocks to remove first to make room for it. `size` is 0 if blocks
+    are only removed.
+    """
+
+    name: DiskName
+    size: int
+    going: Sequence[tuple[DiskName, int]]
+
+    @property
+    def held_bytes(self) -> int:
+        """What they take at most while this is under way."""
+        return max(self.size, sum(size for _, size in self.going))
+
+
+class _Shelf(Struct, eq=False):
+    """The blocks of one dataset that are on disk, in any order, and who reads it."""
+
+    digest: bytes
+    datasets: dict[int, DatasetBlocks] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    looked: int = 0
+    raw_bytes: int = 0
+    kept_bytes: int = 0
+    """What all of the dataset takes on disk, and in memory."""
+
+    def add(self, block: int, size: int) -> None:
+        self.places[block] = len(self.blocks)
+        self.blocks.append(block)
+        self.sizes.append(size)
+
+    def remove(self, block: int) -> int:
+        """Returns its size."""
+        at, last, size = self.places.pop(block), self.blocks.pop(), self.sizes.pop()
+        if last == block:
+            return size
+        removed, self.blocks[at], self.sizes[at] = self.sizes[at], last, size
+        self.places[last] = at
+        return removed
+
+    def some(self, count: int) -> Ints:
+        """All blocks, or so many others each time."""
+        have = len(self.blocks)
+        if have <= count:
+            return np.array(self.blocks, np.int64)
+        step = max(int(have * _GOLDEN), 1)
+        at = (self.looked + np.arange(count) * step) % have
+        self.looked = (self.looked + count * step) % have
+        return np.unique([self.blocks[each] for each in at.tolist()])
+
+
+class DiskTier:
+    """The disk of one node with so much memory for blocks. `readings` tells where the readers of a
+    dataset are.
+    """
+
+    def __init__(self, limit_bytes: int, memory_bytes: int, readings: Readings) -> None:
+        self.limit_bytes, self._memory_bytes = limit_bytes, memory_bytes
+        self._readings = readings
+        self._read: dict[bytes, _Shelf] = {}
+        self._unread: OrderedDict[bytes, _Shelf] = OrderedDict()
+        """Of datasets that no job reads, those read last at the end."""
+        self._changes: dict[DiskName, Change] = {}
+        self._farthest: list[tuple[int, DiskName]] = []
+        """Blocks that are needed late, as of when they were written or looked at, the last ones at
+        the end."""
+        self.used_bytes = 0
+        self.is_known = False
+        """Whether all that earlier runs have left was reported."""
+        self.own_share = 1.0
+        """The part of all blocks that this node owns, and keeps for the next epoch."""
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        shelves = [*self._read.values(), *self._unread.values()]
+        return sum(len(shelf.blocks) for shelf in shelves)
+
+    def is_kept(self, dataset: DatasetBlocks, block: int) -> bool:
+        """Whether a block can be read from the disk."""
+        if not self.limit_bytes or not dataset.digest:
+            return False
+        return block in self._shelf(dataset).places
+
+    def found(self, name: DiskName, file_bytes: int) -> None:
+        """A block is there from an earlier run."""
+        shelf = self._of_digest(name.digest)
+        if name.block not in shelf.places and name not in self._changes:
+            shelf.add(name.block, rounded(file_bytes))
+            self.used_bytes += rounded(file_bytes)
+
+    def lost(self, dataset: DatasetBlocks, block: int) -> bool:
+        """It is not there. Whether it was taken to be there."""
+        shelf = self._of_digest(dataset.digest)
+        is_lost = block in shelf.places
+        if is_lost:
+            self.used_bytes -= shelf.remove(block)
+        return is_lost
+
+    def forget_dataset(self, dataset: DatasetBlocks) -> None:
+        """It has no readers left; its blocks stay until there is a better use of the room."""
+        shelf = self._read.get(dataset.digest)
+        if shelf is not None:
+            shelf.datasets.pop(dataset.dataset_id, None)
+            if not shelf.datasets:
+                self._unread[dataset.digest] = self._read.pop(dataset.digest)
+
+    def choose(self, dataset: DatasetBlocks, block: int) -> Change | None:
+        """A block was read into memory from elsewhere. How to keep it; None if that is not worth
+        the room it takes. The answer counts as under way until `ended`.
+        """
+        name = DiskName(dataset.digest, block)
+        if not (self.is_known and self.limit_bytes and name.digest) or name in self._changes:
+            return None
+        shelf = self._shelf(dataset)
+        size = rounded(_HEADER_BYTES + dataset.read_bytes(block))
+        if block in shelf.places or size > self.limit_bytes:
+            return None
+        going = self._make_way(self.used_bytes + size - self.limit_bytes, shelf, block)
+        return None if going is None else self._begin(Change(name, size, going))
+
+    def reduce(self) -> Change | None:
+        """What is to be removed, since there is more than is allowed."""
+        going: list[tuple[DiskName, int]] = []
+        beyond = self.used_bytes - self.limit_bytes
+        while beyond > 0 and len(going) < _GOING_MAX:
+            victim = self._next(-1)
+            if victim is None:
+                break
+            going.append(victim)
+            beyond -= victim[1]
+        return self._begin(Change(going[0][0], 0, going)) if going else None
+
+    def ended(self, name: DiskName, *, is_done: bool) -> None:
+        """A change is over. If it is not done, what was to go may still be there."""
+        change = self._changes.pop(name)
+        self.used_bytes -= change.held_bytes
+        for one, size in () if is_done else change.going:
+            self._put(one, size)
+        if is_done and change.size:
+            self._put(change.name, change.size)
+
+    def _put(self, name: DiskName, size: int) -> None:
+        shelf = self._of_digest(name.digest)
+        shelf.add(name.block, size)
+        self.used_bytes += size
+        if self._farthest and shelf.datasets:
+            use = self._uses(shelf, np.array([name.block])).item()
+            if use > self._farthest[0][0]:
+                bisect.insort(self._farthest, (use, name))
+                del self._farthest[:-_REMEMBERED]
+
+    def _begin(self, change: Change) -> Change:
+        self._changes[change.name] = change
+        self.used_bytes += change.held_bytes - sum(size for _, size in change.going)
+        return change
+
+    def _shelf(self, dataset: DatasetBlocks) -> _Shelf:
+        """The shelf of a dataset that is read."""
+        shelf = self._read.get(dataset.digest)
+        if shelf is None:
+            shelf = self._unread.pop(dataset.digest, None) or _Shelf(dataset.digest)
+            self._read[dataset.digest] = shelf
+        if dataset.dataset_id not in shelf.datasets:
+            shelf.datasets[dataset.dataset_id] = dataset
+            marks, is_remote = dataset.marks, dataset.marks.is_remote
+            kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
+            shelf.raw_bytes = int(marks.raw[is_remote].sum())
+            shelf.kept_bytes = int(kept[is_remote].sum())
+        return shelf
+
+    def _of_digest(self, digest: bytes) -> _Shelf:
+        shelf = self._read.get(digest) or self._unread.get(digest)
+        if shelf is None:
+            shelf = self._unread[digest] = _Shelf(digest)
+        return shelf
+
+    # -- what goes -------------------------------------------------------------------------------
+
+    def _make_way(self, need: int, shelf: _Shelf, block: int) -> list[tuple[DiskName, int]] | None:
+        """What goes to free so many bytes for this block, which is no longer counted among those
+        that are there; None if too much of it is needed sooner.
+        """
+        going: list[tuple[DiskName, int]] = []
+        if need <= 0:
+            return going
+        use = self._uses(shelf, np.array([block]), np.ones(1, np.bool_)).item()
+        while need > 0:
+            victim = self._next(use) if len(going) < _GOING_MAX else None
+            if victim is None:
+                for name, size in going:
+                    self._of_digest(name.digest).add(name.block, size)
+                return None
+            going.append(victim)
+            need -= victim[1]
+        return going
+
+    def _next(self, use: int) -> tuple[DiskName, int] | None:
+        """Take the block to remove next, in favour of one whose next use is `use` positions away.
+        Its bytes count as used until the removal has ended.
+        """
+        while self._unread:
+            digest, shelf = next(iter(self._unread.items()))
+            if shelf.blocks:
+                block = shelf.blocks[-1]
+                return DiskName(digest, block), shelf.remove(block)
+            del self._unread[digest]
+        name = self._remembered(use)
+        if name is None:
+            self._look()
+            name = self._remembered(use)
+        return None if name is None else (name, self._read[name.digest].remove(name.block))
+
+    def _remembered(self, use: int) -> DiskName | None:
+        """The last of those that were found late, if it is needed later than so far away."""
+        while self._farthest and self._farthest[-1][0] > use:
+            _, name = self._farthest.pop()
+            shelf = self._read.get(name.digest)
+            if shelf is not None and name.block in shelf.places:
+                now = self._uses(shelf, np.array([name.block])).item()
+                if now > use:
+                    return name
+        return None
+
+    def _look(self) -> None:
+        """Look for blocks that are needed late."""
+        found = self._farthest
+        shelves = [shelf for shelf in self._read.values() if shelf.blocks]
+        for shelf in shelves:
+            blocks = shelf.some(max(_LOOKED_AT // len(shelves), 1))
+            uses = self._uses(shelf, blocks)
+            last = np.argsort(uses, kind="stable")[-_REMEMBERED:]
+            found += [
+                (use, DiskName(shelf.digest, block))
+                for use, block in zip(uses[last].tolist(), blocks[last].tolist(), strict=True)
+            ]
+        self._farthest = sorted(dict.fromkeys(found))[-_REMEMBERED:]
+
+    def _uses(
+        self, shelf: _Shelf, blocks: Ints, in_memory: npt.NDArray[np.bool_] | None = None
+    ) -> Ints:
+        """How far away the next use of each block from the disk is. Nobody uses a block that the
+        dataset does not have: a file of that name was not written here.
+        """
+        counts = [len(dataset.stored) for dataset in shelf.datasets.values()]
+        has = blocks < min(counts, default=0)
+        if in_memory is None and not has.all():
+            uses = np.full(len(blocks), NEVER)
+            if has.any():
+                uses[has] = self._uses(shelf, blocks[has])
+            return uses
+        if in_memory is None:
+            in_memory = np.zeros(len(blocks), np.bool_)
+            for dataset in shelf.datasets.values():
+                in_memory |= dataset.marks.keys[blocks] != 0
+        readings = [one for each in shelf.datasets.values() for one in self._readings(each)]
+        return next_uses(readings, blocks, in_memory, self._held_for(readings))
+
+    def _held_for(self, readings: Sequence[WalkPosition]) -> int:
+        """Memory keeps blocks that are needed within the first so many positions of an epoch, if no
+        windows were open. 0 if the disk can hold everything, memory or not.
+        """
+        shelves, share = self._read.values(), self.own_share
+        if share * sum(shelf.raw_bytes for shelf in shelves) <= self.limit_bytes or not readings:
+            return 0
+        kept_bytes = share * sum(shelf.kept_bytes for shelf in shelves)
+        epoch = min(reading.order.sample_count for reading in readings)
+        return int(epoch * _HELD_SHARE * self._memory_bytes / max(kept_bytes, 1))
+
+
+def next_uses(
+    readings: Sequence[WalkPosition],
+    blocks: Ints,
+    in_memory: npt.NDArray[np.bool_],
+    held_for: int = 0,
+) -> Ints:
+    """How many positions away the next use of each block from the disk is; of those in memory, the
+    next one after that of the epoch that is being read, unless it is among the first `held_for`
+    positions of its epoch, less those of two windows. NEVER if there is none, or none is known.
+
+    Shapes:  blocks, result: int64[n].   in_memory: bool[n].
+    """
+    of_order: dict[tuple[int, int], Ints] = {}
+    held: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
+    is_open: dict[tuple[int, int], bool] = {}
+    for reading in readings:
+        first, last = reading.order.block_span(blocks + reading.first_block)
+        use = np.where(last < reading.position, NEVER, np.maximum(first - reading.position, 0))
+        name = reading.name[:2]
+        is_open[name] = reading.is_open or is_open.get(name, False)
+        known = of_order.get(name)
+        of_order[name] = use if known is None else np.minimum(use, known)
+        is_held = first - max(reading.position, 0) + 2 * (last - first) < held_for
+        held[name] = is_held | held.get(name, False)
+    if not of_order:
+        return np.full(len(blocks), NEVER)
+    uses = np.stack([*of_order.values()])
+    each, soonest = np.arange(len(blocks)), uses.argmin(0)
+    is_now = in_memory & np.array([*is_open.values()])[soonest]
+    uses[soonest[is_now], each[is_now]] = NEVER
+    soonest = uses.argmin(0)
+    is_held = in_memory & np.stack([*held.values()])[soonest, each]
+    return np.where(is_held, NEVER, uses[soonest, each])

@@ -1,0 +1,71 @@
+"""The scheduler's events and effects about the node's disk.
+
+The caller answers each KeepBlock with one KeepingEnded, and reports the blocks that it finds on the
+disk, once, before anything is written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from dataplane.model import Region
+from dataplane.scheduler.dataset import DatasetBlocks
+
+
+class DiskName(NamedTuple):
+    """A block on disk: the digest of its dataset, and its number there."""
+
+    digest: bytes
+    block: int
+
+
+class DiskFound(Struct, frozen=True):
+    """These blocks are on disk since an earlier run, and take so many bytes each. Datasets that
+    were written last come last.
+    """
+
+    digest: bytes
+    blocks: Sequence[int]
+    disk_bytes: Sequence[int]
+
+
+class DiskScanned(Struct, frozen=True):
+    """All blocks on disk were reported; or `trouble` is why they cannot be."""
+
+    trouble: str = ""
+
+
+class DiskMissed(Struct, frozen=True):
+    """A Fetch did not get a block from the disk, and goes on elsewhere: the file is not there, or
+    `trouble` is why the disk cannot be read.
+    """
+
+    dataset: DatasetBlocks
+    block: int
+    trouble: str = ""
+
+
+class KeepingEnded(Struct, frozen=True):
+    """The end of a KeepBlock: what it names is done, or `trouble` is why not. Its memory is no
+    longer read.
+    """
+
+    number: int
+    trouble: str = ""
+
+
+DiskEvent = DiskFound | DiskScanned | DiskMissed | KeepingEnded
+
+
+class KeepBlock(Struct, frozen=True):
+    """Remove blocks from the disk, then write this part of the block arena as this block; nothing
+    if it is empty.
+    """
+
+    number: int
+    name: DiskName
+    region: Region
+    instead_of: Sequence[DiskName] = ()

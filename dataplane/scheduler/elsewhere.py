@@ -1,0 +1,259 @@
+"""Slabs that other nodes make: which maker makes which slab task. Pure.
+
+Own workers are one maker among others, if there are any. A task goes to the maker that will finish
+it first, by what each has finished so far and what it still has to make.
+
+Invariants:
+1. A task has one maker at a time. If that is another node, the task needs no block.
+2. A maker that fails is left alone, longer each time, and then asked for one slab, until it sends
+   one. The tasks that it was to make go to others: no task is lost with its maker.
+3. A node without workers has every slab made elsewhere; any other only while it is short of them,
+   and only slabs that are not shared with other consumers.
+4. However many makers there are, few are considered for one dp_rank, others for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from dataplane.errors import NeighbourGone
+from dataplane.model import Region
+from dataplane.rpc import tasks
+from dataplane.rpc.making import StepRange
+from dataplane.scheduler.autoscaler import Autoscaler, Utilization
+from dataplane.scheduler.events import MakeElsewhere, MakersKnown, SlabAssembled
+from dataplane.scheduler.records import KnownMaker, Moment, SlabPhase, SlabTask
+
+HUNGRY_LOOKS = 4
+"""Looks in which a trainer waits and no worker can be added, before a node is short of workers."""
+CALM_LOOKS = 60
+"""Looks in which its own workers could have made every slab, before it no longer is."""
+COMING_MAX = 16
+"""So many of its next slabs a maker is told of."""
+AT_ONCE_MAX = 8
+"""So many makers are considered for a task."""
+_LOOKED_AT_MAX = 64
+"""So many are looked at for that: others are left alone now."""
+_AT_WORK = 0.9
+
+
+class _Makers(Struct):
+    """The makers of one delivery by name: those that failed last come last."""
+
+    by_name: dict[str, KnownMaker]
+    is_sorted: bool = False
+
+    def sort(self, dp_rank: int) -> None:
+        """Others come first for other ranks, so that not all nodes ask the same ones."""
+
+        def rank(one: KnownMaker) -> tuple[bool, int]:
+            return one.failures > 0, zlib.crc32(f"{dp_rank} {one.name}".encode())
+
+        self.by_name = {one.name: one for one in sorted(self.by_name.values(), key=rank)}
+        self.is_sorted = True
+
+
+class Elsewhere:
+    """The makers of one node's slabs."""
+
+    def __init__(self, workers: Autoscaler, time: Moment) -> None:
+        self.has_workers = workers.most > 0
+        self._time = time
+        self._own = KnownMaker("")
+        self._nobody = KnownMaker("")
+        self._makers: dict[str, KnownMaker] = {}
+        self._of_delivery: dict[int, _Makers] = {}
+        self._hungry = self._calm = 0
+        self._made_here = self._made_elsewhere = 0
+        self.is_short = not self.has_workers
+        """Whether slabs should come from elsewhere."""
+
+    def known(self, event: MakersKnown) -> None:
+        """Which nodes make slabs of a delivery."""
+        self._of_delivery.pop(event.delivery_id, None)
+        found = {name: self._makers.get(name) or KnownMaker(name) for name in event.makers}
+        if found:
+            self._of_delivery[event.delivery_id] = _Makers(found)
+        self._makers |= found
+        used = {name for makers in self._of_delivery.values() for name in makers.by_name}
+        now = self._time.now
+        self._makers = {
+            name: one
+            for name, one in self._makers.items()
+            if name in used or one.batches or one.left_alone_until > now
+        }
+
+    def look(self, look: Utilization, workers: Autoscaler) -> None:
+        """Find out whether the node is short of workers; called with each tick."""
+        here, elsewhere = self._made_here, self._made_elsewhere
+        self._made_here = self._made_elsewhere = 0
+        if not self.has_workers:
+            return
+        can_add = workers.count < workers.most and not workers.pause
+        is_busy = look.busy >= _AT_WORK * workers.count and not can_add
+        is_hungry = look.is_awaited and is_busy
+        self._hungry = self._hungry + 1 if is_hungry else 0
+        if not self.is_short:
+            self.is_short, self._calm = self._hungry >= HUNGRY_LOOKS, 0
+            return
+        # With others' help no trainer waits: would one wait without?
+        alone = look.busy * (here + elsewhere) / here if here else look.busy
+        most = workers.most if can_add else workers.count
+        self._calm = 0 if is_hungry or alone >= _AT_WORK * most else self._calm + 1
+        self.is_short = self._calm < CALM_LOOKS
+
+    def choose(self, task: SlabTask) -> None:
+        """Find a maker for a task that has none, or whose maker has gone or failed."""
+        if task.maker is not None and self._is_usable(task, task.maker):
+            return
+        self.leave(task)
+        makers = self._usable(task)
+        if self.has_workers and not task.is_light:
+            makers.insert(0, self._own)
+        maker, now = self._soonest(makers, task), self._time.now
+        task.maker = maker
+        maker.begin(len(task.plan.batches), now)
+        if maker is self._nobody:
+            task.stamps.wanted = task.stamps.wanted or now
+
+    def leave(self, task: SlabTask) -> None:
+        """The task has no maker any more."""
+        maker, count = task.maker, len(task.plan.batches)
+        if maker is not None:
+            maker.batches -= count
+            maker.told -= count if task.is_told else 0
+        task.maker, task.is_told = None, False
+
+    def cut(self, task: SlabTask, after: SlabTask) -> None:
+        """The rest of a task became a task of its own, for the same maker."""
+        after.maker, after.is_told = task.maker, task.is_told
+
+    def is_elsewhere(self, task: SlabTask) -> bool:
+        """Whether another node makes it."""
+        return task.maker is not None and task.maker is not self._own
+
+    def may_begin(self, task: SlabTask) -> bool:
+        """Whether its maker can be asked now; chooses another if it cannot."""
+        self.choose(task)
+        return task.maker is not self._nobody
+
+    def order(self, task: SlabTask, slab: Region) -> MakeElsewhere:
+        """What the maker is asked for, from now on."""
+        maker = task.maker
+        assert maker is not None
+        assert maker.name
+        task.stamps.wanted = task.stamps.wanted or self._time.now
+        hedge = self._soonest([one for one in self._usable(task) if one is not maker], task)
+        maker.asked += len(task.plan.batches)
+        coming = _coming(task)
+        for one in (task, *coming):
+            if not one.is_told:
+                one.is_told = True
+                maker.tell(len(one.plan.batches), self._time.now)
+        return MakeElsewhere(
+            task.number,
+            task.delivery.delivery_id,
+            task.stream.walk.stream,
+            _steps(task),
+            tuple(map(_steps, coming)),
+            slab,
+            task.delivery.slots.layout.slot_bytes,
+            maker.name,
+            hedge.name,
+        )
+
+    def ended(self, task: SlabTask, event: SlabAssembled) -> bool:
+        """A maker has answered, or has failed. Whether the slab has to be made again. The rest of a
+        slab that was cut, or is too large for a slot, stays with the maker that was asked.
+        """
+        maker, count = task.maker, len(task.plan.batches)
+        assert maker is not None
+        now, result = self._time.now, event.result
+        if maker.name:
+            maker.asked -= count
+        if isinstance(result, NeighbourGone):
+            self._failed(task, maker, str(result))
+        elif event.made_by not in {"", maker.name}:
+            maker.was_late(now)
+            self.leave(task)  # who has the rest, if it was cut, is not known here
+        elif isinstance(result, tasks.Assembled) and result.batch_count:
+            stamps = task.stamps
+            is_slow = not maker.name and stamps.gathered_from >= stamps.slotted  # for its blocks
+            maker.ended(result.batch_count, now, now - (maker.since if is_slow else stamps.slotted))
+        if isinstance(result, tasks.Assembled):
+            self._made_here += 0 if maker.name else result.batch_count
+            self._made_elsewhere += result.batch_count if maker.name else 0
+        return isinstance(result, NeighbourGone)
+
+    def why_none(self, task: SlabTask) -> str:
+        """What a task waits for other nodes for, for people; "" if it does not."""
+        if task.phase is SlabPhase.ASSEMBLING and self.is_elsewhere(task):
+            assert task.maker is not None
+            return f"being made by node {task.maker.name}"
+        if task.maker is not self._nobody or task.phase is not SlabPhase.WAITING:
+            return ""
+        lately = itertools.islice(reversed(self._of(task).values()), _LOOKED_AT_MAX)
+        said = next((f": {one.why}" for one in lately if one.why), "")
+        return "waiting for a node that makes slabs" + said
+
+    def _failed(self, task: SlabTask, maker: KnownMaker, why: str) -> None:
+        maker.failed(self._time.now, why)
+        makers = self._of(task)
+        if makers.get(maker.name) is maker:
+            makers[maker.name] = makers.pop(maker.name)
+
+    def _of(self, task: SlabTask) -> dict[str, KnownMaker]:
+        makers = self._of_delivery.get(task.delivery.delivery_id)
+        if makers is None:
+            return {}
+        if not makers.is_sorted:
+            makers.sort(task.stream.walk.stream.dp_rank)
+        return makers.by_name
+
+    def _may_leave(self, task: SlabTask) -> bool:
+        """Whether other nodes may make it."""
+        return self.is_short and not (self.has_workers and task.delivery.group is not None)
+
+    def _usable(self, task: SlabTask) -> list[KnownMaker]:
+        if not self._may_leave(task):
+            return []
+        now = self._time.now
+        looked_at = itertools.islice(self._of(task).values(), _LOOKED_AT_MAX)
+        return list(
+            itertools.islice((one for one in looked_at if one.may_be_asked(now)), AT_ONCE_MAX)
+        )
+
+    def _is_usable(self, task: SlabTask, maker: KnownMaker) -> bool:
+        if maker is self._own:
+            return True
+        is_known = self._may_leave(task) and self._of(task).get(maker.name) is maker
+        return is_known and maker.may_be_asked(self._time.now)
+
+    def _soonest(self, makers: Sequence[KnownMaker], task: SlabTask) -> KnownMaker:
+        """The one of them that should have made the task first. A new one is as fast as any."""
+        count, now = len(task.plan.batches), self._time.now
+        usual_s = min((one.seconds for one in makers if one.seconds), default=1.0)
+        return min(
+            makers,
+            key=lambda one: (one.batches + count) * one.expected_s(usual_s, now),
+            default=self._nobody,
+        )
+
+
+def _coming(task: SlabTask) -> list[SlabTask]:
+    """What its maker will be asked for next of this stream."""
+    later = itertools.dropwhile(lambda one: one is not task, task.stream.tasks)
+    same = (
+        one
+        for one in itertools.islice(later, 1, None)
+        if one.phase is SlabPhase.WAITING and one.maker is task.maker and not one.oversize
+    )
+    return list(itertools.islice(same, COMING_MAX))
+
+
+def _steps(task: SlabTask) -> StepRange:
+    return StepRange(task.plan.batches[0].step, len(task.plan.batches))

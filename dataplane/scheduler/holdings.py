@@ -1,0 +1,115 @@
+"""What the block arena is held for: blocks that waiting tasks need, that are being loaded, and that
+neighbours may ask for again. Pure.
+
+Every node of a job reads ahead about as far as the others. If a block goes as soon as the first
+neighbour has it, the next one has it read again, and if one's own reading ahead fills the arena,
+each neighbour reads for itself.
+
+Invariants:
+1. Blocks that wanted blocks would drive out are not read ahead: those that are being loaded take at
+   most a LOADING_PARTS-th of the arena, or are one, since nothing can take their memory back; if
+   neighbours ask, all wanted ones leave a LENT_PARTS-th of it.
+2. What was sent last stays for other neighbours, up to a LENT_PARTS-th of the arena.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from dataplane.scheduler.block import CachedBlock
+from dataplane.scheduler.dataset import DatasetBlocks, Ints
+
+LOADING_PARTS = 5
+LENT_PARTS = 4
+_SEEN_MAX = 64
+
+
+class Holdings:
+    """Those of one arena."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._arena_bytes = arena_bytes
+        self._wanted_bytes = 0
+        self._loading: dict[int, int] = {}
+        self._loading_bytes = 0
+        self._lent: dict[int, CachedBlock] = {}
+        self._recent: dict[int, int] = {}
+        self._recent_bytes = 0
+        self.is_asked = False
+        """Whether neighbours ask for blocks."""
+
+    def may_read_ahead(self, length: int) -> bool:
+        """Whether so much may be taken for a block that no task is held up by."""
+        if self._loading and LOADING_PARTS * (self._loading_bytes + length) > self._arena_bytes:
+            return False
+        left = self._arena_bytes - self._arena_bytes // LENT_PARTS
+        return not self.is_asked or self._wanted_bytes + length <= left
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def want(self, dataset: DatasetBlocks, blocks: Ints) -> None:
+        """One more task waits with rows of each of these blocks.
+
+        Shapes:  blocks: int64[n], each once.
+        """
+        marks = dataset.marks
+        self._wanted_bytes += int(marks.held[blocks[marks.wanted[blocks] == 0]].sum())
+        marks.wanted[blocks] += 1
+
+    def want_no_more(self, dataset: DatasetBlocks, blocks: Ints) -> None:
+        """One of these tasks waits no longer."""
+        marks = dataset.marks
+        marks.wanted[blocks] -= 1
+        self._wanted_bytes -= int(marks.held[blocks[marks.wanted[blocks] == 0]].sum())
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def changed(self, block: CachedBlock) -> None:
+        """The block takes more or less memory than before."""
+        held, index = block.dataset.marks.held, block.index
+        length = sum(region.length for region in block.regions)
+        if block.is_wanted:
+            self._wanted_bytes += length - int(held[index])
+        held[index] = length
+
+    def loading(self, block: CachedBlock) -> None:
+        """It has memory that cannot be taken back before `loaded`."""
+        self._loading[block.key] = length = sum(region.length for region in block.regions)
+        self._loading_bytes += length
+
+    def loaded(self, block: CachedBlock) -> None:
+        """It is there, or it failed. May be called twice."""
+        self._loading_bytes -= self._loading.pop(block.key, 0)
+
+    def gone(self, block: CachedBlock) -> None:
+        """It is no longer in memory, and has no regions."""
+        self.changed(block)
+        self.loaded(block)
+        self._lent.pop(block.key, None)
+        self._recent_bytes -= self._recent.pop(block.key, 0)
+
+    # -- neighbours ------------------------------------------------------------------------------
+
+    def sent(self, block: CachedBlock) -> None:
+        """A neighbour has got it: others may ask soon."""
+        key = block.key
+        self._lent.pop(key, None)
+        self._lent[key] = block
+        self._recent_bytes -= self._recent.pop(key, 0)
+        self._recent[key] = length = block.kept_bytes
+        self._recent_bytes += length
+        while self._recent_bytes > self._arena_bytes // LENT_PARTS and len(self._recent) > 1:
+            self._recent_bytes -= self._recent.pop(next(iter(self._recent)))
+
+    def may_be_asked(self, block: CachedBlock) -> bool:
+        """Whether it is kept for neighbours."""
+        return block.key in self._recent
+
+    def lent(self) -> Iterator[CachedBlock]:
+        """Blocks that were sent and that no task waits for, the longest ago first, and not all if
+        they are many.
+        """
+        for block in itertools.islice(self._lent.values(), _SEEN_MAX):
+            if block.is_evictable and not block.is_wanted:
+                yield block

@@ -1,0 +1,210 @@
+"""Keeps blocks on the node's disk: which fetches read there, and what is written.
+
+    fetched elsewhere ──worth its room (disk.py)──> borrowed, being written ──> on disk
+      └──> not kept: the disk has enough to write, or has failed lately
+
+Invariants:
+1. A block is on its way to trainers as if there were no disk: it is written while it is decoded and
+   used. For that at most an eighth of the arena is held, or four blocks if that is no more than a
+   quarter, or one. What waits to be written holds no memory, and is not written if that is gone.
+2. A disk that fails, or does not answer in time, is left alone for a while, longer each time. No
+   task fails because of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from dataplane.model import Region
+from dataplane.scheduler.asks import Asks
+from dataplane.scheduler.block import CachedBlock
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.borrowed import Borrowed
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.disk import Change, DiskTier
+from dataplane.scheduler.disk_events import (
+    DiskFound,
+    DiskMissed,
+    DiskName,
+    DiskScanned,
+    KeepBlock,
+    KeepingEnded,
+)
+from dataplane.scheduler.events import BlockFetched, DatasetForgotten, Effect, Note
+from dataplane.scheduler.records import Moment
+
+_WRITES_MAX = 16
+_WAITING_MAX = 256
+_WRITTEN_SHARE = 8
+_BLOCKS_LEAST, _SHARE_OF_FEW = 4, 4
+PAUSE_S = 60.0
+_PAUSE_S_MAX = 3600.0
+
+
+class _Faults(Struct):
+    """Of reads, or of writes: until when the disk is left alone, and for how long after the next
+    fault.
+    """
+
+    what: str
+    until: float = -math.inf
+    pause_s: float = PAUSE_S
+
+
+class _Write(Struct, frozen=True):
+    """A block that is being written; None if blocks are only removed."""
+
+    change: Change
+    block: CachedBlock | None = None
+    region: Region = Region(0, 0)
+
+
+class Keeping:
+    """Of one node. `do` emits an effect."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        blocks: BlockTable,
+        asks: Asks,
+        borrowed: Borrowed,
+        do: Callable[[Effect], None],
+        time: Moment,
+    ) -> None:
+        self._tier, self._blocks, self._asks, self._borrowed = tier, blocks, asks, borrowed
+        self._do, self._time = do, time
+        self._writes: dict[int, _Write] = {}
+        self._waiting: deque[CachedBlock] = deque(maxlen=_WAITING_MAX)
+        """Blocks that may be written; their memory may be used for others meanwhile."""
+        self._written_bytes = 0
+        self._numbers = itertools.count(1)
+        self._reading, self._writing = _Faults("read"), _Faults("written")
+        self._lost, self._told_at = 0, -math.inf
+        self._is_scanned = False
+        self._guests = [0, 0]
+        """How many blocks were read that this node owns, and that others do."""
+        blocks.is_on_disk = self._is_read_there
+
+    def events(self) -> Mapping[type, Callable[[Any], None]]:
+        """What handles each kind of event."""
+        return {
+            BlockFetched: self._fetched,
+            DatasetForgotten: self._forget_dataset,
+            DiskFound: self._found,
+            DiskScanned: self._scanned,
+            DiskMissed: self._missed,
+            KeepingEnded: self._ended,
+        }
+
+    def _is_read_there(self, dataset: DatasetBlocks, block: int) -> bool:
+        """Until the scan is over, any block may be there: asking costs less than reading it."""
+        if not self._tier.limit_bytes or self._time.now < self._reading.until:
+            return False
+        return not self._is_scanned or self._tier.is_kept(dataset, block)
+
+    def _fetched(self, event: BlockFetched) -> None:
+        block = self._blocks.block(event.key)
+        self._blocks.fetched(event)
+        if event.is_from_disk:
+            block.dataset.account.disk_bytes += block.dataset.read_bytes(block.index)
+        self._guests[event.is_guest] += 1
+        self._tier.own_share = self._guests[0] / sum(self._guests)
+        if block.raw_bytes is not None and not event.is_guest:
+            self._waiting.append(block)
+            self._write_next()
+
+    def _write_next(self) -> None:
+        """Write what waits, as far as that is allowed, and its bytes are still in memory."""
+        while self._waiting and self._is_scanned and len(self._writes) < _WRITES_MAX:
+            block = self._waiting[0]
+            region = block.raw_bytes
+            if region is not None and not self._may_write(region.length):
+                return
+            self._waiting.popleft()
+            is_forgotten = block.dataset.dataset_id in self._blocks.forgotten
+            if region is None or is_forgotten or self._blocks.is_short or self._has_failed:
+                continue
+            change = self._tier.choose(block.dataset, block.index)
+            if change is not None:
+                self._borrowed.borrow(block)
+                self._begin(_Write(change, block, region))
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._time.now < self._writing.until
+
+    def _may_write(self, length: int) -> bool:
+        arena = self._blocks.arena_bytes
+        most = max(arena // _WRITTEN_SHARE, min(_BLOCKS_LEAST * length, arena // _SHARE_OF_FEW))
+        return not self._written_bytes or self._written_bytes + length <= most
+
+    def _begin(self, write: _Write) -> None:
+        number, change = next(self._numbers), write.change
+        self._writes[number] = write
+        self._written_bytes += write.region.length
+        going = tuple(name for name, _ in change.going)
+        self._do(KeepBlock(number, change.name, write.region, going))
+
+    def _ended(self, event: KeepingEnded) -> None:
+        write = self._writes.pop(event.number)
+        self._written_bytes -= write.region.length
+        if write.block is not None:
+            self._borrowed.give_back(write.block)
+        self._tier.ended(write.change.name, is_done=not event.trouble)
+        if event.trouble:
+            self._failed(self._writing, event.trouble)
+        else:
+            self._writing.pause_s = PAUSE_S
+            self._reduce()
+        self._write_next()
+
+    def _forget_dataset(self, event: DatasetForgotten) -> None:
+        self._asks.forget_dataset(event.dataset)
+        self._tier.forget_dataset(event.dataset)
+
+    def _found(self, event: DiskFound) -> None:
+        for block, size in zip(event.blocks, event.disk_bytes, strict=True):
+            self._tier.found(DiskName(event.digest, block), size)
+
+    def _scanned(self, event: DiskScanned) -> None:
+        self._is_scanned = True
+        if event.trouble:
+            self._failed(self._writing, event.trouble)
+            return
+        self._tier.is_known = True
+        self._reduce()
+        self._write_next()
+
+    def _reduce(self) -> None:
+        """Remove what is more than is allowed, which an earlier run may have had."""
+        if not self._writes and (change := self._tier.reduce()) is not None:
+            self._begin(_Write(change))
+
+    def _missed(self, event: DiskMissed) -> None:
+        if event.trouble:
+            self._failed(self._reading, event.trouble)
+            return
+        if not self._tier.lost(event.dataset, event.block):
+            return
+        self._lost += 1
+        if self._time.now >= self._told_at + PAUSE_S:
+            facts = {"dataset": event.dataset.name, "blocks": self._lost}
+            self._told_at, self._lost = self._time.now, 0
+            self._note("blocks on disk were missing or damaged, and are read elsewhere", facts)
+
+    def _failed(self, faults: _Faults, trouble: str) -> None:
+        if self._time.now < faults.until:
+            return  # it was under way when the disk failed
+        faults.until = self._time.now + faults.pause_s
+        facts = {"why": trouble, "pause_s": round(faults.pause_s)}
+        self._note(f"the disk is not {faults.what} for a while", facts)
+        faults.pause_s = min(2 * faults.pause_s, _PAUSE_S_MAX)
+
+    def _note(self, event: str, facts: Mapping[str, object]) -> None:
+        self._do(Note(event, facts, is_failure=True))

@@ -1,0 +1,73 @@
+"""The keys with which the nodes of a job know each other when they exchange blocks.
+
+A key follows from a secret of the coordinator, the job and its generation, so that none is stored,
+and nodes of an older generation, or of another job, do not have it. The secret is in a file of the
+state directory, which the first coordinator there creates. It is read once, at the start: to
+replace it, remove the file and start the coordinator again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+
+from dataplane.errors import ConfigError
+from dataplane.security import private_file
+from dataplane.security.watched import content
+
+OWN_NAME = "neighbours.key"
+_SECRET_BYTES = 32
+_FILE_BYTES = 2 * _SECRET_BYTES + 1
+_KEY, _SALT = b"dataplane key", b"dataplane salt"
+
+
+class NeighbourKeys:
+    """Makes the keys. Its secret is in no text of it."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "NeighbourKeys()"
+
+    def key(self, job_id: str, generation: int) -> bytes:
+        """32 bytes for the nodes of one generation of a job."""
+        return self._made(_KEY, job_id.encode(), generation.to_bytes(8, "little"))
+
+    @property
+    def salt(self) -> bytes:
+        """32 bytes that differ from those of every other secret, and say nothing about it."""
+        return self._made(_SALT)
+
+    def _made(self, *parts: bytes) -> bytes:
+        # Lengths first, so that no two lists of parts are the same bytes.
+        message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        return hmac.digest(self._secret, message, hashlib.sha256)
+
+
+def keys_in(path: Path) -> NeighbourKeys:
+    """The keys of the secret in this file, which is created if it does not exist.
+
+    Raises:  ConfigError: it cannot be created or read, others can read it, or it is no such file.
+    """
+    private_file.make(path, f"{secrets.token_hex(_SECRET_BYTES)}\n", "the secret")
+    private_file.check(path)
+    found = content(str(path), _FILE_BYTES)
+    try:
+        secret = bytes.fromhex(found.decode("ascii"))
+    except ValueError:
+        secret = b""
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} is not a secret of {2 * _SECRET_BYTES} hex digits: remove it, and the "
+            "coordinator creates another when it starts",
+            path=str(path),
+        )
+    return NeighbourKeys(secret)
+
+
+def own_keys() -> NeighbourKeys:
+    """Keys that end with this process."""
+    return NeighbourKeys(secrets.token_bytes(_SECRET_BYTES))

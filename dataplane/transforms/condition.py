@@ -1,0 +1,337 @@
+"""A condition's tests, on the rows of a block, and on what is known of a block's columns.
+
+As in SQL, what is compared with null is neither true nor false, and a row is left only where the
+condition is true.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+from msgspec import Struct
+
+from dataplane.formats.base import ColumnBounds
+from dataplane.transforms.operands import FieldValue, Operand
+from dataplane.transforms.where import Relation
+
+Bounds = Mapping[str, ColumnBounds]
+
+
+class Outcomes(enum.Flag):
+    """What a condition may be, on some rows."""
+
+    TRUE = 1
+    FALSE = 2
+    NULL = 4
+
+
+ANY = Outcomes.TRUE | Outcomes.FALSE | Outcomes.NULL
+_OPPOSITE = {Outcomes.TRUE: Outcomes.FALSE, Outcomes.FALSE: Outcomes.TRUE}
+
+
+class RowTest(Protocol):
+    """A condition, or a part of one."""
+
+    def values(self, batch: pa.RecordBatch, /) -> pa.Array:
+        """Whether it holds for each row.
+
+        Shapes:  result: bool[rows], with nulls.
+        """
+
+    def outcomes(self, bounds: Bounds, /) -> Outcomes:
+        """What it may be on rows whose columns have these bounds."""
+
+    def known(self, outcome: Outcomes, /) -> frozenset[str]:
+        """The columns that are not null where it is TRUE or FALSE."""
+
+
+class FieldTest(Struct, frozen=True):
+    """A column compared with a constant of its type, or with one that lies outside of its type:
+    then `always` is the outcome.
+    """
+
+    field: FieldValue
+    relation: Relation
+    value: pa.Scalar | None
+    always: bool | None = None
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        if self.always is not None:
+            valid = self.field.stored(batch).is_valid()
+            return pc.if_else(valid, self.always, pa.scalar(None, pa.bool_()))
+        return getattr(pc, _KERNELS[self.relation])(self.field.values(batch), self.value)
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        found = bounds.get(self.field.name)
+        nulls = _null_outcomes(found)
+        if found is not None and found.null_count == found.rows:
+            return Outcomes.NULL
+        if self.always is not None:
+            return nulls | (Outcomes.TRUE if self.always else Outcomes.FALSE)
+        if found is None or found.lowest is None or self.value is None:
+            return nulls | Outcomes.TRUE | Outcomes.FALSE
+        return nulls | _compared(self.relation, found, self.value.as_py())
+
+    def known(self, _: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.field.columns
+
+
+class RelationTest(Struct, frozen=True):
+    """Two values of one kind, compared."""
+
+    relation: Relation
+    left: Operand
+    right: Operand
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        left, right = _alike(self.left.values(batch), self.right.values(batch))
+        return _of_rows(getattr(pc, _KERNELS[self.relation])(left, right), batch)
+
+    def outcomes(self, _: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        return ANY
+
+    def known(self, _: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.left.columns | self.right.columns
+
+
+class MemberTest(Struct, frozen=True):
+    """Whether a value is one of some, which have its type."""
+
+    of: Operand
+    members: pa.Array
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        values = self.of.values(batch)
+        members = self.members
+        if pa.types.is_floating(members.type):
+            # As "==" compares them: 32-bit floats as they are stored, and -0.0 with 0.0.
+            values, members = (pc.add(one.cast(pa.float64()), 0.0) for one in (values, members))
+        found = _of_rows(pc.is_in(values, value_set=members.cast(values.type)), batch)
+        valid = _of_rows(pc.is_valid(values), batch)
+        return pc.if_else(valid, found, pa.scalar(None, pa.bool_()))
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
+        nulls = _null_outcomes(found)
+        if found is not None and found.null_count == found.rows:
+            return Outcomes.NULL
+        if found is None or found.lowest is None:
+            return nulls | Outcomes.TRUE | Outcomes.FALSE
+        each = [_compared(Relation.EQ, found, one) for one in self.members.to_pylist()]
+        is_one = any(Outcomes.FALSE not in one for one in each)
+        is_none = not any(Outcomes.TRUE in one for one in each)
+        nulls |= Outcomes(0) if is_none else Outcomes.TRUE
+        return nulls if is_one else nulls | Outcomes.FALSE
+
+    def known(self, _: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.of.columns
+
+
+class LikeTest(Struct, frozen=True):
+    """Whether a text is like a pattern."""
+
+    of: FieldValue
+    pattern: str
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        return pc.match_like(self.of.values(batch), self.pattern)
+
+    def outcomes(self, _: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        return ANY
+
+    def known(self, _: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.of.columns
+
+
+class NullOf(Struct, frozen=True):
+    """Whether a column is null."""
+
+    of: FieldValue
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        return self.of.stored(batch).is_null()
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        found = bounds.get(self.of.name)
+        if found is None or found.null_count is None:
+            return Outcomes.TRUE | Outcomes.FALSE
+        if not found.null_count:
+            return Outcomes.FALSE
+        return Outcomes.TRUE if found.null_count == found.rows else Outcomes.TRUE | Outcomes.FALSE
+
+    def known(self, outcome: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.of.columns if outcome is Outcomes.FALSE else frozenset()
+
+
+class FlagTest(Struct, frozen=True):
+    """A column of true and false, or one of both for all rows."""
+
+    of: Operand
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        return _of_rows(self.of.values(batch), batch)
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
+        if found is None or found.lowest is None:
+            return ANY
+        return _null_outcomes(found) | _compared(Relation.EQ, found, value=True)
+
+    def known(self, _: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.of.columns
+
+
+class Joined(Struct, frozen=True):
+    """Tests joined by "and" or "or"."""
+
+    operator: str
+    parts: Sequence[RowTest]
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        join = pc.and_kleene if self.operator == "and" else pc.or_kleene
+        found = self.parts[0].values(batch)
+        for part in self.parts[1:]:
+            found = join(found, part.values(batch))
+        return found
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        # "or" is "and" of the opposites.
+        decides, other = Outcomes.FALSE, Outcomes.TRUE
+        if self.operator == "or":
+            decides, other = other, decides
+        each = [part.outcomes(bounds) for part in self.parts]
+        found = Outcomes(0)
+        if any(decides in one for one in each):
+            found |= decides
+        if all(other in one for one in each):
+            found |= other
+        if any(Outcomes.NULL in one for one in each) and all(one != decides for one in each):
+            found |= Outcomes.NULL
+        return found
+
+    def known(self, outcome: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        each = [part.known(outcome) for part in self.parts]
+        needs_all = (self.operator == "and") == (outcome is Outcomes.TRUE)
+        return frozenset.union(*each) if needs_all else frozenset.intersection(*each)
+
+
+class Inverse(Struct, frozen=True):
+    """The opposite of a test."""
+
+    of: RowTest
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
+        """As `RowTest.values`."""
+        import pyarrow.compute as pc
+
+        return pc.invert(self.of.values(batch))
+
+    def outcomes(self, bounds: Bounds) -> Outcomes:
+        """As `RowTest.outcomes`."""
+        inner = self.of.outcomes(bounds)
+        found = inner & Outcomes.NULL
+        for one, opposite in _OPPOSITE.items():
+            found |= opposite if one in inner else Outcomes(0)
+        return found
+
+    def known(self, outcome: Outcomes) -> frozenset[str]:
+        """As `RowTest.known`."""
+        return self.of.known(_OPPOSITE[outcome])
+
+
+_KERNELS = {
+    Relation.EQ: "equal",
+    Relation.NE: "not_equal",
+    Relation.LT: "less",
+    Relation.LE: "less_equal",
+    Relation.GT: "greater",
+    Relation.GE: "greater_equal",
+}
+
+
+def _null_outcomes(found: ColumnBounds | None) -> Outcomes:
+    return Outcomes(0) if found is not None and found.null_count == 0 else Outcomes.NULL
+
+
+def _compared(relation: Relation, found: ColumnBounds, value: object) -> Outcomes:
+    """What values within these bounds may give. NaN lies in no bounds: it differs from every
+    number, and nothing else is true of it.
+    """
+    lowest, highest = found.lowest, found.highest
+    try:
+        may_be = {
+            Relation.EQ: lowest <= value <= highest,
+            Relation.NE: not found.is_exact or not lowest == highest == value,
+            Relation.LT: lowest < value,
+            Relation.LE: lowest <= value,
+            Relation.GT: highest > value,
+            Relation.GE: highest >= value,
+        }
+    except TypeError:  # a type of bounds that this value is not compared with
+        return Outcomes.TRUE | Outcomes.FALSE
+    nan = found.may_be_nan
+    is_true = may_be[relation] or (nan and relation is Relation.NE)
+    is_false = may_be[_NOT[relation]] or (nan and relation is not Relation.NE)
+    outcomes = Outcomes.TRUE if is_true else Outcomes(0)
+    return outcomes | Outcomes.FALSE if is_false else outcomes
+
+
+_NOT = {
+    Relation.EQ: Relation.NE,
+    Relation.NE: Relation.EQ,
+    Relation.LT: Relation.GE,
+    Relation.LE: Relation.GT,
+    Relation.GT: Relation.LE,
+    Relation.GE: Relation.LT,
+}
+
+
+def _alike(left: pa.Array | pa.Scalar, right: pa.Array | pa.Scalar) -> list[pa.Array | pa.Scalar]:
+    """Both in a type that holds the values of both."""
+    both = [left, right]
+    kinds = [one.type for one in both]
+    if any(pa.types.is_uint64(kind) for kind in kinds) and not all(map(pa.types.is_uint64, kinds)):
+        if all(map(pa.types.is_integer, kinds)):
+            return [one.cast(pa.decimal128(20)) for one in both]
+        if any(map(pa.types.is_floating, kinds)):
+            return [one.cast(pa.float64(), safe=False) for one in both]
+    return both
+
+
+def _of_rows(found: pa.Array | pa.Scalar, batch: pa.RecordBatch) -> pa.Array:
+    """One value for all rows, repeated."""
+    return found if isinstance(found, pa.Array) else pa.repeat(found, batch.num_rows)

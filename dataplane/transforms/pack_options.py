@@ -1,0 +1,135 @@
+"""How users ask for packs of documents, and what that means. Pure: a trainer links it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dataplane.errors import ConfigError
+from dataplane.model import PACK_OUTPUTS, LongPolicy, PackPolicy, PackSpec
+from dataplane.units import whole
+
+LENGTH_MAX = 1 << 21
+_OUTPUTS: Final = (*PACK_OUTPUTS, "labels")
+_EXAMPLE = 'pack=Pack("tokens", length=4096)'
+_PAD_MAX = (1 << 63) - 1
+_ON_COMMAND_LINES: Final = ("length", "policy", "long", "multiple", "documents")
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Samples of `length` tokens, each made of several rows of the list column `column`.
+
+    `policy` is "best_fit", which puts whole rows side by side and pads what is left of a pack, or
+    "wrap", which cuts one long sequence of all rows. With best fit, `long` says what happens to a
+    row of more than `length` tokens: "fragment" cuts it into packs, "truncate" keeps its start,
+    "drop" leaves it out. `carry` are other list columns with one value a token, such as a loss
+    mask. `outputs` are columns that are made for each pack: "position_ids" and "document_ids"
+    int32[length], "cu_seqlens" int32[documents + 2] and "max_seqlen", int32, and "labels",
+    int64[length], which has the next token of each token, and -100 where a row ends and in padding.
+    Each row starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, an
+    eighth of `length` if not given. Padding has `pad_value`.
+    """
+
+    column: str
+    length: int
+    policy: str = PackPolicy.BEST_FIT.value
+    long: str = LongPolicy.FRAGMENT.value
+    carry: Sequence[str] = ()
+    outputs: Sequence[str] = PACK_OUTPUTS
+    multiple: int = 1
+    documents: int | None = None
+    pad_value: int = 0
+
+
+def pack_of_text(text: str) -> PackSpec:
+    """What a command line means with "tokens,length=4096": a column, and arguments of Pack.
+
+    Raises:  ConfigError: as `pack_spec`, or it is no such text.
+    """
+    column, *parts = text.split(",")
+    given: dict[str, str | int] = {}
+    for part in parts:
+        name, _, value = part.partition("=")
+        if name not in _ON_COMMAND_LINES or not value:
+            raise ConfigError(
+                f"pack {text!r}: {part!r} is none of {', '.join(_ON_COMMAND_LINES)} with a value:"
+                ' write "tokens,length=4096"',
+                field="pack",
+            )
+        given[name] = int(value) if value.isdecimal() else value
+    spec = pack_spec(Pack(column, given.pop("length", 0), **given))  # type: ignore[arg-type]
+    assert spec is not None
+    return spec
+
+
+def pack_spec(given: object) -> PackSpec | None:
+    """What this argument of a DataLoader means.
+
+    Raises:  ConfigError: it is no Pack, or one of its values is invalid; says what is allowed.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Pack):
+        raise ConfigError(f"pack={given!r:.80}: pass a Pack: {_EXAMPLE}", field="pack")
+    column, carry = _names("column", [given.column])[0], _names("carry", given.carry)
+    length = _count("length", given.length, 1, LENGTH_MAX)
+    multiple = _count("multiple", given.multiple, 1, length)
+    policy = _one_of("policy", given.policy, PackPolicy)
+    documents = 0 if given.documents is None else _count("documents", given.documents, 1, length)
+    if length % multiple:
+        raise _wrong("multiple", multiple, f"choose one that divides length={length}")
+    if policy is PackPolicy.WRAP and documents:
+        raise _wrong("documents", documents, 'leave it out with policy="wrap", which cuts anywhere')
+    return PackSpec(
+        column,
+        length,
+        policy,
+        _one_of("long", given.long, LongPolicy),
+        carry,
+        _outputs(given.outputs, (column, *carry)),
+        multiple,
+        documents,
+        _count("pad_value", given.pad_value, -_PAD_MAX, _PAD_MAX),
+    )
+
+
+def _outputs(given: object, columns: Sequence[str]) -> tuple[str, ...]:
+    asked = _names("outputs", given)
+    for name in asked:
+        if name not in _OUTPUTS:
+            raise _wrong("outputs", name, f"choose from {', '.join(_OUTPUTS)}")
+    for name in columns:
+        if name in asked or columns.count(name) > 1:
+            raise _wrong(
+                "carry", name, "a pack has two columns of this name: name each column once, and"
+                " leave out of outputs= what the dataset has",
+            )  # fmt: skip
+    return tuple(name for name in _OUTPUTS if name in asked)
+
+
+def _names(name: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise _wrong(name, given, "pass a list of names")
+    if not all(isinstance(each, str) and each for each in given):
+        raise _wrong(name, given, "pass names of columns")
+    return tuple(given)
+
+
+def _count(name: str, given: object, least: int, most: int) -> int:
+    found = whole(given)
+    if found is None or not least <= found <= most:
+        raise _wrong(name, given, f"pass a whole number from {least} to {most}")
+    return found
+
+
+def _one_of(name: str, given: object, choices: type[PackPolicy | LongPolicy]) -> Any:
+    for choice in choices:
+        if given == choice.value:
+            return choice
+    raise _wrong(name, given, f"choose one of {', '.join(choice.value for choice in choices)}")
+
+
+def _wrong(name: str, given: object, advice: str) -> ConfigError:
+    return ConfigError(f"{name}={given!r:.80} in Pack(…): {advice}", field=name)

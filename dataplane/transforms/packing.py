@@ -1,0 +1,84 @@
+"""The columns of batches of packs: sequence packing, as plan/packs.py plans it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnSpec, Kind, PackSpec
+from dataplane.plan.packs import Packing, documents_max
+from dataplane.transforms.images import delivered
+from dataplane.transforms.lists import LISTS
+
+LABELS = "labels"
+PACKING = "packing"
+"""The only column of the batches with which a node counts packs: of each block, a Packing."""
+
+
+def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[ColumnSpec, ...]:
+    """The columns of a job's batches, from those of its decoded blocks.
+
+    Raises:  ConfigError: a column has no images, or cannot be packed.
+    """
+    found = delivered(specs, spec.transforms)
+    if spec.view.pack is not None:
+        found = packed_columns(found, spec.view.pack)
+    name = "" if spec.mixture is None else spec.mixture.source_column
+    if name and any(each.name == name for each in found):
+        raise ConfigError(
+            f"source_column={name!r}: the sources have such a column: choose another name",
+            field="source_column",
+        )
+    return (*found, ColumnSpec(name, Kind.FIXED, "int32")) if name else found
+
+
+def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnSpec, ...]:
+    """The columns of packs: those that are packed, then what is made for each pack.
+
+    Raises:  ConfigError: a column is missing, or has no numbers for tokens.
+    """
+    known = {spec.name: spec for spec in specs}
+    columns = [_packed(name, known, pack) for name in (pack.column, *pack.carry)]
+    if not columns[0].dtype.lstrip("u").startswith("int"):
+        raise ConfigError(
+            f"column {pack.column!r} has lists of {columns[0].dtype}: packs need lists of integers,"
+            " the tokens of documents",
+            field=pack.column,
+        )
+    bounds = np.iinfo(columns[0].dtype)
+    if not bounds.min <= pack.pad_value <= bounds.max:
+        raise ConfigError(
+            f"pad_value={pack.pad_value} in Pack({pack.column!r}, …) is no {columns[0].dtype}, the"
+            f" type of its tokens: choose one from {bounds.min} to {bounds.max}",
+            field=pack.column,
+        )
+    if pack.outputs == (PACKING,):
+        return (ColumnSpec(PACKING, Kind.FIXED, "int64", (len(Packing.__struct_fields__),)),)
+    return (*columns, *(_output(name, pack) for name in pack.outputs))
+
+
+def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSpec:
+    spec = known.get(name)
+    if spec is None or spec.kind not in LISTS or spec.shape:
+        raise ConfigError(
+            f"pack= needs column {name!r} to be lists of numbers, one number a token, and it is"
+            f" {'missing' if spec is None else 'not'}: name columns of lists in Pack(column,"
+            " carry=[…])",
+            field=name,
+        )
+    return ColumnSpec(name, Kind.FIXED, spec.dtype, (pack.length,))
+
+
+def _output(name: str, pack: PackSpec) -> ColumnSpec:
+    shapes = {
+        "position_ids": (pack.length,),
+        "document_ids": (pack.length,),
+        "cu_seqlens": (documents_max(pack) + 2,),
+        "max_seqlen": (),
+    }
+    if name == LABELS:
+        return ColumnSpec(name, Kind.FIXED, "int64", (pack.length,))
+    return ColumnSpec(name, Kind.FIXED, "int32", shapes[name])

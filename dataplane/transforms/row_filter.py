@@ -1,0 +1,109 @@
+"""Leaves out the rows of a decoded block that a view does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from dataplane.model import View
+from dataplane.plan.subsets import chosen, has_shares
+from dataplane.transforms.condition import Bounds, Outcomes
+from dataplane.transforms.conditions import Condition
+from dataplane.transforms.plain import objects
+
+Bools = NDArray[np.bool_]
+
+
+class BlockRows(Struct, frozen=True):
+    """Which rows a block stores: `count` rows of its shard from `first` on. `word` stands for the
+    shard in the keys of its rows.
+    """
+
+    count: int
+    first: int = 0
+    word: int = 0
+
+
+class RowFilter(Struct, frozen=True):
+    """What a view asks of each row, for the blocks of one dataset."""
+
+    view: View
+    condition: Condition | None
+
+    @classmethod
+    def of(cls, view: View, schema: pa.Schema) -> Self | None:
+        """None if the view has all rows, but for a limit.
+
+        Raises:  ConfigError: its condition does not suit the schema.
+        """
+        if not view.where:
+            return cls(view, None) if has_shares(view) else None
+        return cls(view, Condition.of(view.where, schema))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The top-level columns that it reads."""
+        return () if self.condition is None else self.condition.columns
+
+    def mask(self, batch: pa.RecordBatch, rows: BlockRows) -> Bools:
+        """Which rows of a whole block are left.
+
+        Shapes:  result: bool[rows].
+        Raises:  ConfigError: a number that the condition computes has no room.
+        """
+        mask = chosen(self.view, rows.word, rows.first, rows.count)
+        if self.condition is not None:
+            found = self.condition.test.values(batch).fill_null(fill_value=False)
+            mask &= found.to_numpy(zero_copy_only=False)
+        return mask
+
+    def count_known(self, bounds: Bounds, rows: BlockRows) -> int | None:
+        """How many rows are left of a block with these bounds of columns; None if its values
+        decide that.
+        """
+        outcomes = Outcomes.TRUE
+        if self.condition is not None:
+            outcomes = self.condition.test.outcomes(bounds)
+        if Outcomes.TRUE not in outcomes:
+            return 0
+        if outcomes is not Outcomes.TRUE:
+            return None
+        return int(np.count_nonzero(chosen(self.view, rows.word, rows.first, rows.count)))
+
+    def left(self, batch: pa.RecordBatch, rows: BlockRows) -> pa.RecordBatch:
+        """The rows of a whole block that are left."""
+        mask = self.mask(batch, rows)
+        return batch if mask.all() else filtered(batch, mask)
+
+
+def reads_columns(view: View, schema: pa.Schema, columns: Sequence[str]) -> tuple[str, ...]:
+    """These columns, and those that the view reads besides.
+
+    Raises:  ConfigError: as `RowFilter.of`.
+    """
+    found = RowFilter.of(view, schema)
+    return tuple(dict.fromkeys((*columns, *(() if found is None else found.columns))))
+
+
+def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
+    """The rows of a batch that are marked.
+
+    Shapes:  mask: bool[rows].
+    """
+    if not batch.num_columns:
+        return batch.slice(0, int(np.count_nonzero(mask)))
+    marked = pa.array(mask)
+    arrays = [_filtered(array, marked) for array in batch.columns]
+    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _filtered(array: pa.Array, mask: pa.Array) -> pa.Array:
+    try:
+        return array.filter(mask)
+    except pa.ArrowNotImplementedError:  # views of texts, for example
+        return objects(array).filter(mask)

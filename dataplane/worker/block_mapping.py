@@ -1,0 +1,93 @@
+"""A user's map over the blocks of a dataset, and what it makes of the first rows.
+
+The first rows are read by a job of the node's own, before the job that has the map is opened: its
+blocks have one column, whose first row says which columns the map returns.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from msgspec import Struct
+
+from dataplane.rpc import tasks
+from dataplane.transforms.functions import MappedColumns
+from dataplane.worker.functions import (
+    CalledAt,
+    UserFunction,
+    block_generator,
+    loaded,
+    mapped,
+    untyped,
+)
+
+FOUND_COLUMNS = pa.schema([("columns", pa.large_binary())])
+"""The schema of the blocks of a dataset whose columns are looked for."""
+_FIRST_ROWS = 64
+_ARGUMENT = "map"
+
+
+class BlockMapping(Struct, frozen=True):
+    """The function of this name over blocks, with the columns that it returned before; None: they
+    are to be found.
+    """
+
+    name: str
+    seed: int
+    columns: MappedColumns | None
+
+    def applied(self, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
+        """The block that the function makes of a decoded block.
+
+        Raises:  FunctionError: it fails, or returns something else than it did for the first rows.
+        ConfigError: it cannot be imported.
+        """
+        function = loaded(_ARGUMENT, self.name)
+        if self.columns is None:
+            return _found(self._find(function, batch, raw), batch.num_rows)
+        return self._mapped(function, batch, raw, self.columns.schema)
+
+    def _mapped(
+        self,
+        function: UserFunction,
+        batch: pa.RecordBatch,
+        raw: tasks.RawBlockRef,
+        schema: pa.Schema | None,
+    ) -> pa.RecordBatch:
+        generator = None
+        if function.takes_generator:
+            generator = block_generator(self.seed, raw.shard, raw.index)
+        at = CalledAt(_ARGUMENT, self.name, raw.url, raw.index)
+        return mapped(function, batch, generator, at, schema)
+
+    def _find(
+        self, function: UserFunction, batch: pa.RecordBatch, raw: tasks.RawBlockRef
+    ) -> MappedColumns:
+        at = CalledAt(_ARGUMENT, self.name, raw.url, raw.index)
+        names = batch.schema.names
+        reads = tuple(names) if function.reads is None else function.reads
+        missing = [name for name in reads if name not in names]
+        if missing:
+            raise at.fault(
+                f"reads column {missing[0]!r}, which the dataset does not have; it has: "
+                f"{', '.join(names)}"
+            )
+        batch = batch.select(reads)
+        some = self._mapped(function, batch.slice(0, _FIRST_ROWS), raw, None)
+        if untyped(some.schema) and batch.num_rows > _FIRST_ROWS:
+            some = self._mapped(function, batch, raw, None)
+        unknown = untyped(some.schema)
+        if unknown:
+            raise at.fault(
+                f"returned only nulls or empty lists in column {unknown[0]!r} for the first block, "
+                "which have no type: return an Arrow array that has one, such as "
+                "pyarrow.array(values, pyarrow.list_(pyarrow.int64()))"
+            )
+        row_bytes = sum(column.nbytes for column in some.columns) // max(some.num_rows, 1) + 1
+        schema = some.schema.remove_metadata()
+        return MappedColumns(schema, reads, row_bytes, function.takes_generator, function.code)
+
+
+def _found(columns: MappedColumns, rows: int) -> pa.RecordBatch:
+    """A block whose first row has what was found."""
+    values = [columns.to_bytes(), *[None] * (rows - 1)]
+    return pa.record_batch([pa.array(values, pa.large_binary())], FOUND_COLUMNS.names)

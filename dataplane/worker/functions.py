@@ -1,0 +1,343 @@
+"""Calls a user's functions in a worker, and checks what they return.
+
+Invariants:
+1. A module is imported, and a class instantiated, once a worker, when the first block needs it.
+2. Whatever a function raises becomes one FunctionError, with its traceback as text. Only a lack of
+   memory stays what it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+
+from dataplane.errors import ConfigError, FunctionError
+from dataplane.formats.faults import is_out_of_memory
+from dataplane.formats.unsupported import unsupported_type
+from dataplane.plan.permute import Domain, key
+from dataplane.transforms.functions import GENERATOR
+from dataplane.units import IMPORT_PATH_VARIABLE
+
+_TRACEBACK_MAX = 6000
+_NUMBER = re.compile(r"\b(u?int\d+|halffloat|float|double)\b")
+
+
+class UserFunction(Struct, frozen=True):
+    """A function that was imported, or an object of a class that was. `reads` are the stored
+    columns that it takes, None for all of them. `code` changes with the file that defines it, and
+    with its attribute `version`.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    takes_generator: bool
+    reads: tuple[str, ...] | None
+    code: str = ""
+
+
+class CalledAt(Struct, frozen=True):
+    """Where a function is called, for errors."""
+
+    argument: str
+    function: str
+    shard: str
+    block: int | None = None
+
+    def __str__(self) -> str:
+        block = "" if self.block is None else f", block {self.block}"
+        return f"{self.shard}{block}: {self.argument}={self.function!r}"
+
+    def fault(self, why: str) -> FunctionError:
+        """The error that its result has this fault."""
+        return FunctionError(
+            f"{self} {why}", function=self.function, shard=self.shard, block=self.block
+        )
+
+
+# -- import ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def loaded(argument: str, name: str) -> UserFunction:
+    """The function of this name.
+
+    Raises:  ConfigError: it cannot be imported; says why, and from where.
+    """
+    _use_import_path()
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if f"{module}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{argument}={name!r}: workers find no module {missing!r}. They look where the "
+                "trainer that started the node does (its sys.path and working directory), and "
+                "those of `dataplane serve` in the environment of that command: install the "
+                f"package there, or add its folder to PYTHONPATH. They looked in {sys.path}",
+                field=argument,
+            ) from error
+        raise _not_imported(argument, name, error) from error
+    except Exception as error:
+        raise _not_imported(argument, name, error) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            where = getattr(sys.modules[module], "__file__", "")
+            raise ConfigError(
+                f"{argument}={name!r}: module {module!r} ({where}) has no {path!r}", field=argument
+            )
+        found = getattr(found, part)
+    try:
+        call = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise _not_imported(argument, name, error) from error
+    if not callable(call):
+        raise ConfigError(
+            f"{argument}={name!r} cannot be called: it is {call!r:.80}", field=argument
+        )
+    reads, code = _reads(call, argument, name), _code(call, module)
+    return UserFunction(name, call, _takes_generator(call), reads, code)
+
+
+def _use_import_path() -> None:
+    """Look for modules where the trainer does that started this node, in the same order."""
+    given = os.environ.get(IMPORT_PATH_VARIABLE)
+    if given:
+        sys.path[:] = json.loads(given)
+
+
+def _not_imported(argument: str, name: str, error: Exception) -> Exception:
+    if is_out_of_memory(error):
+        return error
+    return FunctionError(
+        f"{argument}={name!r} could not be imported: {_told(error)}", function=name
+    )
+
+
+def _takes_generator(call: Callable[..., Any]) -> bool:
+    try:
+        return GENERATOR in inspect.signature(call).parameters
+    except (TypeError, ValueError):  # a function in C without a signature
+        return False
+
+
+def _code(call: Callable[..., Any], module: str) -> str:
+    """16 hex digits of a hash of the module's file, and of the function's version if it has one."""
+    file = getattr(sys.modules[module], "__file__", None)
+    try:
+        content = b"" if file is None else Path(file).read_bytes()
+    except OSError:  # it is within an archive
+        content = b""
+    version = repr(getattr(call, "version", None)).encode()
+    return hashlib.blake2b(content + version, digest_size=8).hexdigest()
+
+
+def _reads(call: Callable[..., Any], argument: str, name: str) -> tuple[str, ...] | None:
+    given = getattr(call, "reads", None)
+    if given is None:
+        return None
+    if isinstance(given, str) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(
+            f"{argument}={name!r}: its attribute `reads` names the columns that it takes, as a "
+            f"list of str, and not {given!r:.80}",
+            field=argument,
+        )
+    return tuple(given)
+
+
+# -- call --------------------------------------------------------------------------------------
+
+
+def block_generator(seed: int, shard: int, block: int) -> np.random.Generator:
+    """The random numbers of a map for one block: the same on every node and in every epoch."""
+    return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, shard, block)))
+
+
+@contextmanager
+def user_code(at: CalledAt) -> Iterator[None]:
+    """Raises:  FunctionError: the user's code has failed; with its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise at.fault(f"failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """The error, and its traceback from the user's first line on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frames)).strip()
+    if len(lines) > _TRACEBACK_MAX:
+        lines = f"{lines[: _TRACEBACK_MAX // 2]}\n  …\n{lines[-_TRACEBACK_MAX // 2 :]}"
+    return f"{type(error).__name__}: {error!s:.500}\n{lines}"
+
+
+_OWN_FILES = frozenset({__file__, importlib.__file__, "<frozen importlib._bootstrap>"})
+
+
+# -- columns -----------------------------------------------------------------------------------
+
+
+def mapped(
+    function: UserFunction,
+    batch: pa.RecordBatch,
+    generator: np.random.Generator | None,
+    at: CalledAt,
+    schema: pa.Schema | None = None,
+) -> pa.RecordBatch:
+    """What the function makes of a block, with this schema, or with the one that it gives.
+
+    Raises:  FunctionError: it fails, or returns other columns, rows or types.
+    """
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    with user_code(at):
+        if function.takes_generator:
+            returned = function.call(columns, generator=generator)
+        else:
+            returned = function.call(columns)
+    if isinstance(returned, pa.RecordBatch | pa.Table):
+        returned = dict(zip(returned.schema.names, returned.columns, strict=True))
+    if not isinstance(returned, Mapping) or not all(isinstance(one, str) for one in returned):
+        raise at.fault(f"returned {_kind(returned)}, and not a dict of columns by name")
+    if not returned:
+        raise at.fault("returned no column")
+    if schema is not None and set(returned) != set(schema.names):
+        raise at.fault(
+            f"returned the columns {', '.join(returned)}, and {', '.join(schema.names)} for the "
+            "first rows of the dataset: it must return the same columns for each block"
+        )
+    names = list(returned) if schema is None else schema.names
+    arrays = [
+        _array(returned[name], None if schema is None else schema.field(name).type, name, at)
+        for name in names
+    ]
+    for name, array in zip(names, arrays, strict=True):
+        if len(array) != batch.num_rows:
+            raise at.fault(
+                f"returned {len(array)} rows in column {name!r}, and got {batch.num_rows}: a map "
+                "returns one row for each (where= leaves rows out)"
+            )
+    return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -> pa.Array:
+    where = f"column {name!r}"
+    try:
+        array = _arrow(given)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        more = "" if wanted is None else f", which is {wanted} in the first rows of the dataset"
+        raise at.fault(
+            f"returned {_kind(given)} in {where}{more}, and that has no form in Arrow: "
+            f"{error!s:.300}"
+        ) from error
+    if array is None:
+        raise at.fault(
+            f"returned {_kind(given)} in {where}: return an Arrow or numpy array, or a list"
+        )
+    if wanted is not None and array.type != wanted:
+        is_typed = hasattr(given, "dtype") or isinstance(given, pa.Array | pa.ChunkedArray)
+        form = _bare if is_typed else _loose  # Python's numbers have no type of their own
+        if form(array.type) != form(wanted) and not _has_null_type(array.type):
+            raise at.fault(
+                f"returned {array.type} in {where}, and {wanted} for the first rows of the "
+                "dataset: it must return the same types for each block"
+            )
+        try:
+            array = array.cast(wanted)
+        except pa.ArrowException as error:
+            raise at.fault(
+                f"returned {array.type} in {where}, which cannot become {wanted}, its type in the "
+                f"first rows of the dataset: {error!s:.300}"
+            ) from error
+    fault = unsupported_type(array.type)
+    if fault:
+        raise at.fault(f"returned {where}, which {fault}: a batch cannot have that")
+    try:
+        array.validate(full=True)
+    except pa.ArrowException as error:
+        raise at.fault(f"returned an invalid array in {where}: {error!s:.300}") from error
+    return array
+
+
+def _arrow(given: object) -> pa.Array | None:
+    """As an Arrow array; None if it is not one of the kinds that are taken."""
+    if isinstance(given, pa.ChunkedArray):
+        given = given.combine_chunks()
+        if isinstance(given, pa.ChunkedArray):
+            return pa.concat_arrays(given.chunks)
+    if isinstance(given, pa.Array):
+        return given
+    if isinstance(given, str | bytes | Mapping):
+        return None
+    if not isinstance(given, np.ndarray) and hasattr(given, "__array__"):
+        given = np.asarray(given)
+    if isinstance(given, np.ndarray):
+        return _of_numpy(given)
+    if not isinstance(given, Sequence):
+        return None
+    if given and isinstance(given[0], np.ndarray) and given[0].ndim > 1:
+        return _of_numpy(np.stack(given))
+    found = pa.array(given)
+    return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found
+
+
+def _of_numpy(given: np.ndarray) -> pa.Array:
+    if not given.ndim:
+        raise ValueError("it has no rows")
+    if given.ndim == 1:
+        return pa.array(given.tolist() if given.dtype.kind in "OUS" else given)
+    array = pa.array(np.ascontiguousarray(given).reshape(-1))
+    for size in given.shape[:0:-1]:
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def _bare(kind: pa.DataType) -> str:
+    """The type without what a library chooses for itself: the width of offsets, and views."""
+    text = str(kind)
+    for word in ("large_", "_view"):
+        text = text.replace(word, "")
+    return text
+
+
+def _loose(kind: pa.DataType) -> str:
+    """The type without the size of its numbers."""
+    return _NUMBER.sub("number", _bare(kind))
+
+
+def _has_null_type(kind: pa.DataType) -> bool:
+    if pa.types.is_null(kind):
+        return True
+    return any(_has_null_type(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def untyped(schema: pa.Schema) -> list[str]:
+    """The columns of which only nulls and empty lists were seen."""
+    return [field.name for field in schema if _has_null_type(field.type)]
+
+
+def _kind(given: object) -> str:
+    kind = type(given)
+    if given is None:
+        return "None"
+    is_own = kind.__module__ == "builtins"
+    name = kind.__qualname__ if is_own else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

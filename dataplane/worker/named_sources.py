@@ -1,0 +1,60 @@
+"""The column that says which source of a mixture each sample of a slab is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+
+from dataplane.arena.slab_layout import ALIGN_BYTES
+from dataplane.rpc.messages import Batch, Column
+from dataplane.worker.columns import RowIndex
+from dataplane.worker.gather import Gathered
+
+_DTYPE = np.dtype(np.int32)
+
+
+class Gathers(Protocol):
+    """What assembles a slab."""
+
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None, /) -> Gathered:
+        """Write as many whole batches as fit; `expect` is called before with the bytes that they
+        take.
+        """
+
+
+class NamedSources:
+    """What another gathers, and behind it a column of int32: the source of each row, which is that
+    of its block.
+
+    Shapes:  sources: one a block.   row_index: int32[rows, 2], (index of the block, row).
+    """
+
+    def __init__(
+        self,
+        gather: Gathers,
+        sources: Sequence[int],
+        row_index: RowIndex,
+        batches: Sequence[Batch],
+    ) -> None:
+        self._gather = gather
+        self._values = np.array(sources, _DTYPE)[row_index[:, 0]]
+        self._ends = np.cumsum([0, *(batch.rows for batch in batches)]) * _DTYPE.itemsize
+
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
+        """As that of the other."""
+        own = ALIGN_BYTES + int(self._ends[-1])
+        made = self._gather.into(slab[: max(len(slab) - own, 0)], expect)
+        if not made.batch_count:
+            return replace(made, bytes_needed=made.bytes_needed + own)
+        begin = -(-made.bytes_used // ALIGN_BYTES) * ALIGN_BYTES
+        length = int(self._ends[made.batch_count])
+        if expect is not None:
+            expect(begin + length)
+        np.frombuffer(slab[begin : begin + length], _DTYPE)[:] = self._values[
+            : length // _DTYPE.itemsize
+        ]
+        column = Column(tuple((begin + self._ends[: made.batch_count]).tolist()), (), ())
+        return replace(made, bytes_used=begin + length, columns=(*made.columns, column))

@@ -1,0 +1,134 @@
+"""Blocks of documents, and the packs that are made of them.
+
+Blocks hold documents, so that they stay the same in all epochs; which of them share a pack is
+computed here, from their lengths and a key, when a block is first gathered from in an epoch.
+
+Invariants:
+1. Packs are remembered for some blocks only. Whatever is forgotten is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from dataplane.errors import CorruptShard, RowOutOfBounds
+from dataplane.model import ColumnSpec, PackSpec
+from dataplane.plan.packs import Int64, Packs, packs_of
+from dataplane.rpc import tasks
+from dataplane.transforms.packing import PACKING, packed_columns
+from dataplane.worker.columns import BlockColumns
+
+_KEPT_BYTES_MAX = 128 << 20
+_KEYS_KEPT = 2
+"""Of one block: an epoch begins while the one before it ends."""
+
+
+class PackForm(Struct, frozen=True):
+    """How the blocks of a dataset become packs: their columns, and those of batches."""
+
+    pack: PackSpec
+    stored: tuple[ColumnSpec, ...]
+    specs: tuple[ColumnSpec, ...]
+
+    @classmethod
+    def of(cls, stored: Sequence[ColumnSpec], pack: PackSpec) -> PackForm:
+        """Raises:  ConfigError: a column cannot be packed."""
+        return cls(pack, tuple(stored), packed_columns(stored, pack))
+
+    @property
+    def padding(self) -> bytes:
+        """What tokens are padded with."""
+        return np.array(self.pack.pad_value).astype(self.specs[0].dtype).tobytes()
+
+    @property
+    def counts(self) -> bool:
+        """Whether packs are only counted."""
+        return self.pack.outputs == (PACKING,)
+
+    def column(self, name: str) -> int:
+        """Which of the stored columns has this name."""
+        return next(at for at, spec in enumerate(self.stored) if spec.name == name)
+
+
+class PackBlock(Struct, frozen=True):
+    """A block of documents with its packs, by key; or without, an excerpt whose rows are packs."""
+
+    columns: BlockColumns
+    packs: tuple[Packs, ...] | None
+
+
+class KnownPacks:
+    """The packs of the blocks that were used last, by the key of the block."""
+
+    def __init__(self) -> None:
+        self._packs: OrderedDict[int, dict[int | None, Packs]] = OrderedDict()
+        self._bytes = 0
+
+    def of(
+        self,
+        block_key: int,
+        columns: BlockColumns,
+        form: PackForm,
+        keyed: int | None,
+        origin: tasks.Origin | None,
+    ) -> Packs:
+        """The packs of a block, drawn with this key.
+
+        Raises:  CorruptShard: carried columns have other lengths than the tokens.
+        RowOutOfBounds: the lists are not among their values.
+        """
+        known = self._packs.setdefault(block_key, {})
+        self._packs.move_to_end(block_key)
+        found = known.get(keyed)
+        if found is not None:
+            return found
+        while len(known) >= _KEYS_KEPT:
+            self._bytes -= known.pop(next(iter(known))).nbytes
+        made = known[keyed] = packs_of(document_lengths(columns, origin, form), form.pack, keyed)
+        self._bytes += made.nbytes
+        while self._bytes > _KEPT_BYTES_MAX and len(self._packs) > 1:
+            self.forget(next(iter(self._packs)))
+        return made
+
+    def forget(self, block_key: int) -> None:
+        """The block is gone, or its packs are not needed."""
+        known = self._packs.pop(block_key, {})
+        self._bytes -= sum(each.nbytes for each in known.values())
+
+
+def document_lengths(columns: BlockColumns, origin: tasks.Origin | None, form: PackForm) -> Int64:
+    """The number of tokens of each document of a block.
+
+    Shapes:  result: int64[rows].
+    """
+    name = form.pack.column
+    lengths = _list_lengths(columns, form.column(name))
+    if len(lengths) and lengths.min() < 0:
+        raise RowOutOfBounds(f"the lists of column {name!r} have negative lengths", row=0)
+    for other in form.pack.carry:
+        others = _list_lengths(columns, form.column(other))
+        differ = np.flatnonzero(others != lengths)
+        if len(differ):
+            row = int(differ[0])
+            where = "" if origin is None else f"{origin.url}: row {origin.first_row + row}: "
+            raise CorruptShard(
+                f"{where}column {other!r} has {others[row]} values and {name!r} {lengths[row]}:"
+                " columns are packed together only if each has one value a token",
+                shard=None if origin is None else origin.url,
+                expected=int(lengths[row]),
+                found=int(others[row]),
+            )
+    return lengths
+
+
+def _list_lengths(columns: BlockColumns, at: int) -> Int64:
+    if not columns.rows:
+        return np.zeros(0, np.int64)
+    start_bytes = int(columns.table[at, -1])
+    starts = columns.starts[at].view.view(f"i{start_bytes}").astype(np.int64)
+    lengths: Int64 = starts[1:] - starts[:-1]
+    return lengths

@@ -1,0 +1,177 @@
+"""Several datasets that one loader mixes, as a user names them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane.model import Exhausted, MixUnit, View
+from dataplane.rpc.messages import DatasetSource, MixtureAsked, SourceAsked
+from dataplane.units import whole
+
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_LENGTH_MAX = (1 << 62) - 1
+_PASSES_MAX = (1 << 31) - 1
+_OPTIONS = ("where", "sample", "split", "limit", "map")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One dataset of a mixture: its urls, and how much of it is read.
+
+    `weight` is its share, in any unit that all sources have. `passes` says instead how often an
+    epoch reads it, in proportion to the others: 2 for twice as often as a source with 1. An epoch
+    reads it `max_passes` times at most; by default once, or without limit with exhausted="cycle".
+    `mean_length` is the mean length of its samples in tokens, for unit="tokens". All others are as
+    those of a loader, for this source instead of the loader's.
+    """
+
+    urls: Urls
+    weight: float | None = None
+    passes: float | None = None
+    max_passes: int | None = None
+    mean_length: float | None = None
+    format: str | None = None
+    where: str | None = None
+    sample: float | None = None
+    split: Sequence[object] | None = None
+    limit: int | None = None
+    map: str | Callable[..., Any] | None = None
+
+    def own_options(self) -> dict[str, object]:
+        """The loader's options that it replaces, as they were given."""
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Mixture:
+    """Datasets that one loader mixes: pass it to DataLoader in place of a url.
+
+    `sources` maps names to sources, or to urls if a `temperature` says how much of each is read:
+    1 in proportion to their samples, and the larger, the more equal. `unit` is what weights are
+    shares of: "samples"; "tokens", where longer samples count more, by the bytes of the columns
+    that are read or by each source's mean_length; or "batch", where each global batch is of one
+    source. `exhausted` says what happens when a source was read max_passes times: "stop" ends the
+    epoch, "renormalise" goes on with the others until all are read, and "cycle" reads it again,
+    until each was read once. With a `length`, in `unit`, the epoch has that length. The next epoch
+    goes on with the samples of each source that come next. `source_column` names a column of int32
+    that batches get: the index of each sample's source.
+
+    Raises:  ConfigError: a name, weight or number is none.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source | Urls],
+        *,
+        unit: str = "samples",
+        exhausted: str = "stop",
+        length: int | None = None,
+        temperature: float | None = None,
+        source_column: str | None = None,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise ConfigError(
+                f"a Mixture needs a dict of names and sources, not {sources!r:.80}", field="sources"
+            )
+        self.sources = {name: _source(name, given) for name, given in sources.items()}
+        self.unit = _choice("unit", unit, MixUnit)
+        self.exhausted = _choice("exhausted", exhausted, Exhausted)
+        self.length = _count("length", length, _LENGTH_MAX)
+        self.temperature, self.source_column = temperature, source_column or ""
+        self._check_weights()
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.sources)})"
+
+    def asked(self, urls: Mapping[str, tuple[str, ...]], views: Mapping[str, View]) -> MixtureAsked:
+        """The message that asks for it, with these absolute urls and views of the sources."""
+        return MixtureAsked(
+            tuple(
+                SourceAsked(
+                    name,
+                    DatasetSource(urls[name], source.format or ""),
+                    float(source.weight or 0),
+                    float(source.passes or 0),
+                    _count("max_passes", source.max_passes, _PASSES_MAX),
+                    float(source.mean_length or 0),
+                    views[name],
+                )
+                for name, source in self.sources.items()
+            ),
+            self.unit,
+            self.exhausted,
+            self.length,
+            float(self.temperature or 0),
+            self.source_column,
+        )
+
+    def _check_weights(self) -> None:
+        said = {
+            name: [one for one in (source.weight, source.passes) if one is not None]
+            for name, source in self.sources.items()
+        }
+        for name, source in self.sources.items():
+            numbers = {"weight": source.weight, "passes": source.passes}
+            numbers |= {"mean_length": source.mean_length}
+            for field, value in numbers.items():
+                _check_number(name, field, value)
+        if self.temperature is not None:
+            _check_number("", "temperature", self.temperature)
+            if any(said.values()):
+                raise ConfigError(
+                    "temperature= says how much of each source is read: leave out weights and"
+                    " passes, or the temperature",
+                    field="temperature",
+                )
+            return
+        passes = [source.passes is not None for source in self.sources.values()]
+        if any(len(each) != 1 for each in said.values()) or len(set(passes)) > 1:
+            raise ConfigError(
+                "say how much of each source is read in one way: a weight for each, such as"
+                ' {"web": Source(url, weight=0.7), …}, or passes for each, or temperature=1 for'
+                " all in proportion to their samples",
+                field="weight",
+            )
+        if self.unit is MixUnit.TOKENS and any(passes):
+            raise ConfigError(
+                'passes count samples: leave out unit="tokens", or give weights', field="unit"
+            )
+
+
+def _source(name: object, given: object) -> Source:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{name!r:.80} is not a name for a source", field="sources")
+    return given if isinstance(given, Source) else Source(given)  # type: ignore[arg-type]
+
+
+def _choice(field: str, given: object, known: Any) -> Any:
+    values = {each.value: each for each in known}
+    if given not in values:
+        names = ", ".join(map(repr, values))
+        raise ConfigError(f"{field}={given!r:.80}: choose one of {names}", field=field)
+    return values[given]
+
+
+def _count(field: str, given: object, most: int) -> int:
+    found = 0 if given is None else whole(given)
+    if found is None or not (given is None or 1 <= found <= most):
+        raise ConfigError(f"{field}={given!r:.80}: a whole number from 1 to {most}", field=field)
+    return found
+
+
+def _check_number(name: str, field: str, value: object) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    least = 0 if field == "weight" else 5e-324
+    if is_number and math.isfinite(value) and value >= least:  # type: ignore[arg-type, operator]
+        return
+    whose = f"source {name!r}: " if name else ""
+    kind = "0 or more" if field == "weight" else "more than 0"
+    raise ConfigError(f"{whose}{field}={value!r:.80}: a number, {kind}", field=field)

@@ -1,0 +1,326 @@
+"""Which nodes make slabs for which jobs: numbers are those of coordinator/makers.py, those with an N
+are of coordinator/nodes.py.
+"""
+
+import sys
+from functools import partial
+
+from machine import LEASE_S, Machine
+from membership import beat, join, leave, node, progress
+from msgspec import structs
+
+from dataplane.coordinator.makers import FEW, KEPT_S, NAMED_EVERY_S
+from dataplane.errors import ConfigError
+from dataplane.rpc.membership import (
+    HeartbeatRequest,
+    KnownNodes,
+    NeighbourNode,
+)
+
+
+def at(number):
+    return f"10.0.{number // 256}.{number % 256}:7078"
+
+
+def maker(number, workers=8, **more):
+    """A node c<i> with workers and without trainers."""
+    return node(
+        f"c{number}", data_address=at(number), arena_bytes=100, worker_count=workers, **more
+    )
+
+
+def short(number=0, **more):
+    """A node n<i> without workers, which owns no blocks."""
+    return node(f"n{number}", data_address=at(100 + number), worker_count=0, **more)
+
+
+def short_beat(*known, number=0, generation=1, is_short=True, workers=0):
+    """The heartbeat of a node n<i> that has rank i of the job j."""
+    report = progress(f"m{number}-i{generation}", generation)
+    told = beat(report, node_id=f"n{number}", known=known, is_short=is_short)
+    return structs.replace(told, node=short(number) if not workers else able(number, workers))
+
+
+def able(number, workers):
+    return node(f"n{number}", data_address=at(100 + number), arena_bytes=100, worker_count=workers)
+
+
+def beat_of(request, *known):
+    """A heartbeat of a node without members, that knows these versions of the job j."""
+    return HeartbeatRequest(request, known=tuple(KnownNodes("j", one) for one in known))
+
+
+def makers(nodes):
+    return [one.node_id for one in nodes.nodes if one.worker_count]
+
+
+def start(machine, *numbers):
+    """Makers, then a node without workers that joins; what it is told."""
+    for number in numbers:
+        machine.ask(maker(number))
+    machine.ask(short())
+    return machine.ask(join(0, 2)).nodes
+
+
+def test_1_the_first_join_of_a_node_without_workers_names_makers_after_its_nodes(machine):
+    nodes = start(machine, 1)
+    assert nodes.nodes == (
+        NeighbourNode("n0", at(100), 0),
+        NeighbourNode("c1", at(1), 100, 8),
+    )
+    (told,) = machine.ask(beat_of(maker(1))).jobs
+    assert told is nodes
+    answer = machine.ask(beat_of(maker(1), nodes.version))
+    assert (answer.jobs, answer.left) == ((), ())
+
+
+def test_1_nodes_that_cannot_make_are_no_makers(machine):
+    machine.ask(node("c1", worker_count=8))
+    machine.ask(node("c2", data_address=at(2), worker_count=0))
+    machine.ask(node("c3", data_address="127.0.0.1:7078", worker_count=8))
+    assert makers(start(machine)) == []
+    for request in (node("c1"), node("c2", data_address=at(2), worker_count=0)):
+        assert machine.ask(beat_of(request)).jobs == ()
+    # Nobody on another host would reach it, so it is not told either.
+    assert machine.ask(beat_of(node("c3", data_address="127.0.0.1:7078"))).jobs == ()
+
+
+def test_1_on_one_host_makers_have_loopback_addresses(machine):
+    machine.ask(node("c1", data_address="127.0.0.1:7078"))
+    machine.ask(node("n0", data_address="127.0.0.1:7079", worker_count=0))
+    assert makers(machine.ask(join(0, 2)).nodes) == ["c1"]
+
+
+def test_1_a_maker_that_gets_a_trainer_makes_for_no_other_job(machine):
+    before = start(machine, 1, 2)
+    assert makers(before) == ["c1", "c2"]
+    joined = machine.ask(join(0, 1, job="k", node_id="c1")).nodes
+    assert [one.node_id for one in joined.nodes] == ["c1"], "its own job is not short"
+    after = machine.ask(short_beat(before.version)).jobs[0]
+    assert makers(after) == ["c2"]
+    report = structs.replace(
+        beat_of(maker(1), before.version),
+        members=(progress("m0-i1", job="k"),),
+    )
+    for _ in range(3):  # it is told what it has left a lease after the coordinator's start
+        machine.ask(short_beat())
+        machine.ask(beat_of(maker(2)))
+        assert machine.ask(report).left == ()
+        machine.wait(LEASE_S / 3)
+    machine.ask(beat_of(maker(2)))
+    answer = machine.ask(report)
+    assert answer.left == ("j",)
+    assert [one.job_id for one in answer.jobs] == ["k"]
+    machine.ask(leave("m0-i1", job="k"))
+    assert machine.ask(short_beat()).jobs[0] == before
+    assert machine.ask(beat_of(maker(1))).jobs[0] == before
+
+
+def test_1_a_node_whose_trainers_a_new_launch_has_replaced_is_a_maker(machine):
+    machine.ask(maker(1))
+    machine.ask(join(0, 1, job="k", node_id="c1"))
+    assert makers(start(machine)) == []
+    machine.ask(able(9, workers=4))
+    machine.ask(join(0, 1, job="k", node_id="n9", incarnation="i2"))
+    assert makers(machine.ask(short_beat()).jobs[0]) == ["c1"]
+
+
+def test_1_a_maker_with_another_address_or_other_workers_is_named_anew(machine):
+    version = start(machine, 1).version
+    for changed in (maker(1, 16), structs.replace(maker(1, 16), data_address=at(7))):
+        assert machine.ask(beat_of(maker(1), version)).jobs == ()
+        machine.ask(beat_of(changed, version))
+        (told,) = machine.ask(short_beat(version)).jobs
+        (named,) = (one for one in told.nodes if one.worker_count)
+        assert (named.address, named.worker_count) == (changed.data_address, 16)
+        machine.ask(beat_of(maker(1), version))
+
+
+def test_1_a_maker_of_the_same_job_that_gets_its_trainer_is_a_neighbour(machine):
+    start(machine, 1)
+    nodes = machine.ask(join(1, 2, node_id="c1")).nodes
+    assert nodes.nodes == (NeighbourNode("c1", at(1), 100), NeighbourNode("n0", at(100), 0))
+    assert makers(machine.ask(short_beat()).jobs[0]) == []
+
+
+def test_1_a_maker_that_falls_silent_is_named_for_a_lease(machine):
+    before = start(machine, 1, 2)
+    for _ in range(3):
+        machine.ask(beat_of(maker(2)))
+        assert machine.ask(short_beat(before.version)).jobs == ()
+        machine.wait(LEASE_S / 3)
+    after = machine.ask(short_beat(before.version)).jobs[0]
+    assert makers(after) == ["c2"]
+    # It is back, and knows the job still.
+    assert machine.ask(beat_of(maker(1), before.version)).left == ()
+    assert machine.ask(short_beat(after.version)).jobs[0].version == before.version
+
+
+def test_1_a_maker_whose_token_is_for_one_job_makes_for_no_other(machine):
+    machine.ask(maker(1, only_job="j"))
+    machine.ask(maker(2, only_job="k"))
+    assert makers(start(machine, 3)) == ["c1", "c3"]
+    machine.ask(short(1))
+    assert makers(machine.ask(join(0, 1, job="k", node_id="n1")).nodes) == ["c2", "c3"]
+    for number, jobs in ((1, ["j"]), (2, ["k"]), (3, ["j", "k"])):
+        only = jobs[0] if len(jobs) == 1 else ""
+        told = machine.ask(beat_of(maker(number, only_job=only))).jobs
+        assert [one.job_id for one in told] == jobs
+    # It asks for the other one, in vain.
+    told = machine.ask(beat_of(maker(3, only_job="l"))).jobs
+    assert told == ()
+
+
+def test_2_a_job_is_short_while_one_of_its_nodes_says_so(machine):
+    machine.ask(maker(1))
+    machine.ask(able(0, workers=4))
+    nodes = machine.ask(join(0, 2)).nodes
+    assert makers(nodes) == []
+    assert machine.ask(beat_of(maker(1))).jobs == ()
+    told = machine.ask(short_beat(nodes.version, workers=4)).jobs[0]
+    assert makers(told) == ["c1"]
+    assert machine.ask(short_beat(told.version, workers=4, is_short=False)).jobs == ()
+    waited = 0
+    while waited < KEPT_S - 2:
+        machine.ask(short_beat(workers=4, is_short=False))
+        (still,) = machine.ask(beat_of(maker(1))).jobs
+        assert still.version == told.version
+        machine.wait(2)
+        waited += 2
+    machine.wait(2)
+    after = machine.ask(short_beat(told.version, workers=4, is_short=False)).jobs[0]
+    assert after == nodes
+    answer = machine.ask(beat_of(maker(1), told.version))
+    assert (answer.jobs, answer.left) == ((), ("j",))
+
+
+def test_2_other_jobs_do_not_change(machine):
+    machine.ask(able(1, workers=4))
+    before = machine.ask(join(1, 2, job="k", node_id="n1", member="m")).nodes
+    assert makers(start(machine, 1)) == ["c1"]
+    report = HeartbeatRequest(able(1, workers=4), (progress("m", job="k"),))
+    assert machine.ask(report).jobs[0] is before
+    (told,) = machine.ask(beat_of(maker(1))).jobs
+    assert told.job_id == "j"
+
+
+def test_2_a_job_whose_members_are_gone_has_no_makers(machine):
+    start(machine, 1)
+    machine.ask(leave("m0-i1"))
+    assert machine.job().nodes == ()
+    assert machine.ask(beat_of(maker(1))).jobs == ()
+
+
+def test_3_many_makers_that_start_together_change_the_nodes_of_a_job_once_a_second(machine):
+    version, told = start(machine, 1).version, []
+    for number in range(2, 4 * FEW):
+        machine.ask(maker(number))
+        for nodes in machine.ask(short_beat(version)).jobs:
+            told, version = [*told, len(makers(nodes))], nodes.version
+    assert told == list(range(2, FEW + 2))
+    machine.wait(NAMED_EVERY_S)
+    assert len(makers(machine.ask(short_beat(version)).jobs[0])) == 4 * FEW - 1
+
+
+def steps_of(call):
+    """How many steps Python makes in this call."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_4_a_heartbeat_takes_as_many_steps_with_many_nodes_as_with_few():
+    taken = []
+    for count in (3, 300):
+        machine = Machine()
+        for number in range(count):
+            machine.ask(able(number, workers=4))
+            machine.ask(join(number, count, node_id=f"n{number}"))
+            machine.ask(maker(number))
+        machine.ask(short_beat(workers=4))
+        machine.wait(NAMED_EVERY_S)
+        version = machine.ask(short_beat(workers=4)).jobs[0].version
+        assert len(machine.job().nodes) == 2 * count
+        requests = (short_beat(version, workers=4), beat_of(maker(1), version), maker(2))
+        taken.append([steps_of(partial(machine.ask, one)) for one in requests])
+    assert taken[0] == taken[1]
+    assert min(taken[0]) > 100, "the steps are counted"
+
+
+def test_n2_after_a_restart_makers_are_told_again_once_all_had_time_for_a_heartbeat(machine):
+    before = start(machine, 1, 2)
+    machine.restart()
+    for _ in range(3):
+        # Neither is told anything before, although the node is known, and one maker.
+        for request in (
+            short_beat(before.version),
+            short_beat(),
+            beat_of(maker(1), before.version),
+            beat_of(maker(1)),
+        ):
+            answer = machine.ask(request)
+            assert (answer.jobs, answer.left) == ((), ())
+        assert machine.job().nodes == ()
+        machine.wait(3)
+    machine.ask(maker(2))
+    machine.wait(LEASE_S / 3 - 9)
+    assert machine.ask(short_beat(before.version)).jobs == ()
+    assert machine.ask(short_beat()).jobs == (before,)
+    assert machine.ask(beat_of(maker(2))).jobs == (before,)
+
+
+def test_n2_a_job_that_begins_after_a_restart_gets_its_makers_at_once(machine):
+    start(machine, 1)
+    machine.restart()
+    machine.ask(maker(1))
+    machine.ask(short())
+    assert makers(machine.ask(join(0, 2, incarnation="i2")).nodes) == ["c1"]
+    assert makers(machine.ask(join(0, 2, job="k")).nodes) == ["c1"]
+
+
+def test_n3_a_maker_of_a_job_that_the_coordinator_has_lost_is_told_after_a_lease(machine):
+    known = (KnownNodes("lost", 7),)
+    waited = 0
+    while waited < LEASE_S:
+        answer = machine.ask(HeartbeatRequest(maker(1), known=known))
+        assert answer.left == ()
+        machine.wait(5)
+        waited += 5
+    assert machine.ask(HeartbeatRequest(maker(1), known=known)).left == ("lost",)
+
+
+def test_a_maker_of_many_jobs_is_told_some_of_them_with_each_heartbeat(machine, monkeypatch):
+    monkeypatch.setattr("dataplane.coordinator.nodes._TOLD_MAX", 5)
+    machine.ask(maker(1))
+    machine.ask(short())
+    for number in range(5):
+        machine.ask(join(0, 1, job=f"j{number}"))
+    known, rounds = (), 0
+    while jobs := machine.ask(HeartbeatRequest(maker(1), known=known)).jobs:
+        assert len(jobs) <= 2, "of two nodes each"
+        known += tuple(KnownNodes(one.job_id, one.version) for one in jobs)
+        rounds += 1
+    assert rounds == 3
+    assert sorted(one.job_id for one in known) == [f"j{number}" for number in range(5)]
+
+
+def test_numbers_of_no_node_of_ours_are_refused(machine):
+    for request, field in (
+        (maker(1, 1 << 20), "worker_count"),
+        (maker(1, only_job="x" * 300), "only_job"),
+    ):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, ConfigError)
+        assert refusal.field == field

@@ -1,0 +1,254 @@
+"""What the nodes of a job are told of each other: numbers are those of coordinator/neighbours.py, 10
+is that of coordinator/state.py.
+"""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine import LEASE_S, Machine
+from membership import beat, join, leave, node, progress
+
+from dataplane.coordinator.records import Tick
+from dataplane.errors import ConfigError, LeaseExpired
+from dataplane.rpc.membership import HeartbeatRequest, NeighbourNode, StatusRequest
+
+NODES = ("n0", "n1", "n2")
+ADDRESSES = ("", "10.0.0.1:70", "10.0.0.2:70", "[fd00::1]:70", "127.0.0.1:70", "[::1]:70")
+
+
+def at(number):
+    return f"10.0.0.{number + 1}:7078"
+
+
+def here(machine, *numbers):
+    """Register nodes, and let rank i of 4 join through node i."""
+    for number in numbers:
+        name = f"n{number}"
+        machine.ask(node(name, data_address=at(number), arena_bytes=100))
+        joined = machine.ask(join(number, 4, node_id=name))
+    return joined
+
+
+def told(machine, number, *known, generation=1):
+    """What a heartbeat of rank i tells its node; None if nothing."""
+    report = progress(f"m{number}-i{generation}", generation)
+    renewing = beat(
+        report, node_id=f"n{number}", known=known, data_address=at(number), arena_bytes=100
+    )
+    jobs = machine.ask(renewing).jobs
+    return jobs[0] if jobs else None
+
+
+def names(nodes):
+    return [one.node_id for one in nodes.nodes]
+
+
+def test_1_a_join_and_a_heartbeat_tell_the_nodes_of_the_job_with_address_and_weight(machine):
+    nodes = here(machine, 0, 1).nodes
+    assert nodes.nodes == tuple(NeighbourNode(f"n{i}", at(i), 100) for i in range(2))
+    assert (nodes.job_id, nodes.generation, nodes.key) == ("j", 1, b"")
+    assert told(machine, 0) == nodes
+    assert told(machine, 0, nodes.version) is None
+    assert told(machine, 0, nodes.version + 1) == nodes
+
+
+def test_1_the_disk_of_a_node_is_told_of(machine):
+    machine.ask(node("n0", data_address=at(0), arena_bytes=100, disk_id="d0"))
+    (found,) = machine.ask(join(0, 4, node_id="n0")).nodes.nodes
+    assert found == NeighbourNode("n0", at(0), 100, disk_id="d0")
+
+
+def test_1_a_node_without_an_address_is_told_and_not_told_of(machine):
+    here(machine, 0)
+    machine.ask(node("n1"))
+    assert names(machine.ask(join(1, 4, node_id="n1")).nodes) == ["n0"]
+
+
+def test_1_a_node_whose_last_member_left_or_was_silent_is_no_longer_told_of(machine):
+    here(machine, 0, 1, 2)
+    machine.ask(leave("m2-i1"))
+    assert names(told(machine, 0)) == ["n0", "n1"]
+    for _ in range(4):
+        machine.wait(LEASE_S / 3)
+        last = told(machine, 0)
+    assert names(last) == ["n0"]
+    machine.ask(join(1, 4, node_id="n1"))
+    assert names(told(machine, 0)) == ["n0", "n1"]
+
+
+def test_1_a_member_that_joins_through_another_node_takes_its_job_there(machine):
+    here(machine, 0, 1)
+    machine.ask(node("n2", data_address=at(2)))
+    machine.ask(join(1, 4, node_id="n2"))
+    assert names(told(machine, 0)) == ["n0", "n2"]
+
+
+def test_1_a_new_generation_is_told_only_to_its_own_members(machine):
+    before = here(machine, 0, 1).nodes
+    after = machine.ask(join(0, 4, incarnation="i2")).nodes
+    assert (after.generation, names(after)) == (2, ["n0"])
+    assert after.version != before.version
+    answer = machine.ask(beat(progress("m1-i1", 1), node_id="n1", data_address=at(1)))
+    assert isinstance(answer.verdicts[0].error, LeaseExpired)
+    assert answer.jobs == ()
+
+
+def test_1_addresses_of_one_host_are_told_only_as_long_as_there_are_no_others(machine):
+    for number in range(2):
+        machine.ask(node(f"n{number}", data_address=f"127.0.0.1:{70 + number}"))
+        nodes = machine.ask(join(number, 4, node_id=f"n{number}")).nodes
+    assert names(nodes) == ["n0", "n1"]
+    machine.ask(node("n2", data_address=at(2)))
+    assert names(machine.ask(join(2, 4, node_id="n2")).nodes) == ["n2"]
+
+
+def test_2_another_secret_means_another_version(machine):
+    before = here(machine, 0).nodes
+    machine.salt = b"another salt"
+    machine.restart()
+    after = told(machine, 0)
+    assert after.nodes == before.nodes
+    assert after.version != before.version
+
+
+def test_3_what_is_told_is_made_once(machine):
+    here(machine, 0, 1)
+    assert told(machine, 0) is told(machine, 1)
+
+
+def test_10_only_the_first_member_of_a_node_is_told_when_it_joins(machine):
+    nodes = here(machine, 0).nodes
+    assert machine.ask(join(1, 4)).nodes is None
+    assert machine.ask(join(0, 4)).nodes is None
+    assert told(machine, 0) == nodes
+    machine.ask(leave("m1-i1"))
+    assert machine.ask(join(0, 4)).nodes == nodes
+
+
+def test_10_a_node_without_a_member_of_a_job_is_told_nothing_of_it(machine):
+    here(machine, 0)
+    assert machine.ask(beat(node_id="n1", data_address=at(1), known=(1,))).jobs == ()
+    assert machine.ask(beat(progress("m9-i1"), node_id="n1", known=(1,))).jobs == ()
+    assert machine.ask(beat(progress(generation=2), node_id="n1")).jobs == ()
+
+
+@pytest.mark.parametrize("how", ["all are heard of", "one is silent", "one has left"])
+def test_10_after_a_restart_nodes_keep_what_they_know_until_all_are_heard_of(machine, how):
+    before = here(machine, 0, 1).nodes
+    machine.restart()
+    assert told(machine, 0, before.version) is None
+    assert told(machine, 0) is None
+    assert machine.ask(join(0, 4)).nodes is None
+    assert machine.job().nodes == ()
+    if how == "all are heard of":
+        assert told(machine, 1, before.version) is None
+        assert told(machine, 1) == told(machine, 0) == before
+        assert machine.job().nodes_version == before.version
+        return
+    if how == "one has left":
+        machine.ask(leave("m1-i1"))
+    else:
+        for _ in range(3):
+            machine.wait(LEASE_S / 3)
+            told(machine, 0)
+        machine.wait(1)
+    assert names(told(machine, 0, before.version)) == ["n0"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "node-1:7078",
+        "10.0.0.1",
+        "10.0.0.1:0",
+        "unix:/run/x",
+        "169.254.169.254:80",
+        "[fe80::1]:80",
+        "[::ffff:169.254.169.254]:80",
+        "0.0.0.0:80",
+        "[::]:80",
+        "224.0.0.1:80",
+        "[FD00::1]:80",
+        "010.0.0.1:80",
+        "x" * 300,
+    ],
+)
+def test_an_address_to_which_no_node_may_be_sent_is_refused(machine, address):
+    for request in (node(data_address=address), beat(data_address=address)):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, ConfigError)
+        assert refusal.field in ("data_address", None)
+    assert not machine.state._nodes.records
+
+
+def test_a_heartbeat_of_no_node_of_ours_is_refused(machine):
+    for request, field in (
+        (beat(arena_bytes=1 << 60), "arena_bytes"),
+        (beat(known=range(5000)), "known"),
+    ):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, ConfigError)
+        assert refusal.field == field
+
+
+which = st.sampled_from(NODES)
+ranks = st.integers(0, 3)
+launches = st.sampled_from(["i1", "i2"])
+EVENTS = st.one_of(
+    st.builds(lambda name, address, weight: node(name, data_address=address, arena_bytes=weight),
+              which, st.sampled_from(ADDRESSES), st.integers(1, 2)),
+    st.builds(lambda rank, name, launch: join(rank, 4, node_id=name, incarnation=launch),
+              ranks, which, launches),
+    st.builds(lambda rank, launch, lost: leave(f"m{rank}-{launch}", lost=lost),
+              ranks, launches, st.booleans()),
+    st.sampled_from(["beat", "wait", "restart"]),
+)  # fmt: skip
+
+
+def renew_all(machine, registered):
+    """A heartbeat of every node with joined members, whose address stays."""
+    jobs = machine.ask(StatusRequest()).jobs
+    for one in jobs[0].members if jobs else ():
+        if one.state == "joined" and one.node_id in registered:
+            report = progress(one.member_id, jobs[0].generation)
+            machine.ask(HeartbeatRequest(registered[one.node_id], (report,)))
+
+
+@given(events=st.lists(EVENTS, max_size=40))
+@settings(max_examples=200)
+def test_2_the_version_changes_exactly_when_the_nodes_or_the_generation_do(events):
+    machine, registered = Machine(), {}
+    versions = {}
+    for event in events:
+        if event == "wait":
+            machine.wait(LEASE_S / 2)
+        elif event == "restart":
+            machine.restart()
+            # All are heard of again at once.
+            for request in registered.values():
+                machine.ask(request)
+        elif event == "beat":
+            renew_all(machine, registered)
+        else:
+            machine.ask(event)
+            if hasattr(event, "data_address"):
+                registered[event.node_id] = event
+        machine.ask(Tick())
+        jobs = machine.ask(StatusRequest()).jobs
+        if not jobs:
+            continue
+        (job,) = jobs
+        joined = {one.node_id for one in job.members if one.state == "joined"}
+        nodes = [registered[name] for name in NODES if name in joined and name in registered]
+        present = [(one.node_id, one.data_address, one.arena_bytes) for one in nodes]
+        reached = [one for one in present if one[1]]
+        reached = [one for one in reached if one[1] not in ADDRESSES[-2:]] or reached
+        if job.nodes_version:
+            assert [(one.node_id, one.address, one.arena_bytes) for one in job.nodes] == reached
+            content = (job.generation, *reached)
+            assert versions.setdefault(content, job.nodes_version) == job.nodes_version
+        else:
+            assert not joined <= set(registered), "they are told unless one is not known"
+    assert all(one != other for one, other in itertools.combinations(versions.values(), 2))

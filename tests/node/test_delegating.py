@@ -1,0 +1,169 @@
+"""What makers answer is checked before a trainer gets it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from scheduler_world import PAGE, World
+
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import plan_slots
+from dataplane.errors import CorruptShard, DataplaneError, NeighbourGone
+from dataplane.model import Region, Stream, Topology
+from dataplane.node.dataset import dataset_of
+from dataplane.node.delegating import Delegating
+from dataplane.node.delivery import DelegatedJob, DeliveryArena
+from dataplane.rpc import fetches, making, messages, tasks
+from dataplane.rpc.convert import decode, encode
+from dataplane.scheduler import events
+
+DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
+MAKER = fetches.SlabMaker("10.0.0.2:1", "job", 1, bytes(32), "own", "maker")
+OTHER = fetches.SlabMaker("10.0.0.3:1", "job", 1, bytes(32), "own", "other")
+
+
+class Reads:
+    """Remembers what is asked for."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[fetches.ReadSlab, Callable[[fetches.SlabRead], None]]] = []
+        self.detached: list[int] = []
+
+    def read_slab(
+        self, order: fetches.ReadSlab, _fd: int, report: Callable[[fetches.SlabRead], None]
+    ) -> None:
+        self.orders.append((order, report))
+
+    def detach_arena(self, arena_id: int) -> None:
+        self.detached.append(arena_id)
+
+
+class Makers:
+    """The other nodes."""
+
+    def __init__(self, *makers: fetches.SlabMaker) -> None:
+        self.found: Sequence[fetches.SlabMaker] = makers
+
+    def makers(self, job_id: str, /) -> Sequence[fetches.SlabMaker]:
+        return self.found if job_id == "job" else ()
+
+
+class Delegated:
+    """A delivery of which other nodes make slabs, and all that is told to the scheduler."""
+
+    def __init__(self, delivery: DeliveryArena) -> None:
+        self.reads, self.makers, self.told = Reads(), Makers(MAKER, OTHER), list[events.Event]()
+        neighbours: Any = self.makers
+        self.delegating = Delegating(self.reads, neighbours, self.told.append)
+        source = messages.DatasetSource(("s3://bucket/data",))
+        opening = messages.OpenJob("job", "launch", "member", source, PLACE)
+        delivery.job = DelegatedJob(opening, DIGEST, "")
+        self.delivery = delivery
+        self.delegating.open(delivery)
+
+    def make(self, maker: str = "maker", hedge: str = "") -> None:
+        at = Stream(3, 64, 1, 2, step_stride=2)
+        steps, coming = making.StepRange(4, 2), (making.StepRange(8, 2),)
+        self.delegating.make(
+            events.MakeElsewhere(
+                7, self.delivery.delivery_id, at, steps, coming, Region(0, ROOM), 8192, maker, hedge
+            )
+        )
+
+    def answer(self, note: bytes, length: int = 100, **more: Any) -> tasks.ResultBody:
+        self.make()
+        _, report = self.reads.orders.pop()
+        report(fetches.SlabRead(1, note=note, length=length, node_id="maker", **more))
+        told = self.told.pop()
+        assert isinstance(told, events.SlabAssembled)
+        assert told.number == 7
+        return told.result
+
+
+@pytest.fixture
+def delegated() -> Iterator[Delegated]:
+    world, plan = World(random.Random(1)), plan_slots(0, PAGE)
+    arena = Arena.create("test", plan.arena_bytes)
+    dataset = dataset_of(1, world.manifest, world.spec)
+    yield Delegated(DeliveryArena(1, arena, plan, (dataset,)))
+    arena.close()
+
+
+def note(result: DataplaneError | tasks.Assembled) -> bytes:
+    return encode(tasks.Result(result))
+
+
+def layout(*columns: messages.Column) -> bytes:
+    return encode(messages.Layout(columns))
+
+
+GOOD = messages.Column(values=(0, 32), lengths=(64, 96), width=(1, 1))
+
+
+def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> None:
+    assert delegated.told == [
+        events.MakersKnown(delegated.delivery.delivery_id, ("maker", "other"))
+    ]
+    delegated.make(hedge="other")
+    ((order, _),) = delegated.reads.orders
+    assert (order.maker, order.hedge) == (MAKER, OTHER)
+    asked = decode(making.MakeSlab, order.request)
+    assert asked == making.MakeSlab(
+        DIGEST, 3, 64, 1, 2, 2, making.StepRange(4, 2), 8192, "", (making.StepRange(8, 2),)
+    )
+    opening = decode(making.MakeSlab, order.request_opening)
+    assert opening.opening is not None
+    assert opening.opening.source.urls == ("s3://bucket/data",)
+    assert (opening.digest, opening.steps, opening.coming) == (DIGEST, asked.steps, asked.coming)
+
+
+def test_what_describes_a_slab_points_nowhere_else(delegated: Delegated) -> None:
+    made = tasks.Assembled(2, bytes_used=100, layout=layout(GOOD))
+    assert delegated.answer(note(made)) == made
+    for wrong in (
+        b"\xff\xff",
+        note(tasks.Assembled(3, bytes_used=100, layout=layout(GOOD))),
+        note(tasks.Assembled(2, bytes_used=101, layout=layout(GOOD))),
+        note(tasks.Assembled(2, bytes_used=100, layout=layout(GOOD, GOOD))),
+        note(tasks.Assembled(2, bytes_used=100, layout=layout(messages.Column((101,))))),
+        note(tasks.Assembled(2, bytes_used=100, layout=layout(messages.Column((), (101,))))),
+        note(tasks.Assembled(2, bytes_used=100, layout=b"\xff")),
+        note(tasks.Assembled(0, bytes_needed=ROOM, bytes_used=100)),
+        encode(tasks.Result(tasks.Done())),
+    ):
+        assert isinstance(delegated.answer(wrong), NeighbourGone), wrong
+
+
+def test_errors_of_the_data_and_of_makers_are_told_apart(delegated: Delegated) -> None:
+    broken = CorruptShard("s3://bucket/data/1 is broken", shard="s3://bucket/data/1")
+    found = delegated.answer(note(broken))
+    assert isinstance(found, CorruptShard)
+    assert isinstance(delegated.answer(b"", error=NeighbourGone("it has died")), NeighbourGone)
+    too_large = tasks.Assembled(0, bytes_needed=ROOM + 1)
+    assert delegated.answer(note(too_large), length=0) == too_large
+
+
+def test_makers_come_and_go(delegated: Delegated) -> None:
+    delegated.told.clear()
+    delegated.makers.found = (OTHER,)
+    delegated.delegating.nodes_changed("another job")
+    assert not delegated.told
+    delegated.delegating.nodes_changed("job")
+    assert delegated.told == [events.MakersKnown(delegated.delivery.delivery_id, ("other",))]
+    delegated.make()
+    assert not delegated.reads.orders
+    told = delegated.told[-1]
+    assert isinstance(told, events.SlabAssembled)
+    assert isinstance(told.result, NeighbourGone)
+    newer = fetches.SlabMaker("10.0.0.3:1", "job", 2, bytes([1] * 32), "own", "other")
+    delegated.makers.found = (newer,)
+    count = len(delegated.told)
+    delegated.delegating.nodes_changed("job")
+    assert len(delegated.told) == count, "the same nodes, with another key"
+    delegated.make("other")
+    assert delegated.reads.orders[0][0].maker == newer
+    delegated.delegating.drop(delegated.delivery.delivery_id)
+    assert delegated.reads.detached == [delegated.delivery.delivery_id]

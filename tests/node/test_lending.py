@@ -1,0 +1,126 @@
+"""A node's lender as a process: what it sends, what the node hears of it, and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+from lender import BLOCK_BYTES, DATASET, GENERATION, JOB, free, lending_node
+
+from dataplane.errors import NeighbourGone
+from dataplane.model import BlockForm, Region
+from dataplane.rpc.lending import Asked
+from dataplane.worker.forking import fork_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(run_mark: str) -> Iterator[None]:
+    """It takes half a second to start."""
+    with fork_server.held():
+        yield
+
+
+def test_bytes_of_blocks_arrive_and_each_region_is_free_once() -> None:
+    async def play() -> None:
+        async with lending_node() as node:
+            assert await node.ask(node.neighbour(1)) == node.block(1)
+            part = await node.ask(node.neighbour(2, 100), 5)
+            assert part == node.block(2, 100, 5)
+            asked = node.asked[1]
+            assert asked == Asked(asked.number, JOB, DATASET, 2, 100, 5, BlockForm.RAW, "node-2")
+            many = [node.ask(node.neighbour(n % 8, form=BlockForm.DECODED)) for n in range(16)]
+            assert await asyncio.gather(*many) == [node.block(n % 8) for n in range(16)]
+            await node.until(lambda: len(node.given) == 18)
+            assert sorted(node.given) == [asked.number for asked in node.asked]
+            assert node.lending.lent_bytes == 17 * BLOCK_BYTES + 5
+
+    asyncio.run(play())
+
+
+def test_what_is_refused_or_only_decoded_is_told() -> None:
+    async def play() -> None:
+        async with lending_node() as node:
+            node.answer = lambda asked: node.lending.refuse(asked.number)
+            assert await node.ask(node.neighbour()) == b""
+            node.answer = lambda asked: node.lending.only_decoded(asked.number, 12345)
+            into = memoryview(bytearray(7))
+            answer = await asyncio.to_thread(node.lines.read, node.neighbour(), into, free, bool)
+            assert (answer.outcome.name, answer.length) == ("ONLY_DECODED", 12345)
+            assert node.given == []
+
+    asyncio.run(play())
+
+
+def test_a_killed_lender_frees_its_regions_and_another_one_lends() -> None:
+    async def play() -> None:
+        async with lending_node() as node:
+            node.answer = lambda _: None
+            reads = [asyncio.ensure_future(node.ask(node.neighbour(n), 1000)) for n in range(3)]
+            await node.until(lambda: len(node.asked) == 3)
+            early, given, late = node.asked
+            os.kill(node.lending.pid, signal.SIGSTOP)  # it cannot send what it is given
+            node.give(given)
+            assert node.given == []
+            os.kill(node.lending.pid, signal.SIGKILL)
+            await node.until(lambda: node.given)
+            assert node.given == [given.number]
+            node.lending.refuse(early.number)  # nobody waits for these
+            node.give(late)
+            await node.until(lambda: len(node.given) == 2)
+            assert node.given == [given.number, late.number]
+            ends = await asyncio.gather(*reads, return_exceptions=True)
+            assert [type(end) for end in ends] == [NeighbourGone] * 3
+            node.answer = node.give
+            assert await node.ask(node.neighbour(5)) == node.block(5)
+            assert node.asked[-1].number > late.number
+
+    asyncio.run(play())
+
+
+def test_keys_follow_generations_and_leave_with_their_job() -> None:
+    async def play() -> None:
+        async with lending_node() as node:
+            assert await node.ask(node.neighbour(1)) == node.block(1)
+            old, node.key = node.key, os.urandom(32)
+            node.lending.keys(JOB, GENERATION + 1, node.key)
+            for stale in (node.neighbour(key=old), node.neighbour()):
+                with pytest.raises(NeighbourGone):
+                    await node.ask(stale)
+            newer = node.neighbour(4, generation=GENERATION + 1)
+            assert await node.ask(newer) == node.block(4)
+            os.kill(node.lending.pid, signal.SIGKILL)  # the next one is told the key
+            await node.until(lambda: not node.lending.pid)
+            assert await node.ask(newer) == node.block(4)
+            node.lending.keys(JOB, 0, b"")
+            with pytest.raises(NeighbourGone):
+                await node.ask(newer)
+
+    asyncio.run(play())
+
+
+def test_a_region_of_another_length_is_not_sent() -> None:
+    async def play() -> None:
+        async with lending_node() as node:
+            node.answer = lambda asked: node.lending.give(asked.number, Region(0, 5))
+            assert await node.ask(node.neighbour(1)) == b""
+            await node.until(lambda: node.given)
+
+    asyncio.run(play())
+
+
+def test_ipv6_works_as_well() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+
+    async def play() -> None:
+        async with lending_node("::1") as node:
+            assert node.address.startswith("[::1]:")
+            assert await node.ask(node.neighbour(1)) == node.block(1)
+
+    asyncio.run(play())

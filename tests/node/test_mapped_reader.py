@@ -1,0 +1,46 @@
+"""Which functions the workers of a node call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dataplane.config import NodeConfig
+from dataplane.errors import ConfigError
+from dataplane.node.mapped_reader import check_allowed
+
+EXAMPLE = NodeConfig("/c", 1 << 26, 1 << 27, 1 << 24, 2, 16, 30.0, 120.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "name"),
+    [
+        ("mine.text:", "mine.text:tokenise"),
+        ("other: mine.text:tokenise", "mine.text:tokenise"),
+        ("mine.", "mine.text:tokenise"),
+    ],
+)
+def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) -> None:
+    check_allowed(dataclasses.replace(EXAMPLE, allowed_functions=allowed), "map", name)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "told"),
+    [
+        ("", "this node runs no functions"),
+        ("mine.text:pad", "only those that start with mine.text:pad"),
+        ("ine.text:", "only those that start with"),
+    ],
+)
+def test_a_served_node_refuses_all_others(allowed: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_allowed(
+            dataclasses.replace(EXAMPLE, allowed_functions=allowed), "map", "mine.text:tokenise"
+        )
+    assert told in str(caught.value)
+    assert '"mine.text:"' in str(caught.value)
+
+
+def test_an_embedded_node_calls_what_its_trainer_could() -> None:
+    check_allowed(dataclasses.replace(EXAMPLE, embedded=True), "map", "mine.text:tokenise")

@@ -1,0 +1,104 @@
+"""Nodes that lend each other blocks and slabs inside of TLS: real lenders and fetchers."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+from fetching import LENGTH, URL
+from slab_makers import SLOT_BYTES, SLOTS, Maker, Reader, makers, reader
+
+from dataplane.config import PeerTls
+from dataplane.errors import NeighbourGone
+from dataplane.fetcher.neighbours import FAILURES_MAX
+from dataplane.model import BlockForm, Region
+from dataplane.neighbours.handshake import ONE_SIDE
+from dataplane.rpc import fetches, tasks
+from dataplane.worker.forking import fork_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(run_mark: str) -> Iterator[None]:
+    """It takes half a second to start."""
+    with fork_server.held():
+        yield
+
+
+def written(authority: Authority, folder: Path) -> PeerTls:
+    files = authority.write(folder, "node")
+    return PeerTls(files.cert, files.key, files.ca)
+
+
+def block(maker: Maker, number: int, at: int = 0) -> fetches.ReadRange:
+    """Only the neighbour has these bytes."""
+    neighbour = maker.neighbour(number, form=BlockForm.DECODED)
+    into = Region(at, LENGTH)
+    return fetches.ReadRange(0, URL, 10, "", tasks.BLOCK_ARENA, into, neighbour=neighbour)
+
+
+def shown(maker: Maker) -> str:
+    """The certificate that its lender shows now."""
+    return ssl.get_server_certificate(maker.listens_at)
+
+
+def test_blocks_and_slabs_arrive_byte_for_byte_also_while_certificates_are_replaced(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.made()
+    tls = written(authority, tmp_path)
+
+    async def everything(at: Reader, maker: Maker) -> None:
+        maker.answer = maker.give
+        reads = [at.end_of(block(maker, n, n * LENGTH)) for n in range(3)]
+        assert await asyncio.gather(*reads) == [None] * 3
+        for n in range(3):
+            assert at.bytes_at(n * LENGTH) == maker.block(n, 0, LENGTH)
+        maker.answer = maker.give_slab
+        slabs = [at.slab(maker.maker(), slot=slot) for slot in range(SLOTS)]
+        for slot, end in enumerate(await asyncio.gather(*slabs)):
+            assert (end.error, end.length, end.note) == (None, SLOT_BYTES, maker.note)
+            assert at.slot_bytes(slot) == bytes(maker.made.buffer)
+
+    async def play() -> None:
+        async with reader(tls=tls) as at, makers(tls=tls) as (maker,):
+            await everything(at, maker)
+            before = await asyncio.to_thread(shown, maker)
+            written(authority, tmp_path)
+            deadline = time.monotonic() + 60
+            while await asyncio.to_thread(shown, maker) == before:
+                assert time.monotonic() < deadline
+                await everything(at, maker)
+            await everything(at, maker)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_maker", [True, False])
+def test_nodes_of_which_one_has_no_tls_say_so_on_both_sides(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_maker: bool
+) -> None:
+    tls = written(Authority.made(), tmp_path)
+
+    async def play() -> None:
+        one, other = (None, tls) if is_maker else (tls, None)
+        async with reader(tls=one) as at, makers(tls=other) as (maker,):
+            for _ in range(FAILURES_MAX):
+                failed = await at.end_of(block(maker, 0))
+                assert isinstance(failed, NeighbourGone)
+                assert ONE_SIDE in str(failed)
+            slab = await at.end_of_slab(at.order(maker.maker()))
+            assert ONE_SIDE in str(slab.error)
+            assert maker.asked == []
+
+    asyncio.run(play())
+    told = capfd.readouterr().err.splitlines()
+    refused = [line for line in told if "data connection refused" in line]
+    left_alone = [line for line in told if "neighbour left alone" in line]
+    assert len(refused) == FAILURES_MAX + 1
+    assert len(left_alone) == 1
+    assert all(ONE_SIDE in line for line in refused + left_alone)

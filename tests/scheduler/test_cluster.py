@@ -1,0 +1,32 @@
+"""Nodes of a job that lend each other blocks, with memory for a part of the dataset."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scheduler_cluster import Cluster, Shape
+
+SMALL = Shape(
+    blocks=256, block_rows=125, window=256, batch=64, arena_bytes=2 << 20, slab_bytes=1 << 15,
+    slots_bytes=1 << 19, epochs=1,
+)  # fmt: skip
+LARGER = Shape(
+    blocks=512, block_rows=125, window=256, batch=128, arena_bytes=4 << 20, slab_bytes=1 << 17,
+    slots_bytes=1 << 21, lanes=4, epochs=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SMALL, id="each block is needed by one node"),
+        pytest.param(LARGER, id="each block is needed by two nodes"),
+        pytest.param(replace(SMALL, lanes=1), id="each block is needed by all nodes"),
+    ],
+)
+def test_memory_for_a_quarter_is_enough_to_read_each_block_once(shape: Shape) -> None:
+    cluster = Cluster(shape)
+    assert shape.nodes * shape.arena_bytes <= shape.blocks * shape.block_rows * shape.row_bytes / 3
+    assert {block for _, block in cluster.reads} == set(range(shape.blocks))
+    assert cluster.epoch_reads(0) <= 1.02

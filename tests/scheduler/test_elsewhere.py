@@ -1,0 +1,232 @@
+"""Which node makes which slab: each as many as it can, and none that fails."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from scheduler_rates import BATCHES, Node
+
+from dataplane.rpc.making import StepRange
+from dataplane.scheduler import events
+from dataplane.scheduler.autoscaler import TRIAL_LOOKS, Autoscaler, Utilization
+from dataplane.scheduler.elsewhere import (
+    AT_ONCE_MAX,
+    CALM_LOOKS,
+    COMING_MAX,
+    HUNGRY_LOOKS,
+    Elsewhere,
+)
+from dataplane.scheduler.records import KnownMaker, Moment
+
+_BUSY = Utilization(2.0, 1.0, is_awaited=True)
+_CALM = Utilization(0.5, 1.0, is_awaited=False)
+
+
+def _made_in(node: Node, seconds: float) -> dict[str, int]:
+    before = node.made.copy()
+    node.run(node.now + seconds)
+    return {name: node.made[name] - before[name] for name in node.made}
+
+
+@pytest.mark.parametrize(("slower", "least"), [(1, 195), (2, 145), (10, 95)])
+def test_a_maker_that_is_faster_makes_more(slower: int, least: int) -> None:
+    node = Node({"fast": 0.01, "slow": 0.01 * slower})
+    node.run(5)
+    made = _made_in(node, 10)
+    if slower < 10:  # too slow for its share before the others' slabs are needed
+        assert made["fast"] / made["slow"] == pytest.approx(slower, rel=0.25)
+    assert sum(made.values()) > least * 10
+
+
+def test_the_own_workers_are_one_maker_of_a_node_that_is_short_of_them() -> None:
+    node = Node({"a": 0.02}, own_s=0.02)
+    node.run(5)
+    made = _made_in(node, 10)
+    assert made["a"] == pytest.approx(made[""], rel=0.25)
+    assert not any(node.is_short[:HUNGRY_LOOKS])
+    assert node.is_short[-1]
+
+
+def test_a_new_maker_gets_its_part_at_once() -> None:
+    node = Node({"a": 0.02})
+    node.run(5)
+    node.makers["b"] = type(node.makers["a"])(0.02)
+    node.known("a", "b")
+    made = _made_in(node, 5)
+    assert made["b"] == pytest.approx(made["a"], rel=0.3)
+
+
+def test_a_maker_that_was_slow_once_is_tried_again() -> None:
+    node = Node({"a": 0.04, "b": 5.0})
+    node.run(30)
+    node.makers["b"].seconds = 0.04
+    node.makers["b"].free_at = node.now
+    node.run(90)
+    made = _made_in(node, 10)
+    assert made["b"] > made["a"] / 2
+
+
+def test_a_maker_that_fails_is_asked_less_and_less_and_the_others_make_its_slabs() -> None:
+    node = Node({"a": 0.04, "b": 0.0})
+    node.run(45)
+    assert node.made["a"] > 45 * 24
+    gaps = [
+        later - sooner for sooner, later in itertools.pairwise(sorted({*node.makers["b"].asked}))
+    ]
+    assert gaps[0] >= 0.25
+    assert len(gaps) <= 12
+    assert max(gaps) >= 10.0
+    # After the first failure, one at a time.
+    assert node.makers["b"].asked.count(node.makers["b"].asked[-1]) == 1
+
+
+def test_nobody_is_asked_while_all_makers_fail_and_all_goes_on_once_one_answers() -> None:
+    node = Node({"a": 0.0, "b": 0.0})
+    node.run(60)
+    assert not node.made
+    assert len(node.orders) < 40
+    node.makers["b"].seconds = 0.01
+    node.run(75)
+    assert node.made["b"] > 100
+
+
+def test_a_stall_says_that_a_slab_waits_for_a_node_and_what_that_said_last() -> None:
+    node = Node({"a": 0.0}, stall_s=5.0)
+    node.run(20)
+    assert {stall.stage for stall in node.stalls} == {
+        "waiting for a node that makes slabs: a is gone"
+    }
+    node.known()
+    node.stalls.clear()
+    node.tell(events.Requested(1, 1000))
+    node.run(40)
+    assert {stall.stage for stall in node.stalls} == {"waiting for a node that makes slabs"}
+    late = Node({"a": 100.0}, stall_s=5.0)
+    late.run(20)
+    assert {stall.stage for stall in late.stalls} == {"being made by node a"}
+
+
+def test_a_maker_is_told_of_its_next_slabs_of_the_stream() -> None:
+    node = Node({"a": 0.01})
+    node.run(2)
+    for order in node.orders[20:40]:
+        first = order.steps.first
+        starts = [first + BATCHES * which for which in range(1, COMING_MAX + 1)]
+        asked = [StepRange(at, BATCHES) for at in starts]
+        assert order.coming == tuple(asked[: len(order.coming)])
+        assert len(order.coming) >= COMING_MAX // 2
+
+
+def test_few_of_many_makers_are_asked_by_one_rank_and_others_by_others() -> None:
+    many = {f"node-{which}": 0.01 for which in range(500)}
+    asked = []
+    for dp_rank in range(6):
+        node = Node(many, dp_rank=dp_rank)
+        node.run(0.3)
+        asked.append({order.maker for order in node.orders})
+        assert 1 < len(asked[-1]) <= AT_ONCE_MAX
+    assert len(set().union(*asked)) > 4 * AT_ONCE_MAX
+
+
+def test_those_that_fail_make_way_for_others() -> None:
+    many = {f"node-{which}": 0.0 for which in range(100)}
+    many["node-50"] = 0.01
+    node = Node(many)
+    node.run(30)
+    assert node.made["node-50"] > 500
+
+
+def test_slabs_of_makers_that_are_gone_are_made_by_the_own_workers() -> None:
+    node = Node({"a": 0.02}, own_s=0.02)
+    node.run(10)
+    node.known()
+    assert _made_in(node, 1)["a"] == 0
+    assert _made_in(node, 10)[""] > 450
+
+
+def test_a_maker_that_fails_is_left_alone_longer_each_time_until_it_answers() -> None:
+    maker, now = KnownMaker("a"), 10.0
+    for pause_s in (0.25, 0.5, 1, 2, 4, 8, 10, 10):
+        maker.failed(now, "gone")
+        maker.failed(now + pause_s / 2, "another slab of the same moment")
+        assert not maker.may_be_asked(now + pause_s - 0.01)
+        now += pause_s
+        assert maker.may_be_asked(now)
+    maker.asked = BATCHES
+    assert not maker.may_be_asked(now)
+    maker.ended(BATCHES, now, 0.1)
+    assert maker.may_be_asked(now)
+    maker.failed(now, "gone again")
+    assert maker.left_alone_until == now + 0.25
+
+
+def test_a_maker_that_is_late_three_times_in_a_row_is_left_alone() -> None:
+    maker = KnownMaker("a")
+    for _ in range(2):
+        maker.was_late(1.0)
+    maker.ended(BATCHES, 1.0, 0.1)
+    for _ in range(2):
+        maker.was_late(2.0)
+        assert maker.may_be_asked(2.0)
+    maker.was_late(2.0)
+    assert not maker.may_be_asked(2.0)
+    assert "slower" in maker.why
+
+
+def _looks(elsewhere: Elsewhere, workers: Autoscaler, *looks: Utilization) -> Autoscaler:
+    for look in looks:
+        workers = workers.after(look)
+        elsewhere.look(look, workers)
+    return workers
+
+
+def test_a_node_is_short_once_trainers_wait_and_no_worker_can_be_added() -> None:
+    elsewhere, workers = Elsewhere(Autoscaler(1, 2, 2), Moment()), Autoscaler(1, 2, 2)
+    _looks(elsewhere, workers, *[_BUSY] * (HUNGRY_LOOKS - 1), _CALM, *[_BUSY] * (HUNGRY_LOOKS - 1))
+    assert not elsewhere.is_short
+    workers = _looks(elsewhere, workers, _BUSY)
+    assert elsewhere.is_short
+    workers = _looks(elsewhere, workers, *[_CALM] * (CALM_LOOKS - 1))
+    assert elsewhere.is_short
+    _looks(elsewhere, workers, _CALM)
+    assert not elsewhere.is_short
+
+
+def test_a_node_is_short_if_another_worker_gained_nothing() -> None:
+    workers = Autoscaler(1, 8, 2)
+    elsewhere = Elsewhere(workers, Moment())
+    for _ in range(HUNGRY_LOOKS + TRIAL_LOOKS + HUNGRY_LOOKS - 1):
+        assert not elsewhere.is_short
+        workers = _looks(elsewhere, workers, Utilization(workers.count, 1.0, is_awaited=True))
+    assert workers.count == 2
+    assert elsewhere.is_short
+
+
+def test_a_node_stays_short_while_its_own_workers_could_not_make_every_slab() -> None:
+    helped = Node({"a": 0.04}, own_s=0.08)
+    helped.trainer_s = BATCHES / 20  # the own worker makes 12.5 batches a second
+    helped.run(100)
+    assert all(helped.is_short[HUNGRY_LOOKS:])
+    assert sum(_made_in(helped, 10).values()) == pytest.approx(200, rel=0.03)
+    helped.trainer_s = BATCHES / 6
+    helped.run(200)
+    assert not helped.is_short[-1]
+    assert _made_in(helped, 10)[""] == pytest.approx(60, rel=0.1)
+
+
+def test_a_node_without_workers_is_always_short() -> None:
+    elsewhere = Elsewhere(Autoscaler(0, 0, 0), Moment())
+    _looks(elsewhere, Autoscaler(0, 0, 0), *[_CALM] * 2 * CALM_LOOKS)
+    assert elsewhere.is_short
+
+
+def test_the_rest_of_a_slab_that_was_cut_is_asked_of_the_same_maker() -> None:
+    node = Node({"a": 0.01, "b": 0.01})
+    node.made_at_once = 1
+    node.run(1)
+    by_step = {order.steps.first: order.maker for order in node.orders}
+    cut = [order for order in node.orders if order.steps.count == BATCHES]
+    rests = [(by_step[one.steps.first], by_step.get(one.steps.first + 1)) for one in cut]
+    assert len(rests) > 3
+    assert all(rest in {maker, None} for maker, rest in rests)

@@ -1,0 +1,185 @@
+"""Makers of a test, which give the slabs that they have, and a node that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+from fetching import TIMEOUT_S, Node
+from lender import ASKER, GENERATION, JOB, LENDER, LendingNode
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import PeerTls
+from dataplane.fetcher.slabs import RULE
+from dataplane.model import Region
+from dataplane.neighbours import handshake, wire
+from dataplane.rpc import fetches, lending
+
+MADE, READ = 7, 9
+"""The numbers of the delivery arenas of maker and reader."""
+SLOT_BYTES = 1 << 20
+SLOTS = 4
+REQUEST, OPENING = b"a slab", b"a slab, and how to open its job"
+
+
+class Maker(LendingNode):
+    """Gives `length` bytes of its only slab, and a note."""
+
+    def __init__(self, host: str = "127.0.0.1", tls: PeerTls | None = None) -> None:
+        super().__init__(host, tls)
+        self.made = Arena.create("made", SLOT_BYTES)
+        self.made.reserve(0, SLOT_BYTES)
+        self.made.buffer[:] = os.urandom(SLOT_BYTES)
+        self.lending.lend_arena(MADE, self.made.fd)
+        self.note = os.urandom(300)
+        self.length = SLOT_BYTES
+        self.answer = self.give_slab
+
+    def give_slab(self, asked: lending.Asked) -> None:
+        self.lending.give(asked.number, Region(0, self.length), MADE, self.note)
+
+    def unknown_unless_opening(self, asked: lending.Asked) -> None:
+        if asked.slab == OPENING:
+            self.give_slab(asked)
+        else:
+            self.lending.refuse(asked.number, is_unknown=True)
+
+    def maker(
+        self, *, key: bytes | None = None, address: str = "", node_id: str = LENDER
+    ) -> fetches.SlabMaker:
+        return fetches.SlabMaker(
+            address or self.address,
+            JOB,
+            GENERATION,
+            self.key if key is None else key,
+            ASKER,
+            node_id,
+        )
+
+    def close(self) -> None:
+        self.lending.close()
+        self.lines.close()
+        self.arena.close()
+        self.made.close()
+
+
+@asynccontextmanager
+async def makers(count: int = 1, tls: PeerTls | None = None) -> AsyncIterator[list[Maker]]:
+    made = [Maker(tls=tls) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+class Reader(Node):
+    """Fetchers that read slabs into the slots of an arena."""
+
+    def __init__(self, count: int = 1, tls: PeerTls | None = None) -> None:
+        super().__init__(count, 60.0, 30.0, tls=tls)
+        self.slots = Arena.create("slots", SLOTS * SLOT_BYTES)
+        self.reads: list[fetches.SlabRead] = []
+
+    def order(
+        self,
+        maker: fetches.SlabMaker,
+        hedge: fetches.SlabMaker | None = None,
+        slot: int = 0,
+        length: int = SLOT_BYTES,
+        arena_id: int = READ,
+    ) -> fetches.ReadSlab:
+        into = Region(slot * SLOT_BYTES, length)
+        return fetches.ReadSlab(0, maker, hedge, REQUEST, OPENING, arena_id, into)
+
+    async def slab(
+        self,
+        maker: fetches.SlabMaker,
+        hedge: fetches.SlabMaker | None = None,
+        slot: int = 0,
+        length: int = SLOT_BYTES,
+    ) -> fetches.SlabRead:
+        """The slab, also if the machine is too busy for a handshake in time."""
+        while True:
+            end = await self.end_of_slab(self.order(maker, hedge, slot, length))
+            if end.error is None or "did not answer in time" not in str(end.error):
+                return end
+
+    async def end_of_slab(self, order: fetches.ReadSlab) -> fetches.SlabRead:
+        end: asyncio.Future[fetches.SlabRead] = asyncio.Future()
+
+        def report(read: fetches.SlabRead) -> None:
+            self.reads.append(read)
+            end.set_result(read)
+
+        self.fetchers.read_slab(order, self.slots.fd, report)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await end
+
+    def slot_bytes(self, slot: int = 0, length: int = SLOT_BYTES) -> bytes:
+        return bytes(self.slots.view(slot * SLOT_BYTES, length))
+
+    async def know_how_long_slabs_take(self, maker: fetches.SlabMaker) -> None:
+        """A slab is then late after a fraction of a second."""
+        for _ in range(RULE.reads_min):
+            assert (await self.slab(maker)).error is None
+
+    def close(self) -> None:
+        self.fetchers.close()
+        for each in (self.arena, self.preambles, self.slots):
+            each.close()
+
+
+@asynccontextmanager
+async def reader(count: int = 1, tls: PeerTls | None = None) -> AsyncIterator[Reader]:
+    made = Reader(count, tls)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def false_maker(
+    behave: Callable[[socket.socket, wire.Request], None],
+) -> Iterator[fetches.SlabMaker]:
+    """Has the key, hears each request, and then behaves like this; at the end it stays silent."""
+    key, listener, socks = os.urandom(32), socket.create_server(("127.0.0.1", 0)), []
+    threads: list[threading.Thread] = []
+
+    def serve(sock: socket.socket) -> None:
+        with suppress(OSError):
+            frame = sock.recv(4096)
+            sock.sendall(handshake.pack_challenge(key, frame, os.urandom(32)))
+            sock.recv(handshake.PROOF_BYTES, socket.MSG_WAITALL)
+            while head := sock.recv(wire.REQUEST_BYTES, socket.MSG_WAITALL):
+                request = wire.unpack_request(head)
+                sock.recv(request.offset, socket.MSG_WAITALL)
+                behave(sock, request)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                socks.append(listener.accept()[0])
+                start(lambda sock=socks[-1]: serve(sock))
+
+    def start(work: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+
+    start(accept)
+    try:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        yield fetches.SlabMaker(address, JOB, GENERATION, key, ASKER, "false")
+    finally:
+        for sock in (listener, *socks):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for sock in (listener, *socks):
+            sock.close()

@@ -1,0 +1,81 @@
+"""A ledger as JSON lines: what is written comes back, and what was changed is found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.ledger import MARK, Ledger, LedgerEntry, LedgerPosition, canonical, faults, head_of
+from dataplane.model import ColumnOptions, DatasetIdentity, End
+
+names = st.text(max_size=8)
+counts = st.integers(0, 2**62)
+payloads = st.dictionaries(names, counts | names | st.booleans(), max_size=3).map(canonical)
+rows = st.tuples(names, counts, counts, payloads, names, st.floats(0, 1e10))
+specs = st.builds(
+    JobSpec, names, counts, st.booleans(), counts, end=st.sampled_from(End),
+    column_options=st.builds(ColumnOptions, columns=st.lists(names, max_size=2).map(tuple)),
+)  # fmt: skip
+heads = st.builds(
+    Ledger, names, st.lists(names, max_size=3).map(tuple), specs, counts, counts, names, counts,
+    counts, st.none() | st.builds(DatasetIdentity, names, names),
+)  # fmt: skip
+
+
+def chained(found) -> tuple[LedgerEntry, ...]:
+    entries, previous = [], ""
+    for seq, (kind, epoch, cursor, payload, by, at) in enumerate(found, 1):
+        entry = LedgerEntry(seq, kind, LedgerPosition(epoch, cursor), payload, by, at, previous)
+        entries.append(entry)
+        previous = entry.hash
+    return tuple(entries)
+
+
+def ledger_of(head: Ledger, found) -> Ledger:
+    fields = {name: getattr(head, name) for name in Ledger.__slots__}
+    return Ledger(**{**fields, "entries": chained(found)})
+
+
+@given(heads, st.lists(rows, max_size=4))
+def test_what_is_written_comes_back_and_is_whole(head, found):
+    ledger = ledger_of(head, found)
+    text = ledger.to_lines()
+    assert text.encode().startswith(MARK)
+    assert Ledger.from_lines(text, "it") == ledger
+    assert list(faults(ledger.entries, head_of(text))) == []
+
+
+@given(heads, st.lists(rows, min_size=2, max_size=4))
+def test_the_hash_of_a_line_is_in_the_next_and_the_last_one_in_the_first(head, found):
+    first, *lines = ledger_of(head, found).to_lines().rstrip("\n").split("\n")
+    hashes = [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
+    assert [json.loads(line)["previous"] for line in lines] == ["", *hashes[:-1]]
+    assert json.loads(first)["head"] == hashes[-1]
+
+
+@given(heads, st.lists(rows, min_size=1, max_size=4), st.data())
+def test_any_change_of_an_entry_is_found(head, found, data):
+    ledger = ledger_of(head, found)
+    first, *lines = ledger.to_lines().rstrip("\n").split("\n")
+    at = data.draw(st.integers(0, len(lines) - 1))
+    how = data.draw(st.sampled_from(["change", "swap", "cut"]))
+    if how == "change":
+        lines[at] = canonical({**json.loads(lines[at]), "by": json.loads(lines[at])["by"] + "x"})
+    elif how == "swap" and len(lines) > 1:
+        lines[at - 1], lines[at] = lines[at], lines[at - 1]
+    else:
+        del lines[-1]
+    text = "\n".join([first, *lines])
+    assert list(faults(Ledger.from_lines(text, "it").entries, head_of(text)))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"ledger":1}', "{", '{"ledger":1,"head":3}\nnothing'])
+def test_what_is_no_ledger_is_refused_by_name(text):
+    with pytest.raises(ConfigError, match=r"run\.jsonl is not a ledger, or damaged"):
+        Ledger.from_lines(text, "run.jsonl")

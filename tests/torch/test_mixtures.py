@@ -1,0 +1,280 @@
+"""Mixtures of datasets over a real node."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+
+from dataplane.errors import ConfigError, SpecMismatch
+
+COUNTS = {"web": 400, "code": 150, "math": 40}
+WEIGHTS = {"web": 0.7, "code": 0.2, "math": 0.1}
+SHUFFLED: dict[str, Any] = {"shuffle": True, "seed": 5, "lanes": 4, "global_batch_size": 24}
+
+
+def written(folder: Path, name: str, count: int, first: int, **more: Any) -> None:
+    """Two shards of samples whose ids tell the source."""
+    for shard, ids in enumerate(np.array_split(np.arange(first, first + count), 2)):
+        columns = {"id": ids, "text": [f"{name} {one}" for one in ids.tolist()]}
+        columns |= {key: [value] * len(ids) for key, value in more.items()}
+        folder.joinpath(name).mkdir(exist_ok=True)
+        table = pa.table(columns)
+        pq.write_table(table, folder / name / f"{shard}.parquet", row_group_size=16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, small_node: None) -> Path:
+    for at, (name, count) in enumerate(COUNTS.items()):
+        written(tmp_path, name, count, 10_000 * at)
+    return tmp_path
+
+
+def mixed(folder: Path, weights: dict[str, float] | None = None, **options: Any) -> Mixture:
+    weights = weights or WEIGHTS
+    sources = {name: Source(folder / name, weight=weight) for name, weight in weights.items()}
+    return Mixture(sources, **options)
+
+
+def steps_of(loaders: list[Any]) -> list[list[int]]:
+    """The ids of each global batch, in the order of its positions."""
+    passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
+    return [
+        [ids for turn in zip(*step, strict=True) for ids in turn]
+        for step in zip(*passes, strict=True)
+    ]
+
+
+def test_batches_have_the_weights_share_of_each_source(folder) -> None:
+    with DataLoader(mixed(folder, source_column="from"), **SHUFFLED) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert loader.sources == ("web", "code", "math")
+    sources = torch.cat([batch["from"] for batch in batches])
+    assert sources.dtype == torch.int32
+    ids = torch.cat([batch["id"] for batch in batches])
+    assert torch.equal(ids // 10_000, sources)
+    for batch in batches:
+        names = [text.split()[0] for text in batch["text"]]
+        assert names == [loader.sources[one] for one in batch["from"].tolist()]
+    assert len(ids.unique()) == len(ids)
+    # The epoch ends when the third source is exhausted.
+    counts = sources.bincount().tolist()
+    assert counts[2] == 40
+    assert np.abs(np.array(counts) - len(ids) * np.array([0.7, 0.2, 0.1])).max() < 4 * 3.4
+    for batch in batches[:-1]:
+        assert abs((batch["from"] == 0).sum() - 0.7 * 24) < 4
+
+
+def test_global_batches_are_the_same_for_every_number_of_ranks(folder) -> None:
+    found = []
+    for size in (1, 2, 3, 4, 8):
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    DataLoader(mixed(folder), name="job", dp_rank=rank, dp_size=size, **SHUFFLED)
+                )
+                for rank in range(size)
+            ]
+            short = [[*loader][:-1] for loader in loaders]  # the last step is ragged
+            found.append(steps_of(short))
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_goes_on_anywhere_on_another_number_of_ranks(folder, shuffle) -> None:
+    options = {**SHUFFLED, "shuffle": shuffle, "end": "drop"}
+    with DataLoader(mixed(folder), **options) as loader:
+        whole = [batch["id"].tolist() for _ in range(2) for batch in loader]
+        first_count = len(loader)
+    for stop in (0, 1, 5, first_count, first_count + 3):
+        with DataLoader(mixed(folder), **options) as loader:
+            batches = (batch for _ in range(2) for batch in loader)
+            for _ in range(stop):
+                next(batches)
+            state = json.loads(json.dumps(loader.state_dict()))
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    DataLoader(mixed(folder), name="again", dp_rank=rank, dp_size=2, **options)
+                )
+                for rank in range(2)
+            ]
+            for loader in loaders:
+                loader.load_state_dict(state)
+            rest = steps_of(loaders)
+        end = first_count if stop < first_count else len(whole)
+        assert rest == whole[stop:end]
+
+
+def test_an_epoch_goes_on_where_the_one_before_ended(folder) -> None:
+    with DataLoader(mixed(folder), **SHUFFLED) as loader:
+        ids = torch.cat([batch["id"] for _ in range(3) for batch in loader])
+    assert ids[ids >= 20_000].bincount()[20_000:].tolist() == [3] * 40
+    web = ids[ids < 10_000].bincount(minlength=400)
+    assert web.sum() > 800  # two passes, and a part of the third
+    assert web.unique().tolist() == [2, 3]
+
+
+def test_sources_are_used_up_or_read_again_as_asked(folder) -> None:
+    every = sum(COUNTS.values())
+    with DataLoader(mixed(folder, exhausted="renormalise"), **SHUFFLED) as loader:
+        ids = torch.cat([batch["id"] for batch in loader]).tolist()
+    assert len(ids) == len(set(ids)) == every
+    with DataLoader(mixed(folder, exhausted="cycle"), **SHUFFLED) as loader:
+        ids = torch.cat([batch["id"] for batch in loader]).tolist()
+    assert len(set(ids)) == every
+    assert abs(len(ids) - 150 / 0.2) < 50
+    with DataLoader(mixed(folder, exhausted="cycle", length=1000), **SHUFFLED) as loader:
+        assert len(loader) == -(-1000 // 24)
+        ids = torch.cat([batch["id"] for batch in loader])
+    assert len(ids) == 1000
+    assert (ids >= 20_000).sum() > 2 * COUNTS["math"]
+
+
+def test_each_batch_is_of_one_source(folder) -> None:
+    mixture = mixed(folder, unit="batch", exhausted="cycle", length=30)
+    with DataLoader(mixture, **SHUFFLED) as loader:
+        assert len(loader) == 30
+        sources = [(batch["id"] // 10_000).unique().tolist() for batch in loader]
+    assert all(len(each) == 1 for each in sources)
+    counts = np.bincount([each[0] for each in sources], minlength=3)
+    assert np.abs(counts - [21, 6, 3]).max() < 3.4
+
+
+def test_shares_may_follow_from_sizes_passes_and_lengths(folder) -> None:
+    def counted(mixture: Mixture) -> np.ndarray:
+        with DataLoader(mixture, batch_size=50) as loader:
+            ids = np.concatenate([batch["id"].numpy() for batch in loader])
+        return np.bincount(ids // 10_000, minlength=3)
+
+    urls = {name: folder / name for name in COUNTS}
+    cycled = {"exhausted": "cycle", "length": 590}
+    assert np.abs(counted(Mixture(urls, temperature=1, **cycled)) - [400, 150, 40]).max() < 4
+    passes = {"web": 0.25, "code": 1, "math": 2}
+    sources = {name: Source(urls[name], passes=count) for name, count in passes.items()}
+    found = counted(Mixture(sources))
+    assert np.abs(found - [100, 150, 80]).max() < 4
+    sources = {
+        name: Source(urls[name], weight=1, mean_length=length)
+        for name, length in {"web": 100, "code": 200, "math": 400}.items()
+    }
+    # As many tokens of each source: 58,800 of all.
+    found = counted(Mixture(sources, unit="tokens", exhausted="cycle", length=58_800))
+    assert np.abs(found - [196, 98, 49]).max() < 4
+
+
+def test_rows_in_place_and_decoded_rows_of_numbers_are_mixed(tmp_path, small_node) -> None:
+    for at, name in enumerate(("a", "b")):
+        ids = np.arange(300) + 10_000 * at
+        table = pa.table({"id": ids, "x": ids.astype(np.float32)})
+        if name == "a":
+            with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=50)
+        else:
+            pq.write_table(table, tmp_path / "b.parquet", row_group_size=50)
+    sources = {
+        "a": Source(tmp_path / "a.arrow", weight=1), "b": Source(tmp_path / "b.parquet", weight=1)
+    }  # fmt: skip
+    for shuffle in (True, False):
+        with DataLoader(Mixture(sources), batch_size=40, shuffle=shuffle) as loader:
+            batches = list(loader)
+        assert sum(len(batch["id"]) for batch in batches) == 600
+        for batch in batches:
+            assert torch.equal(batch["id"].float(), batch["x"])
+            assert 0 < (batch["id"] < 10_000).sum() < len(batch["id"])
+
+
+def test_datasets_of_torch_workers_take_mixtures(folder) -> None:
+    dataset = ShardedIterableDataset(mixed(folder), 16, shuffle=True, seed=5)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    with DataLoader(mixed(folder), batch_size=16, shuffle=True, seed=5) as ours:
+        expected = [batch["id"].tolist() for batch in ours]
+    assert [batch["id"].tolist() for batch in loader] == expected
+
+
+def test_sources_with_other_columns_are_refused_with_a_table(folder) -> None:
+    written(folder, "odd", 20, 50_000, lang="en")
+    pq.write_table(
+        pa.table({"id": np.arange(5, dtype=np.int32), "text": ["a"] * 5}), folder / "small.parquet"
+    )
+    weights = {"web": 1.0, "odd": 1.0}
+    with (
+        closing(DataLoader(mixed(folder, weights), batch_size=4)) as loader,
+        pytest.raises(ConfigError, match="different columns") as caught,
+    ):
+        len(loader)
+    assert [line.split() for line in str(caught.value).splitlines()[1:3]] == [
+        ["column", "web", "odd"],
+        ["lang", "(none)", "string"],
+    ]
+    with DataLoader(mixed(folder, weights), batch_size=4, columns=["id", "text"]) as loader:
+        assert next(iter(loader)).keys() == {"id", "text"}
+    sources = {"web": Source(folder / "web", 1), "small": Source(folder / "small.parquet", 1)}
+    with (
+        closing(DataLoader(Mixture(sources), batch_size=4)) as loader,
+        pytest.raises(ConfigError, match=r"id +int64 +int32"),
+    ):
+        len(loader)
+
+
+def test_a_dataset_that_is_two_sources_is_refused(folder) -> None:
+    sources = {"a": Source(folder / "web", weight=1), "b": Source(folder / "web", weight=2)}
+    with (
+        closing(DataLoader(Mixture(sources), batch_size=4)) as loader,
+        pytest.raises(ConfigError, match="make one source"),
+    ):
+        len(loader)
+
+
+def test_a_state_of_other_sources_is_refused(folder) -> None:
+    with DataLoader(mixed(folder), **SHUFFLED) as loader:
+        state = loader.state_dict()
+    with (
+        closing(DataLoader(mixed(folder, {"web": 0.5, "code": 0.5}), **SHUFFLED)) as loader,
+        pytest.raises(SpecMismatch, match=r"sources: .*math"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "sources"),
+        ({"a": Source("x")}, "weight"),
+        ({"a": Source("x", weight=1), "b": Source("y", passes=1)}, "weight"),
+        ({"a": Source("x", weight=1, passes=1)}, "weight"),
+        ({"a": Source("x", weight=-1)}, "weight"),
+        ({"a": Source("x", weight=float("nan"))}, "weight"),
+        ({"a": Source("x", passes=0)}, "passes"),
+        ({"": Source("x", weight=1)}, "sources"),
+        ({1: Source("x", weight=1)}, "sources"),
+    ],
+)
+def test_mixtures_that_are_none_are_refused(given: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mixture(given)
+    assert caught.value.nouns["field"] == field
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"unit": "bytes"}, {"exhausted": "never"}, {"length": 0}, {"temperature": 0},
+     {"temperature": 1.0}],
+)  # fmt: skip
+def test_options_of_mixtures_that_are_none_are_refused(options: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Mixture({"a": Source("x", weight=1)}, **options)
+
+
+def test_sources_without_a_url_are_named(folder) -> None:
+    with pytest.raises(ConfigError, match="source 'b'"):
+        DataLoader(Mixture({"a": Source(folder, weight=1), "b": Source([], weight=1)}))

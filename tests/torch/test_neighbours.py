@@ -1,0 +1,98 @@
+"""Nodes of one job that get blocks from each other, over real processes and a real S3 server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader
+from fleet import Service
+from servers import S3Server
+
+from dataplane.cli import run
+
+SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 4, 8, 64, 4096
+ROWS = SHARDS * BLOCKS * BLOCK_ROWS
+BIG = ("--block-arena-bytes", "32MiB", "--worker-count", "1")
+
+
+def _shard(number: int) -> bytes:
+    first = number * BLOCKS * BLOCK_ROWS
+    ids = np.arange(first, first + BLOCKS * BLOCK_ROWS)
+    words = np.random.default_rng(number).bytes(len(ids) * ROW_BYTES)
+    kind = pa.binary(ROW_BYTES)
+    table = pa.table(
+        {"id": ids, "words": pa.Array.from_buffers(kind, len(ids), [None, pa.py_buffer(words)])}
+    )
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=BLOCK_ROWS, compression="NONE", use_dictionary=False)
+    return out.getvalue()
+
+
+@pytest.fixture
+def url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.bucket()
+    s3_server.put(bucket, {f"{number}.parquet": _shard(number) for number in range(SHARDS)})
+    return f"s3://{bucket}/"
+
+
+def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    services = [f"host-{name}-{os.getpid()}:7077" for name in "ab"]
+    same: dict[str, Any] = {"name": f"job-{os.getpid()}", "dp_size": 2, "shuffle": True, "lanes": 1}
+
+    def found() -> dict[str, Any]:
+        assert run(["status", coordinator.address, "--json"]) == 0
+        told: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return told
+
+    def know_each_other() -> bool:
+        (job,), nodes = found()["jobs"], found()["nodes"]
+        known = [{"job_id": job["job_id"], "version": job["nodes_version"]}]
+        return len(job["nodes"]) == 2 and all(node["known"] == known for node in nodes)
+
+    def reads(what: str) -> int:
+        return sum(node["reads"][what] for node in found()["nodes"])
+
+    def node(service: str) -> Service:
+        return Service("--node", "--join", coordinator.address, "--service", service, *BIG)
+
+    with (
+        Service("--coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        node(services[0]),
+        node(services[1]),
+        DataLoader(url, 16, service=services[0], dp_rank=0, **same) as first,
+        DataLoader(url, 16, service=services[1], dp_rank=1, **same) as second,
+    ):
+        assert len(first) == len(second) == ROWS // 32
+        until(know_each_other)
+        for epoch in range(2):
+            ids: list[int] = []
+            for one, other in zip(first, second, strict=True):
+                ids += one["id"].tolist() + other["id"].tolist()
+            assert sorted(ids) == list(range(ROWS)), f"epoch {epoch}: a sample is lost or repeated"
+        size = ROWS * (ROW_BYTES + 8)
+        until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
+        # Of two epochs; footers count, and blocks that were asked for twice.
+        assert reads("read_bytes") < 1.3 * size
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)

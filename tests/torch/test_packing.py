@@ -1,0 +1,282 @@
+"""Packs over real nodes: batches of documents side by side, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from dataplane_torch import DataLoader, Mixture, Pack, Source
+from plan import plain
+from shards import arrow_bytes, parquet_bytes
+
+from dataplane.errors import ConfigError, SpecMismatch
+
+pytestmark = pytest.mark.usefixtures("small_node")
+SIZE, BLOCK = 32, 60
+SUFFIXES = {
+    "parquet": lambda table: parquet_bytes(table, row_group_size=BLOCK),
+    "arrow": lambda table: arrow_bytes(table, rows=BLOCK),
+}
+Batch = dict[str, torch.Tensor]
+
+
+def documents(count: int, seed: int = 0) -> list[list[int]]:
+    """Each token is unique."""
+    rng = np.random.default_rng(seed)
+    lengths = np.ceil(rng.lognormal(2.0, 1.0, count)).astype(int).tolist()
+    starts = np.cumsum([0, *lengths]).tolist()
+    return [
+        list(range(start, start + length)) for start, length in zip(starts, lengths, strict=False)
+    ]
+
+
+def written(folder: Path, rows: list[list[int]], suffix: str = "arrow", shards: int = 2) -> str:
+    folder.mkdir()
+    for shard in range(shards):
+        some = rows[shard * len(rows) // shards : (shard + 1) * len(rows) // shards]
+        table = pa.table({
+            "tokens": pa.array(some, pa.list_(pa.int32())),
+            "mask": pa.array([[token % 2 for token in row] for row in some], pa.list_(pa.uint8())),
+            "text": ["x"] * len(some),
+            "number": range(shard * len(rows) // shards, shard * len(rows) // shards + len(some)),
+        })  # fmt: skip
+        (folder / f"{shard}.{suffix}").write_bytes(SUFFIXES[suffix](table))
+    return str(folder)
+
+
+def read(url: Any, pack: Pack, **given: Any) -> list[Batch]:
+    """The batches of an epoch."""
+    size = {} if "global_batch_size" in given else {"batch_size": 4}
+    with DataLoader(url, pack=pack, **size, **given) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+    return batches
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_packs_have_every_token_of_every_document_once(tmp_path: Path, suffix: str) -> None:
+    rows = documents(300)
+    url = written(tmp_path / "d", rows, suffix)
+    pack = Pack("tokens", SIZE, carry=["mask"], pad_value=-1, outputs=["document_ids", "labels"])
+    for shuffle in (False, True):
+        batches = read(url, pack, shuffle=shuffle)
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        assert {name: (str(one.dtype)[6:], one.shape[1:]) for name, one in joined.items()} == {
+            "tokens": ("int32", (SIZE,)),
+            "mask": ("uint8", (SIZE,)),
+            "document_ids": ("int32", (SIZE,)),
+            "labels": ("int64", (SIZE,)),
+        }
+        tokens, ids = joined["tokens"], joined["document_ids"]
+        assert sorted(tokens[tokens >= 0].tolist()) == [token for row in rows for token in row]
+        assert torch.equal(tokens < 0, ids < 0)
+        assert torch.equal(joined["mask"], torch.where(tokens < 0, 0, tokens % 2).to(torch.uint8))
+        last = {row[-1] for row in rows}
+        for token, label in zip(
+            tokens.flatten().tolist(), joined["labels"].flatten().tolist(), strict=True
+        ):
+            assert label == (-100 if token < 0 or token in last else token + 1)
+
+
+def test_packs_are_those_of_the_specification(tmp_path: Path) -> None:
+    rows = documents(4 * BLOCK)
+    url = written(tmp_path / "d", rows, "parquet")
+    for epoch in (0, 3):
+        with DataLoader(url, 1, True, seed=7, pack=Pack("tokens", SIZE), window=1000) as loader:
+            loader.set_epoch(epoch)
+            found = [batch["tokens"][0].tolist() for batch in loader]
+        expected = []
+        for block in range(4):
+            own = rows[block * BLOCK : (block + 1) * BLOCK]
+            key = plain.key(7, plain.PACK, epoch, block)
+            for pack in plain.packs([len(row) for row in own], SIZE, key):
+                tokens = [own[row][begin + at] for row, begin, n, _ in pack for at in range(n)]
+                expected.append(tokens + [0] * (SIZE - len(tokens)))
+        assert sorted(found) == sorted(expected)
+
+
+def test_documents_share_packs_with_others_in_each_epoch(tmp_path: Path) -> None:
+    url = written(tmp_path / "d", documents(200))
+    with DataLoader(url, 4, True, pack=Pack("tokens", SIZE)) as loader:
+        first, second = (
+            set(map(tuple, torch.cat([b["tokens"] for b in loader]).tolist())) for _ in range(2)
+        )
+    assert len(first) == len(second)
+    assert len(first & second) < len(first) // 2
+
+
+@pytest.mark.parametrize("policy", ["best_fit", "wrap"])
+def test_global_batches_of_packs_are_the_same_for_any_number_of_ranks(
+    tmp_path: Path, policy: str
+) -> None:
+    url = written(tmp_path / "d", documents(300))
+    pack = Pack("tokens", SIZE, policy)
+    asked = {"global_batch_size": 24, "shuffle": True, "end": "drop"}
+    alone = [batch["tokens"] for batch in read(url, pack, **asked)]
+    for size in (2, 3, 8) if policy == "best_fit" else (3,):
+        ranks = [
+            read(url, pack, dp_rank=r, dp_size=size, name=f"x{size}", **asked) for r in range(size)
+        ]
+        for step, whole in enumerate(alone):
+            parts = [rank[step]["tokens"] for rank in ranks]
+            assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
+
+
+def test_a_run_is_resumed_within_an_epoch_of_packs(tmp_path: Path) -> None:
+    url = written(tmp_path / "d", documents(300))
+    asked = {"batch_size": 4, "shuffle": True, "pack": Pack("tokens", SIZE)}
+    whole = read(url, asked["pack"], shuffle=True)
+    with DataLoader(url, **asked) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+    with DataLoader(url, **asked) as loader:
+        loader.load_state_dict(state)
+        rest = list(loader)
+    assert [batch["tokens"].tolist() for batch in rest] == [b["tokens"].tolist() for b in whole[5:]]
+    with (
+        DataLoader(url, **{**asked, "pack": Pack("tokens", 2 * SIZE)}) as loader,
+        pytest.raises(SpecMismatch, match=r"loader: pack: .*64\} here"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_wrapped_packs_are_full_and_long_documents_can_be_left_out(tmp_path: Path) -> None:
+    rows = [*documents(200)[:-1], list(range(10_000, 10_000 + 3 * SIZE + 5))]
+    url = written(tmp_path / "d", rows, "parquet", shards=1)
+    wrapped = torch.cat(
+        [b["tokens"] for b in read(url, Pack("tokens", SIZE, "wrap", pad_value=-1))]
+    )
+    assert (wrapped >= 0).all()
+    whole = [sum(len(row) for row in rows[at : at + BLOCK]) for at in range(0, 200, BLOCK)]
+    assert len(wrapped) == sum(each // SIZE for each in whole)
+    for long, kept in (("fragment", 3 * SIZE + 5), ("truncate", SIZE), ("drop", 0)):
+        batches = read(url, Pack("tokens", SIZE, long=long, pad_value=-1))
+        tokens = torch.cat([batch["tokens"] for batch in batches])
+        assert (tokens >= 10_000).sum() == kept
+
+
+def test_packs_of_a_view_have_only_its_rows(tmp_path: Path) -> None:
+    rows = documents(300)
+    url = written(tmp_path / "d", rows)
+    with DataLoader(url, 8, columns=["tokens"], lists="ragged", sample=0.5) as loader:
+        expected = sorted(torch.cat([batch["tokens"].values for batch in loader]).tolist())
+    batches = read(url, Pack("tokens", SIZE, pad_value=-1), sample=0.5, shuffle=True)
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+    assert sorted(tokens[tokens >= 0].tolist()) == expected
+    odd = [row for at, row in enumerate(rows) if at % 2]
+    batches = read(url, Pack("tokens", SIZE, pad_value=-1), where="number % 2 == 1")
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+    assert sorted(tokens[tokens >= 0].tolist()) == [token for row in odd for token in row]
+    batches = read(url, Pack("tokens", SIZE, pad_value=-1), limit=100)
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+    assert sorted(tokens[tokens >= 0].tolist()) == [token for row in rows[:100] for token in row]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pack": Pack("tokens", SIZE), "columns": ["tokens"]}, r"columns=.*Pack\(column, carry"),
+        ({"pack": Pack("text", SIZE)}, "'text' to be lists of numbers"),
+        ({"pack": Pack("nothing", SIZE)}, "nothing"),
+        ({"pack": "tokens"}, "pass a Pack"),
+        ({"pack": Pack("tokens", 0)}, "length=0"),
+        ({"pack": Pack("tokens", SIZE, "first_fit")}, "best_fit, wrap"),
+        ({"pack": Pack("tokens", SIZE, pad_value=1 << 40)}, "no int32"),
+        ({"pack": Pack("tokens", SIZE, outputs=["mask"])}, "choose from position_ids"),
+    ],
+)
+def test_packs_that_cannot_be_made_are_refused(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    url = written(tmp_path / "d", documents(20))
+    with pytest.raises(ConfigError, match=said), DataLoader(url, 4, **given) as loader:
+        next(iter(loader))
+
+
+def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:
+    texts = ["é" * (number % 9) for number in range(200)]
+    table = pa.table({"row": range(200), "txt": texts})
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(table, row_group_size=50))
+    pack = Pack("ids", 16, outputs=["document_ids"])
+    with DataLoader(tmp_path, 4, True, map="user_functions:letters", pack=pack) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+    ids = torch.cat([batch["ids"] for batch in batches])
+    assert (ids == ord("é")).sum() == sum(map(len, texts))
+
+
+def test_packs_of_a_mixture_have_every_document_of_a_pass_once(tmp_path: Path) -> None:
+    rows = documents(150)
+    large, small = rows[:120], rows[120:]
+    urls = [
+        written(tmp_path / "large", large, shards=1),
+        written(tmp_path / "small", small, shards=1),
+    ]
+    pack = Pack("tokens", SIZE, pad_value=-1, outputs=["document_ids"])
+
+    def sources() -> Mixture:
+        large, small = (Source(url, weight=0.5) for url in urls)
+        return Mixture({"large": large, "small": small}, exhausted="cycle", source_column="of")
+
+    asked = {"pack": pack, "shuffle": True}
+    counts = [len(torch.cat([b["tokens"] for b in read(url, pack)])) for url in urls]
+    with DataLoader(sources(), 4, **asked) as loader:
+        epochs = [list(loader) for _ in range(2)]
+    of = torch.cat([batch["of"] for epoch in epochs for batch in epoch])
+    tokens = torch.cat([batch["tokens"] for epoch in epochs for batch in epoch])
+    for source, own in enumerate((large, small)):
+        some = tokens[of == source]
+        seen = Counter(some[some >= 0].tolist())
+        assert set(seen) == {token for row in own for token in row}
+        times = len(some) // counts[source]  # these passes are complete, and maybe one more begun
+        assert times >= 2
+        assert set(seen.values()) <= {times, times + 1}
+    for size in (2, 3):
+        ranks = [
+            read(
+                sources(),
+                dp_rank=rank,
+                dp_size=size,
+                name=f"y{size}",
+                global_batch_size=12,
+                end="drop",
+                **asked,
+            )
+            for rank in range(size)
+        ]
+        alone = read(sources(), global_batch_size=12, end="drop", name="alone", **asked)
+        for step, whole in enumerate(alone):
+            parts = [rank[step]["tokens"] for rank in ranks]
+            assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole["tokens"])
+
+
+@pytest.mark.filterwarnings("ignore:the shuffle of this job keeps")
+@pytest.mark.filterwarnings("ignore:.* of the tokens in packs are padding")
+def test_packs_of_more_blocks_than_fit_into_memory_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = np.random.default_rng(1).integers(500, 3000, 500).tolist()
+    rows = [[at % 30_000] * length for at, length in enumerate(lengths)]
+    table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(table, row_group_size=30))
+    asked = {"shuffle": True, "batch_size": 24, "pack": Pack("tokens", 1024)}
+    found = []
+    for room in ("64MiB", "4MiB"):
+        # Each has a node of its own.
+        run = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": f"packs-{room}-{os.getpid()}"}
+        for variable, value in run.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", room)
+        with DataLoader(tmp_path / "a.parquet", **asked) as loader:
+            found.append([{name: one.clone() for name, one in batch.items()} for batch in loader])
+    for whole, in_passes in zip(*found, strict=True):
+        assert whole.keys() == in_passes.keys()
+        assert all(torch.equal(whole[name], in_passes[name]) for name in whole)

@@ -1,0 +1,222 @@
+"""Views over real nodes: some rows of a dataset, in every format, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from dataplane_torch import DataLoader, Mixture, Source
+from shards import arrow_bytes, example_bytes, json_lines, parquet_bytes, tar_bytes, tfrecord_bytes
+
+from dataplane.errors import ConfigError, SpecMismatch
+
+pytestmark = pytest.mark.usefixtures("small_node")
+ROWS = 120
+WRITERS = {
+    "parquet": lambda rows: parquet_bytes(pa.Table.from_pylist(rows), row_group_size=30),
+    "arrow": lambda rows: arrow_bytes(pa.Table.from_pylist(rows), rows=30),
+    "jsonl": json_lines,
+    "tfrecord": lambda rows: tfrecord_bytes(
+        example_bytes({"id": ("int64_list", [row["id"]])}) for row in rows
+    ),
+    "tar": lambda rows: tar_bytes((f"{row['id']:06d}.id", str(row["id"]).encode()) for row in rows),
+}
+
+
+def written(folder: Path, suffix: str = "arrow", shards: int = 2) -> str:
+    folder.mkdir(exist_ok=True)
+    for shard in range(shards):
+        rows = [{"id": shard * ROWS + i, "x": i / 2} for i in range(ROWS)]
+        (folder / f"{shard}.{suffix}").write_bytes(WRITERS[suffix](rows))
+    return str(folder)
+
+
+def read(url: str, **given: Any) -> list[int]:
+    """The ids of an epoch, in order."""
+    with DataLoader(url, batch_size=16, columns=["id"], **given) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+    return [int(value) for batch in batches for value in batch["id"]]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_splits_samples_and_limits_have_their_rows_in_every_format(
+    tmp_path: Path, suffix: str
+) -> None:
+    url = written(tmp_path / "d", suffix)
+    every = list(range(2 * ROWS))
+    train, validation = (read(url, split=one) for one in (("train", 0.8), ("validation", 0.2)))
+    assert sorted(train + validation) == every
+    assert train == sorted(train)
+    assert 0 < len(validation) < len(train)
+    assert read(url, limit=ROWS + 7) == every[: ROWS + 7]
+    both = read(url, sample=0.5, split=("train", 0.8))
+    assert both == [row for row in read(url, sample=0.5) if row in set(train)]
+    assert read(url, sample=0.5, split=("train", 0.8), limit=5) == both[:5]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_conditions_have_their_rows_in_every_format(tmp_path: Path, suffix: str) -> None:
+    url = written(tmp_path / "d", suffix)
+    expected = [row for row in range(2 * ROWS) if row % 3 == 1 and row > 50]
+    assert read(url, where="id % 3 == 1 and id > 50") == expected
+    assert read(url, where="id < 3 or id >= 235") == [0, 1, 2, *range(235, 240)]  # empty blocks
+    train = read(url, where="id % 3 == 1", split=("train", 0.6), shuffle=True)
+    other = read(url, where="id % 3 == 1", split=("validation", 0.4))
+    assert sorted(train + other) == list(range(1, 2 * ROWS, 3))
+
+
+def test_a_condition_reads_columns_that_are_not_delivered(tmp_path: Path) -> None:
+    url = written(tmp_path / "d", "parquet")
+    with DataLoader(url, batch_size=300, columns=["id"], where="x >= 40") as loader:
+        (batch,) = loader
+    assert list(batch) == ["id"]
+    assert batch["id"].tolist() == [*range(80, 120), *range(200, 240)]
+
+
+def test_mistakes_in_a_condition_are_told_when_the_loader_is_made_or_opened(tmp_path: Path) -> None:
+    url = written(tmp_path / "d")
+    with pytest.raises(ConfigError, match="at the end: expected a column"):
+        DataLoader(url, where="id ==")
+    for where, says in {"idd > 1": "did you mean 'id'", "id == 'x'": "id .int64.: it is compared",
+                        "id > 1000": "none of the 240 rows"}.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=says):
+            read(url, where=where)
+
+
+def test_a_condition_that_rules_out_nulls_needs_no_values_for_them(tmp_path: Path) -> None:
+    rows = [{"id": i if i % 3 else None, "label": i % 2 or None} for i in range(60)]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "0.parquet").write_bytes(WRITERS["parquet"](rows))
+    url = str(tmp_path / "d")
+    with pytest.raises(ConfigError, match="'id'"):
+        read(url, where="label is not null")
+    expected = [i for i in range(60) if i % 3 and i % 2]
+    assert read(url, where="label is not null and id >= 0") == expected
+
+
+def test_codes_are_those_of_the_whole_dataset_whatever_the_view(tmp_path: Path) -> None:
+    rows = [{"id": i, "kind": "abc"[i % 3]} for i in range(30)]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "0.parquet").write_bytes(WRITERS["parquet"](rows))
+    with DataLoader(
+        str(tmp_path / "d"), codes=["kind"], where="kind == 'c'", batch_size=30
+    ) as some:
+        assert some.categories("kind") == ("a", "b", "c")
+        assert next(iter(some))["kind"].tolist() == [2] * 10
+
+
+def test_sources_of_a_mixture_have_views_of_their_own(tmp_path: Path) -> None:
+    url = written(tmp_path / "d")
+    sources = {
+        "low": Source(url, weight=0.5, where="id < 60"),
+        "high": Source(url, weight=0.5, where="id >= 120", limit=60),
+    }
+    with DataLoader(Mixture(sources), batch_size=20, columns=["id"], shuffle=True) as loader:
+        ids = [int(value) for batch in loader for value in batch["id"]]
+    assert sorted(ids) == [*range(60), *range(120, 180)]
+
+
+def test_a_split_keeps_its_rows_when_shards_are_added(tmp_path: Path) -> None:
+    before = read(written(tmp_path / "d"), split=("train", 0.7))
+    after = read(written(tmp_path / "d", shards=3), split=("train", 0.7))
+    assert [row for row in after if row < 2 * ROWS] == before
+    assert len(after) > len(before)
+
+
+def test_the_global_batches_of_a_shuffled_view_do_not_depend_on_ranks(tmp_path: Path) -> None:
+    url = written(tmp_path / "d")
+    view = {"split": ("train", 0.8), "sample": 0.9, "limit": 120, "shuffle": True, "seed": 3,
+            "where": "id % 5 != 0"}  # fmt: skip
+
+    def of_rank(rank: int, size: int) -> list[list[int]]:
+        with DataLoader(url, dp_rank=rank, dp_size=size, global_batch_size=24, **view) as loader:
+            return [batch["id"].tolist() for batch in loader]
+
+    alone = of_rank(0, 1)
+    assert sum(map(len, alone)) == 120
+    for size in (2, 3, 4):
+        ranks = [of_rank(rank, size) for rank in range(size)]
+        for step, expected in enumerate(alone):
+            assert [row for pair in _dealt(ranks, step) for row in pair] == expected
+
+
+def _dealt(ranks: list[list[list[int]]], step: int) -> list[list[int]]:
+    """The rows of a step, in the order of positions."""
+    mine = [rank[step] for rank in ranks]
+    return [[one[i] for one in mine if i < len(one)] for i in range(max(map(len, mine)))]
+
+
+def test_a_view_resumes_exactly_and_refuses_the_state_of_another(tmp_path: Path) -> None:
+    url = written(tmp_path / "d")
+    view = {"batch_size": 16, "shuffle": True, "split": ("train", 0.75)}
+    with DataLoader(url, **view) as loader:
+        whole = [batch["id"].tolist() for batch in loader]
+    with DataLoader(url, **view) as loader:
+        passed = iter(loader)
+        head = [next(passed)["id"].tolist() for _ in range(3)]
+        state = loader.state_dict()
+    with DataLoader(url, **view) as loader:
+        loader.load_state_dict(state)
+        assert head + [batch["id"].tolist() for batch in loader] == whole
+    with (
+        DataLoader(url, where="id > 3", **view) as other,
+        pytest.raises(SpecMismatch, match=r"loader: where: not given in the state, id > 3 here\. "),
+    ):
+        other.load_state_dict(state)
+    with (
+        DataLoader(url, **{**view, "split": ("train", 0.5)}) as other,
+        pytest.raises(SpecMismatch, match=r"loader: split_to: 0\.75 in the state, 0\.5 here\. To"),
+    ):
+        other.load_state_dict(state)
+
+
+def test_a_view_without_rows_is_refused(tmp_path: Path) -> None:
+    url = written(tmp_path / "d")
+    with pytest.raises(ConfigError, match="none of the 240 rows"):
+        read(url, sample=1e-9)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"fill_null": -1, "lists": "ragged", "shuffle": True},
+    {"nulls": "mask", "max_length": 2, "pad_value": 9},
+    {"columns": ["id"], "stack": {"s": ["a", "b", "c", "x"]}, "fill_null": 0, "shuffle": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["ragged", "masked", "stacked and shuffled"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_view_is_delivered_as_a_dataset_of_only_its_rows(
+    tmp_path: Path, suffix: str, options: dict[str, Any]
+) -> None:
+    rows = [
+        {"id": i, "a": i / 2, "b": float(-i), "c": i * 1.5, "x": i / 3, "n": i if i % 5 else None,
+         "tokens": list(range(i % 4)), "text": f"row {i}" if i % 7 else None,
+         "meta": {"kind": "abc"[i % 3], "ok": i % 2 == 0}}
+        for i in range(ROWS)
+    ]  # fmt: skip
+    left = [row for row in rows if row["meta"]["kind"] != "b" and row["text"] and row["id"] < 100]
+    for name, some in {"all": rows, "left": left}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"0.{suffix}").write_bytes(WRITERS[suffix](some))
+
+    def of(name: str, **view: str) -> list[list[str]]:
+        with DataLoader(str(tmp_path / name), batch_size=ROWS, **options, **view) as loader:
+            (batch,) = loader
+        columns = {one: values for one, values in batch.items() if "offsets" not in dir(values)}
+        ragged = {one: _lists(values) for one, values in batch.items() if one not in columns}
+        return sorted([repr(list(value)) for value in zip(*[
+            values.tolist() if hasattr(values, "tolist") else values
+            for values in (columns | ragged).values()
+        ], strict=True)])  # fmt: skip
+
+    where = "meta.kind != 'b' and text is not null and id < 100"
+    assert of("all", where=where) == of("left")
+
+
+def _lists(ragged: Any) -> list[list[int]]:
+    bounds = ragged.offsets.tolist()
+    return [ragged.values[a:b].tolist() for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,259 @@
+"""Conditions on rows: as pyarrow's own filters, with SQL's nulls; types are checked; and what
+statistics tell is never wrong.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import functools
+import io
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+
+from dataplane.errors import ConfigError
+from dataplane.formats.parquet import Parquet
+from dataplane.model import View
+from dataplane.transforms.condition import Outcomes
+from dataplane.transforms.conditions import Condition
+from dataplane.transforms.row_filter import BlockRows, RowFilter
+
+NAN = float("nan")
+DAY = dt.datetime.fromisoformat("2020-01-01")
+ROWS = 6
+BATCH = pa.record_batch(
+    {
+        "i": pa.array([1, 2, None, 4, 5, 6], pa.int32()),
+        "u": pa.array([0, 1, 2, 3, None, 2**64 - 1], pa.uint64()),
+        "f": pa.array([0.5, None, NAN, 1.0, 2.0, -1.0], pa.float32()),
+        "s": pa.array(["en", "de", None, "fr", "en", ""]),
+        "v": pa.array(["en", "de", None, "fr", "en", ""], pa.string_view()),
+        "d": pa.array(["a", "b", "a", None, "c", "a"]).dictionary_encode(),
+        "b": pa.array([b"a", b"bb", None, b"", b"a", b"zz"]),
+        "t": pa.array([1, 2, None, 86400 * 20000, 5, 6], pa.timestamp("s")),
+        "z": pa.array([1, 2, None, 1728 * 10**9, 5, 6], pa.timestamp("ms", "Europe/Berlin")),
+        "day": pa.array([0, 1, None, 20000, 3, 4], pa.date32()),
+        "clock": pa.array([1, 2, None, 4, 5, 6], pa.time32("s")),
+        "ok": pa.array([True, None, False, True, False, True]),
+        "l": pa.array([[1], [1, 2], None, [], [3], [4]]),
+        "st": pa.array([{"a": 1, "b.c": "x"}, None, {"a": None}, {"a": 4}, {"a": 5}, {"a": 6}]),
+        "n": pa.array([decimal.Decimal(i) / 2 for i in range(ROWS)], pa.decimal128(9, 2)),
+        "we ird": pa.array(range(ROWS)),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "rows"),
+    [
+        ("i > 2", [3, 4, 5]),
+        ("i > 2.5 and i < 5.5", [3, 4]),
+        ("i == 2.5 or i != 2.5 and i < 3e30", [0, 1, 3, 4, 5]),
+        ("i in (1, 2.5, 6, 300000000000)", [0, 5]),
+        ("i not in (1, 6)", [1, 3, 4]),
+        ("u > 9223372036854775808", [5]),
+        ("u >= -5", [0, 1, 2, 3, 5]),
+        ("u < i", [0, 1, 3]),
+        ("f > 0.5", [3, 4]),
+        ("not f > 0.5", [0, 2, 5]),
+        ("f != 1", [0, 2, 4, 5]),
+        ("f in (1, 0.5, -0.0)", [0, 3]),
+        ("f is null", [1]),
+        ("s == 'en' and v == 'en'", [0, 4]),
+        ("s in ('en', '') and v in ('en', '')", [0, 4, 5]),
+        ("s not in ('en')", [1, 3, 5]),
+        ("s like 'e%' and v like '_n'", [0, 4]),
+        ("length(s) == 2 and length(v) == 2", [0, 1, 3, 4]),
+        ("length(l) == 1", [0, 4, 5]),
+        ("length(b) >= 1 and b != 'zz'", [0, 1, 4]),
+        ("d in ('a', 'c') and d != 'c'", [0, 2, 5]),
+        ("t < '1970-01-01 00:00:03' or t > '2024-01-01'", [0, 1, 3]),
+        ("t in ('1970-01-01 00:00:02')", [1]),
+        ("z > '2024-01-01'", [3]),
+        ("z == '1970-01-01T01:00:00.002+01:00'", [1]),
+        ("day >= '1970-01-04' and day != '1970-01-05'", [3, 4]),
+        ("ok", [0, 3, 5]),
+        ("not ok", [2, 4]),
+        ("ok == false or ok is null", [1, 2, 4]),
+        ("st.a > 3", [3, 4, 5]),
+        ("st.`b.c` == 'x' and st.b.c == 'x'", [0]),
+        ("st is null", [1]),
+        ("st.a is null", [1, 2]),
+        ("n >= 1.5", [3, 4, 5]),
+        ("`we ird` > 3", [4, 5]),
+        ("i % 2 == 0 and i / 4 >= 1", [3, 5]),
+        ("-i < -4", [4, 5]),
+        ("i % 0 == 0", []),
+        ("i * 2 - 1 > f", [0, 3, 4, 5]),
+        ("i > 2 and f > 0 or 1 == i", [0, 3, 4]),
+        ("not (i > 2 and s == 'en')", [0, 1, 3, 5]),
+        ("3 < i", [3, 4, 5]),
+        ("i is not null and true", [0, 1, 3, 4, 5]),
+    ],
+)
+def test_a_condition_leaves_the_rows_where_it_is_true(where: str, rows: list[int]) -> None:
+    found = RowFilter.of(View(where=where), BATCH.schema)
+    assert found is not None
+    left = found.left(BATCH.select(found.columns), BlockRows(ROWS))
+    assert np.flatnonzero(found.mask(BATCH, BlockRows(ROWS))).tolist() == rows
+    every = BATCH.select(found.columns).to_pylist()
+    assert repr(left.to_pylist()) == repr([every[row] for row in rows])  # NaN equals nothing
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("lang == 'en'", "no column 'lang'.*The dataset has: i, u.*in quotes"),
+        ("wird > 1", "no column 'wird'; did you mean 'we ird'"),
+        ("i.x > 1", "no column 'i.x'"),
+        ("s > 1", r"s \(string\): it is compared with 1: write it in quotes"),
+        ("s", r"s \(string\): a condition must be true or false"),
+        ("i == 'x'", r"i \(int32\).*compare it with a number"),
+        ("i in ('x')", r"i \(int32\)"),
+        ("l == 1", "is null.*length"),
+        ("st > 1", "is null"),
+        ("t > 5", "ISO 8601"),
+        ("t > 'abc'", "'abc' is no such time"),
+        ("day < t", r"day \(date32"),
+        ("ok > 1", "true or false"),
+        ("clock > '12:00:00'", "clock .time32.*is null"),
+        ("i + s > 1", "'\\+' is for numbers"),
+        ("length(i) > 1", r"length\(\) is for"),
+        ("i like 'x'", "'like' is for texts"),
+        ("(i > 1) + 1 > 2", "is true or false, and is used as a value"),
+        ("1 == 1", "names no column"),
+    ],
+)
+def test_what_types_do_not_allow_is_told(where: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Condition.of(where, BATCH.schema)
+
+
+def test_a_result_without_room_is_told() -> None:
+    test = Condition.of("i * 9223372036854775807 > 2", BATCH.schema).test
+    with pytest.raises(ConfigError, match="has no room in 64 bits"):
+        test.values(BATCH)
+
+
+KINDS: dict[str, tuple[pa.DataType, st.SearchStrategy[Any], Callable[[Any], str]]] = {
+    "i": (pa.int16(), st.integers(-3, 3), str),
+    "f": (
+        pa.float64(),
+        st.sampled_from([-0.0, 0.0, 1.5, 2.0, NAN]),
+        lambda v: "1.5" if v != v else repr(v),
+    ),
+    "s": (pa.string(), st.sampled_from(["", "a", "b", "bb", "é"]), lambda v: f"'{v}'"),
+    "o": (pa.bool_(), st.booleans(), lambda v: str(v).lower()),
+    "d": (pa.date32(), st.dates(dt.date(2020, 1, 1), dt.date(2020, 1, 4)), lambda v: f"'{v}'"),
+    "t": (
+        pa.timestamp("us"),
+        st.integers(0, 3).map(lambda v: DAY + dt.timedelta(microseconds=v)),
+        lambda v: f"'{v.isoformat()}'",
+    ),
+}
+_OPERATORS = {"==": "equal", "!=": "not_equal", "<": "less", "<=": "less_equal",
+              ">": "greater", ">=": "greater_equal"}  # fmt: skip
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[pa.Table, str, pc.Expression]:
+    rows = draw(st.integers(1, 6))
+    columns = {
+        name: pa.array(draw(st.lists(st.none() | values, min_size=rows, max_size=rows)), kind)
+        for name, (kind, values, _) in KINDS.items()
+    }
+
+    def condition(depth: int) -> tuple[str, pc.Expression]:
+        kind = draw(st.sampled_from(["test", "and", "or", "not"] if depth else ["test"]))
+        if kind == "not":
+            text, found = condition(depth - 1)
+            return f"not ({text})", ~found
+        if kind != "test":
+            (one, left), (two, right) = condition(depth - 1), condition(depth - 1)
+            return f"({one}) {kind} ({two})", left & right if kind == "and" else left | right
+        name = draw(st.sampled_from(list(KINDS)))
+        field, (type_, values, text_of) = pc.field(name), KINDS[name]
+        if draw(st.booleans()) and draw(st.booleans()):
+            return f"{name} is null", field.is_null()
+        if name != "o" and draw(st.booleans()) and draw(st.booleans()):
+            some = [v for v in draw(st.lists(values, min_size=1, max_size=2)) if v == v] or [
+                draw(values.filter(lambda v: v == v))
+            ]
+            found = functools.reduce(operator.or_, (field == pa.scalar(v, type_) for v in some))
+            return f"{name} in ({', '.join(map(text_of, some))})", found
+        sign, value = draw(st.sampled_from(list(_OPERATORS))), draw(values)
+        value = 1.5 if value != value else value
+        comparison = getattr(pc, _OPERATORS[sign])(field, pa.scalar(value, type_))
+        return f"{name} {sign} {text_of(value)}", comparison
+
+    return pa.table(columns), *condition(draw(st.integers(0, 3)))
+
+
+@settings(max_examples=150)
+@given(_cases())
+def test_rows_are_those_of_pyarrows_filter_and_statistics_agree(
+    case: tuple[pa.Table, str, pc.Expression],
+) -> None:
+    table, where, expression = case
+    batch, condition = table.to_batches()[0], Condition.of(where, table.schema)
+    values = condition.test.values(batch)
+    rows = pa.table({"row": range(len(table))})
+    expected = table.append_column("row", rows["row"]).filter(expression)["row"].to_pylist()
+    assert np.flatnonzero(pc.fill_null(values, fill_value=False)).tolist() == expected
+
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    content = sink.getvalue()
+    length = int.from_bytes(content[-8:-4], "little") + 8
+    preamble = memoryview(content)[-length:]
+    bounds = Parquet().column_bounds("x", preamble, [0], condition.fields)[0]
+    outcomes, found = condition.test.outcomes(bounds), values.to_pylist()
+    names = {True: Outcomes.TRUE, False: Outcomes.FALSE, None: Outcomes.NULL}
+    assert all(names[one] in outcomes for one in found), (found, outcomes, bounds)
+    for value, outcome in ((True, Outcomes.TRUE), (False, Outcomes.FALSE)):
+        for name in condition.test.known(outcome):
+            nulls = batch.column(name).is_null().to_pylist()
+            assert not any(is_null and one is value for is_null, one in zip(nulls, found,
+                                                                            strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        ("i > 6", 0),
+        ("i == 7 or s > 'z'", 0),
+        ("i <= 6 and i is not null", None),
+        ("day is null", None),
+        ("whole >= 0", ROWS),
+        ("whole < 0", 0),
+        ("whole in (7, 8)", 0),
+        ("whole is null", 0),
+        ("nothing > 1 or nothing < 1", 0),
+        ("not whole < 0", ROWS),
+        ("x < 100", None),  # NaN lies within no bounds
+        ("x > 100", 0),
+        ("s == 'en'", None),
+        ("l is null", None),
+    ],
+)
+def test_statistics_decide_what_they_can(where: str, count: int | None) -> None:
+    more = {"whole": range(ROWS), "nothing": pa.nulls(ROWS, pa.int8()), "x": [1.0] * ROWS}
+    table = pa.table({**{name: BATCH[name] for name in ("i", "s", "day", "l")}, **more})
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    content = sink.getvalue()
+    length = int.from_bytes(content[-8:-4], "little") + 8
+    rows = RowFilter.of(View(where=where), table.schema)
+    assert rows is not None
+    assert rows.condition is not None
+    bounds = Parquet().column_bounds("x", memoryview(content)[-length:], [0], rows.condition.fields)
+    assert rows.count_known(bounds[0], BlockRows(ROWS)) == count

@@ -1,0 +1,141 @@
+"""The grammar of where=: one canonical text for each condition, and errors that name the place."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from dataplane.errors import ConfigError
+from dataplane.transforms.where import (
+    Arithmetic,
+    Compared,
+    Constant,
+    Junction,
+    Length,
+    Matching,
+    Membership,
+    Name,
+    Negation,
+    Node,
+    NullTest,
+    Relation,
+    canonical_text,
+)
+from dataplane.transforms.where_parser import (
+    DEPTH_MAX,
+    NODES_MAX,
+    SUMS_MAX,
+    TEXT_MAX,
+    canonical_where,
+    parse,
+)
+
+NAMES = st.builds(
+    lambda parts: Name(tuple(parts)),
+    st.lists(st.sampled_from(["a", "Ünïcode", "and", "a b", "x.y", "`", "2nd"]), min_size=1),
+)
+NUMBERS = st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = NUMBERS | st.booleans() | st.text(max_size=5)
+LISTS = st.one_of(*(st.sets(kind, min_size=1, max_size=3) for kind in (NUMBERS, st.text())))
+
+
+def _operands(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    return st.builds(Arithmetic, st.sampled_from("+-*/%"), inner, inner) | st.builds(Length, inner)
+
+
+OPERANDS = st.recursive(NAMES | st.builds(Constant, VALUES), _operands, max_leaves=6)
+TESTS = st.one_of(
+    NAMES,
+    st.builds(Compared, st.sampled_from(Relation), OPERANDS, OPERANDS),
+    st.builds(Membership, OPERANDS, LISTS.map(lambda values: tuple(sorted(values)))),
+    st.builds(Matching, OPERANDS, st.text(max_size=5)),
+    st.builds(NullTest, OPERANDS),
+)
+
+
+def _joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    return inner.filter(lambda node: not isinstance(node, Negation)).map(Negation) | st.builds(
+        _junction, st.sampled_from(["and", "or"]), st.lists(inner, min_size=2, max_size=3)
+    )
+
+
+def _junction(operator: str, parts: list[Node]) -> Node:
+    flat: list[Node] = []
+    for part in parts:
+        is_same = isinstance(part, Junction) and part.operator == operator
+        flat += part.parts if isinstance(part, Junction) and is_same else (part,)
+    return Junction(operator, tuple(flat))
+
+
+@given(st.recursive(TESTS, _joined, max_leaves=8))
+def test_the_canonical_text_of_a_condition_parses_to_it(node: Node) -> None:
+    text = canonical_text(node)
+    assert parse(text) == node
+    assert canonical_where(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("lang = 'en'", "lang == 'en'"),
+        ('lang="it\'s"', "lang == 'it''s'"),
+        ("a<>1 OR b IS NOT None", "a != 1 or b is not null"),
+        ("((a)) and (b and (c))", "a and b and c"),
+        ("not not a", "a"),
+        ("not a in (3, 1, 1,)", "a not in (1, 3)"),
+        ("not (a > 1)", "not a > 1"),
+        ("(a or b) and c", "(a or b) and c"),
+        ("a or (b and c)", "a or b and c"),
+        ("-x*2 + 3 > 1 - (y - z)", "(0 - x) * 2 + 3 > 1 - (y - z)"),
+        ("meta . `my key` is null", "meta.`my key` is null"),
+        ("x >= -.5e3", "x >= -500.0"),
+        ("length > 3 and Length (text) > length", "length > 3 and length(text) > length"),
+        ("`and` == TRUE", "`and` == true"),
+    ],
+)
+def test_equal_conditions_have_one_text(text: str, canonical: str) -> None:
+    assert canonical_where(text) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a <", "at the end: expected a column or a value"),
+        ("a < b < c", r"character 7 \('< c'\): comparisons cannot be chained"),
+        ("a == null", "write 'is null'"),
+        ("lang == 'en", r"character 9 .*the quote ' is not closed"),
+        ("a && b", r"character 3 .*write 'and', 'or' and 'not'"),
+        ("5x > 1", "this is not a number"),
+        ("__import__('os').system('x')", "there are no functions but length"),
+        ("lambda: 1", "cannot stand here|expected"),
+        ("a in ()", "no values"),
+        ("a in (b)", "only numbers, texts"),
+        ("a in (1, 'x')", "have one kind"),
+        ("a b", r"character 3 \('b'\): expected 'and', 'or', a comparison, or the end"),
+        ("a is 5", "expected 'null' or 'not null'"),
+        ("a/b.c and /x", r"character 11 \('/x'\): expected a column"),
+        ("a > 1e999", "too large"),
+        ("a > " + "9" * 30, "too large"),
+        ("x like y", "pattern in quotes"),
+        ("(" * (DEPTH_MAX + 1) + "a" + ")" * (DEPTH_MAX + 1), "nested more than"),
+        ("not " * (DEPTH_MAX + 1) + "a", "nested more than"),
+        ("+".join("a" * (SUMS_MAX + 2)) + " > 1", "operations"),
+        (" or ".join("a" * (NODES_MAX + 1)), "more than 4000 parts"),
+        (" " * TEXT_MAX + "a", "characters"),
+        ("", "pass a condition as text"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as told:
+        canonical_where(text)
+    assert told.value.nouns["field"] == "where"
+
+
+@given(st.text("ab()'\"`.,<>=!+-*/%1 \nandornotisnull", max_size=30) | st.text(max_size=20))
+def test_any_text_is_a_condition_or_a_told_mistake(text: str) -> None:
+    try:
+        found = canonical_where(text)
+    except ConfigError:
+        return
+    assert canonical_where(found) == found

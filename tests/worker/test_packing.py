@@ -1,0 +1,260 @@
+"""Slabs of packs have the documents of their blocks, pack by pack, and say where each one lies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import BOTH
+from numpy.typing import NDArray
+from plan import plain
+
+from dataplane.arena.slab_layout import row_numbers_bytes
+from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
+from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, LongPolicy, PackPolicy, PackSpec, Region
+from dataplane.plan.packs import PACK_BITS, documents_max, packs_of
+from dataplane.rpc import tasks
+from dataplane.rpc.messages import Batch
+from dataplane.rpc.tasks import Origin
+from dataplane.worker import worker
+from dataplane.worker.columns import BlockColumns, open_block
+from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
+from dataplane.worker.kernel import kernel
+from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
+from dataplane.worker.packing import PackGather
+
+Documents = list[list[int]]
+Arrays = dict[str, NDArray[np.generic]]
+DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64")
+SPECS = {
+    dtype: (
+        ColumnSpec("mask", Kind.RAGGED, "float32"),
+        ColumnSpec("tokens", Kind.PADDED, dtype),
+    )
+    for dtype in DTYPES
+}
+ALL = (*PACK_OUTPUTS, "labels")
+
+
+def block_of(documents: Documents, dtype: str, *, is_large: bool = False) -> BlockColumns:
+    make = pa.large_list if is_large else pa.list_
+    tokens = pa.array(documents, make(pa.from_numpy_dtype(np.dtype(dtype))))
+    masks = [[token / 2 for token in each] for each in documents]
+    batch = pa.record_batch({"mask": pa.array(masks, pa.list_(pa.float32())), "tokens": tokens})
+    return open_block(batch, SPECS[dtype])
+
+
+def expected_pack(
+    documents: Documents, pieces: list[tuple[int, int, int, int]], form: PackSpec
+) -> dict[str, list[float]]:
+    """One pack, token by token."""
+    size, width = form.length, documents_max(form) + 2
+    tokens, mask, labels = [form.pad_value] * size, [0.0] * size, [-100] * size
+    positions, ids, ends = list(range(size)), [-1] * size, []
+    for number, (row, begin, length, place) in enumerate(pieces):
+        end = place + plain.padded(length, form.multiple)
+        ends.append(end)
+        for at in range(place, end):
+            positions[at], ids[at] = at - place, number
+        for at in range(length):
+            token = documents[row][begin + at]
+            tokens[place + at], mask[place + at] = token, token / 2
+            if begin + at + 1 < len(documents[row]):
+                labels[place + at] = documents[row][begin + at + 1]
+    for at in range(ends[-1], size):
+        positions[at] = at - ends[-1]
+    cuts = [0, *ends] + [size] * (width - len(ends) - 1)
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "labels": labels,
+        "position_ids": positions,
+        "document_ids": ids,
+        "cu_seqlens": cuts,
+        "max_seqlen": [max(np.diff(cuts).tolist())],
+    }
+
+
+def read(slab: bytes, form: PackForm, columns: tuple[object, ...], rows: list[int]) -> list[Arrays]:
+    """The batches of a slab."""
+    found = []
+    for at, count in enumerate(rows):
+        batch = {}
+        for spec, column in zip(form.specs, columns, strict=True):
+            size = count * int(np.prod(spec.shape, dtype=np.int64))
+            values = np.frombuffer(slab, spec.dtype, size, column.values[at])
+            batch[spec.name] = values.reshape(count, *(spec.shape or (1,)))
+        found.append(batch)
+    return found
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> PackSpec:
+    multiple = draw(st.sampled_from([1, 1, 2]))
+    return PackSpec(
+        "tokens",
+        multiple * draw(st.integers(1, 10)),
+        draw(st.sampled_from(PackPolicy)),
+        draw(st.sampled_from(LongPolicy)),
+        ("mask",),
+        ALL,
+        multiple=multiple,
+        pad_value=draw(st.sampled_from([0, 99])),
+    )
+
+
+BLOCKS = st.lists(
+    st.lists(st.lists(st.integers(0, 127), max_size=25), max_size=12), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=150)
+@given(BLOCKS, forms(), st.sampled_from(DTYPES), st.sampled_from([None, 5]), st.data())
+def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
+    drawn: list[Documents], pack: PackSpec, dtype: str, keyed: int | None, data: st.DataObject
+) -> None:
+    form, blocks, packs = PackForm.of(SPECS[dtype], pack), [], []
+    for documents in drawn:
+        lengths = np.array([len(each) for each in documents], np.int64)
+        block = block_of(documents, dtype, is_large=data.draw(st.booleans(), "large"))
+        blocks.append(PackBlock(block, (packs_of(lengths, pack, keyed),)))
+        packs.append(
+            plain.packs(
+                lengths.tolist(), pack.length, keyed, wrap=pack.policy is PackPolicy.WRAP,
+                long=pack.long.value, multiple=pack.multiple, most=documents_max(pack),
+            )
+        )  # fmt: skip
+    every = [(at, row) for at, some in enumerate(packs) for row in range(len(some))]
+    if not every:
+        return
+    chosen = data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=8), "rows")
+    index = np.array(chosen, np.int32)
+    numbers: list[NDArray[np.int64] | None] = [None] * len(blocks)
+    if data.draw(st.booleans(), "an excerpt"):
+        at = chosen[0][0]
+        numbers[at] = np.unique(index[index[:, 0] == at, 1]).astype(np.int64)
+        blocks[at] = excerpt_of(form, blocks[at], numbers[at])
+    cut = data.draw(st.integers(0, len(chosen)), "first batch")
+    rows = [cut, len(chosen) - cut]
+    batches = [Batch(step, count, count) for step, count in enumerate(rows)]
+    for open_rows in BOTH:
+        slab = bytearray(b"\xaa" * (1 << 17))
+        library = kernel().library if open_rows is BOTH[0] else None
+        gather = PackGather(form, blocks, places_of(index, numbers), batches, open_rows, library)
+        told = gather.into(memoryview(slab))
+        assert told.batch_count == 2
+        found = read(bytes(slab), form, told.columns, rows)
+        joined = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+        for place, (at, row) in enumerate(chosen):
+            expected = expected_pack(drawn[at], packs[at][row], pack)
+            assert {name: joined[name][place].tolist() for name in joined} == expected
+
+
+def excerpt_of(form: PackForm, block: PackBlock, numbers: NDArray[np.int64]) -> PackBlock:
+    """As a worker writes it, with exactly the room that it needs, and finds it."""
+    head = row_numbers_bytes(len(numbers))
+    small = bytearray(head)
+    small[: 4 * len(numbers)] = numbers.astype(np.int32).tobytes()
+    need = write_packs(form, block, memoryview(small), len(numbers))
+    region = bytearray(small) + bytearray(need - head)
+    assert write_packs(form, block, memoryview(region), len(numbers)) == need
+    columns, found = open_excerpt(memoryview(bytes(region)), form.specs, None, len(numbers))
+    assert found.tolist() == numbers.tolist()
+    return PackBlock(columns, None)
+
+
+def test_as_many_batches_as_fit_are_written_and_a_slab_that_is_too_small_says_what_it_needs() -> (
+    None
+):
+    pack = PackSpec("tokens", 8)
+    form = PackForm.of(SPECS["int32"], pack)
+    documents = [[1] * 8] * 6
+    block = PackBlock(block_of(documents, "int32"), (packs_of(np.full(6, 8), pack, None),))
+    index = np.stack([np.zeros(6), np.arange(6)], axis=1).astype(np.int32)
+    batches = [Batch(step, 2, 2) for step in range(3)]
+    gather = PackGather(form, [block], index, batches)
+    needed = gather.into(memoryview(bytearray(10))).bytes_needed
+    slab = bytearray(needed)
+    expected: list[int] = []
+    told = gather.into(memoryview(slab), expected.append)
+    assert told.batch_count == 1
+    assert expected == [told.bytes_used] == [needed]
+
+
+def test_packs_are_made_once_for_a_block_and_a_key() -> None:
+    form, known = PackForm.of(SPECS["int32"], PackSpec("tokens", 8)), KnownPacks()
+    block = block_of([[1, 2]] * 9, "int32")
+    first = known.of(1, block, form, 5, None)
+    assert known.of(1, block, form, 5, None) is first
+    other = known.of(1, block, form, 6, None)
+    assert other is not first
+    assert known.of(1, block, form, 6, None) is other
+    known.forget(1)
+    assert known.of(1, block, form, 6, None) is not other
+
+
+def test_carried_columns_of_other_lengths_are_named_with_their_row() -> None:
+    pack = PackSpec("tokens", 8, carry=("mask",))
+    batch = pa.record_batch({
+        "mask": pa.array([[1.0], [1.0, 1.0]], pa.list_(pa.float32())),
+        "tokens": pa.array([[1], [1]], pa.list_(pa.int32())),
+    })  # fmt: skip
+    block = open_block(batch, SPECS["int32"])
+    form = PackForm.of(SPECS["int32"], pack)
+    with pytest.raises(CorruptShard, match=r"s3://a: row 11: column 'mask' has 2 values and 'tok"):
+        KnownPacks().of(1, block, form, None, Origin("s3://a", 0, 10))
+
+
+def test_a_pack_that_a_block_does_not_have_is_refused() -> None:
+    pack = PackSpec("tokens", 8)
+    block = PackBlock(block_of([[1]], "int32"), (packs_of(np.array([1]), pack, None),))
+    for row in (1, -1, 1 << PACK_BITS):
+        index = np.array([(0, row)], np.int32)
+        gather = PackGather(PackForm.of(SPECS["int32"], pack), [block], index, [Batch(0, 1, 1)])
+        with pytest.raises(RowOutOfBounds):
+            gather.into(memoryview(bytearray(4096)))
+
+
+@pytest.mark.parametrize(
+    ("pack", "said"),
+    [
+        (PackSpec("text", 8), "'text'.*missing"),
+        (PackSpec("mask", 8), "lists of float32"),
+        (PackSpec("tokens", 8, carry=("score",)), "'score' to be lists"),
+    ],
+)
+def test_columns_that_cannot_be_packed_are_refused(pack: PackSpec, said: str) -> None:
+    specs = (*SPECS["int32"], ColumnSpec("score", Kind.FIXED, "float32"))
+    with pytest.raises(ConfigError, match=said):
+        PackForm.of(specs, pack)
+
+
+@pytest.mark.parametrize("outputs", [PACK_OUTPUTS, ("packing",)])
+@pytest.mark.parametrize("keys", [((5, 6, 7), (1, 2)), ((), ())])
+def test_a_worker_that_looks_for_a_bad_block_reads_its_packs_alone(
+    outputs: tuple[str, ...], keys: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    told: list[tasks.Reading] = []
+    state: Any = worker._State(1 << 30, told.append)
+    block = block_of([[1, 2, 3], [4] * 9, [5]], "int32")
+    state.blocks = dict.fromkeys((7, 9), worker._OpenBlock(block, None, None, None, None))
+    form = PackForm.of(SPECS["int32"], PackSpec("tokens", 8, outputs=outputs))
+    index, nowhere = np.array([(0, 0), (1, 0), (0, 0)], np.int32), Region(0, 0)
+    body = tasks.Assemble(
+        1,
+        (7, 9),
+        nowhere,
+        (Batch(0, 3, 3),),
+        1,
+        nowhere,
+        pack_keys=keys[0],
+        pack_key_counts=keys[1],
+    )
+    dataset: Any = SimpleNamespace(packs=form)
+    worker._read_one_by_one(state, dataset, body, index)
+    assert told == [tasks.Reading(7), tasks.Reading(9)]
