@@ -24,7 +24,7 @@ DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
 # What people write options into, each in its own way: a loader's arguments, flags of commands.
 OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")
 # Names with other meanings, too: they count only where they mean options.
-AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes"}
+AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes", "fill_null", "pad_value"}
 MAKERS = {"ColumnOptions", "column_options"}
 
 

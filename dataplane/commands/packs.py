@@ -11,9 +11,10 @@ from dataplane.commands.options import Settings
 from dataplane.commands.own_node import own_session
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError, DatasetChangedError
-from dataplane.model import ColumnOptions, View
+from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packs import Packing
+from dataplane.transforms.options import only
 
 
 class CountedPacks(Struct, frozen=True):
@@ -40,7 +41,7 @@ class CountedPacks(Struct, frozen=True):
     def spec(self) -> JobSpec:
         """A job that reads them."""
         assert self.view.pack is not None
-        columns = ColumnOptions(columns=(self.view.pack.column,))
+        columns = only((self.view.pack.column,))
         return JobSpec(self.whole.fingerprint, column_options=columns, view=self.view)
 
     @property
@@ -94,7 +95,7 @@ def _count(manifest: Manifest, view: View, format_name: str, settings: Settings)
         "",
         DatasetSource(manifest.urls, format_name),
         Topology(),
-        column_options=ColumnOptions(columns=(view.pack.column,)),
+        column_options=only((view.pack.column,)),
         view=view,
     )
     session = own_session(request, settings)

@@ -209,13 +209,11 @@ def _check(manifest: Manifest, ledger: Ledger, *, is_moved: bool) -> None:
         advice = "pass --dataset-moved if you know that it was only copied"
         raise DatasetChangedError(
             f"the dataset of job {ledger.job_id!r} has other ETags or another place now (of local "
-            f"files: modification times): {advice}",
-            job=ledger.job_id,
+            f"files: modification times): {advice}"
         )
     raise DatasetChangedError(
         f"this is not the dataset of job {ledger.job_id!r}: other shards, sizes or blocks. Pass "
         "--data URL",
-        job=ledger.job_id,
         expected=f"{ledger.sample_count:,} samples",
         found=f"{manifest.sample_count:,} samples",
     )

@@ -16,7 +16,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.slab_sizes import slab_sizes
-from dataplane.plan.order import Order
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab
 from dataplane.scheduler.walk import Walk
 
@@ -25,7 +25,7 @@ _SLOTS = 8
 
 
 async def own_slabs(
-    engine: Engine, number: int, dataset: Dataset, spec: JobSpec, order: Order
+    engine: Engine, number: int, dataset: Dataset, spec: JobSpec, order: SampleOrder
 ) -> AsyncGenerator[tuple[Slab, bytes], None]:
     """All slabs of a job with this spec, in this order, and a copy of each. `number` is unique
     among arenas. The dataset is forgotten at the end.

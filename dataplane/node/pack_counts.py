@@ -25,7 +25,7 @@ from msgspec.structs import asdict
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.index.journal import cache_faults, publish
-from dataplane.model import ColumnOptions, PackSpec, View
+from dataplane.model import PackSpec, View
 from dataplane.node.dataset import dataset_of
 from dataplane.node.engine import Engine
 from dataplane.node.job_columns import columns_of
@@ -39,6 +39,7 @@ from dataplane.plan.sealed import sealed, unsealed
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Layout
 from dataplane.trace import Trace
+from dataplane.transforms.options import only
 from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.limits import WorkerBytes
 
@@ -119,7 +120,7 @@ class PackCounter:
         spec = JobSpec(
             manifest.fingerprint,
             seed,
-            column_options=ColumnOptions(columns=(pack.column, *pack.carry)),
+            column_options=only((pack.column, *pack.carry)),
             view=replace(view, pack=replace(pack, outputs=(PACKING,))),
         )
         blocks = manifest.block_count

@@ -105,6 +105,11 @@ def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
     return dataclasses.replace(options, columns=(*options.columns, *others))
 
 
+def only(columns: Sequence[str]) -> ColumnOptions:
+    """Options that read these columns, and are the usual ones otherwise."""
+    return ColumnOptions(columns=tuple(columns))
+
+
 def to_find_values(columns: Sequence[str]) -> ColumnOptions:
     """Options that read all values of some columns and distinguish nulls."""
     return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)

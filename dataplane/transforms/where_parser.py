@@ -326,4 +326,4 @@ def _unreadable(rest: str) -> str:
 def _fault(text: str, at: int, why: str) -> ConfigError:
     shown = text[at : at + _SHOWN]
     place = f"character {at + 1} ({shown!r})" if shown else "the end"
-    return ConfigError(f"where={text[:200]!r}: at {place}: {why}", field="where", offset=at)
+    return ConfigError(f"where={text[:200]!r}: at {place}: {why}", field="where")

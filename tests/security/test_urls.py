@@ -21,6 +21,7 @@ from signed_server import signed_server
 
 from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.index.indexing import open_dataset
+from dataplane.model import View
 from dataplane.node.policy import opening, policy_of
 from dataplane.rpc.messages import DatasetSource
 from dataplane.security.urls import is_under
@@ -118,7 +119,7 @@ def node(tmp_path, monkeypatch):
     config = dataclasses.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
     yield lambda *urls, form="": opening(config, stores.connect, lambda *_: None)(
-        DatasetSource(urls, form)
+        DatasetSource(urls, form), View()
     )
     stores.close()
 

@@ -191,10 +191,12 @@ def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards) -> None:
         for batch in loader:
             steps.append(sorted(batch["i"].tolist()))
             states.append(loader.state_dict())
+        ended = loader.state_dict()
     found = launch(shards, 2, states[19])
     parts = zip(*(one["steps"] for one in found), strict=True)
     assert [sorted(k for part in step for k in part) for step in parts] == steps[20:]
-    assert found[0]["state"] == {**states[0], "epoch": 1, "cursor": 0}
+    assert found[0]["state"] == ended
+    assert {**ended, "digest": None} == {**states[0], "epoch": 1, "cursor": 0, "digest": None}
 
 
 def test_what_is_not_there_is_reported_by_name(shards) -> None:
