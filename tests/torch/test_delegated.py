@@ -33,9 +33,14 @@ SMALL = (
 OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 5, "lanes": 2}
 
 
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def state_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of an earlier run have leases in the state of a coordinator."""
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
     folder = tmp_path / "data"
     folder.mkdir()
     for number in range(SHARDS):
@@ -74,7 +79,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(state_of_this_test: None) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         yield Cluster(stack)
 
