@@ -71,10 +71,19 @@ class LedgerEntry(Struct, frozen=True):
         return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, cls)
 
 
+class SourceUrls(Struct, frozen=True):
+    """Where one source of a mixture is, and in which format ("" for the one that it looks like)."""
+
+    name: str
+    urls: tuple[str, ...]
+    format: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """A job: its dataset, its spec, how far it was, and its entries. `dataset` is None if that is
-    unknown.
+    unknown. `urls` are those of all sources of a mixture, and `sources` says which one has which;
+    it is empty if that is unknown.
     """
 
     job_id: str
@@ -86,6 +95,7 @@ class Ledger:
     epoch: int = 0
     cursor: int = 0
     dataset: DatasetIdentity | None = None
+    sources: tuple[SourceUrls, ...] = ()
     entries: tuple[LedgerEntry, ...] = ()
 
     @property

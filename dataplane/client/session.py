@@ -97,9 +97,10 @@ class Session:
 
     def ledger(self, epoch: int, cursor: int) -> str:
         """The job's ledger at this place, as JSON lines."""
-        from dataplane.ledger import Ledger
+        from dataplane.ledger import Ledger, SourceUrls
 
-        source, job = self.request.source, self.job
+        source, mixture, job = self.request.source, self.request.mixture, self.job
+        sources = () if mixture is None else mixture.sources
         return Ledger(
             self.request.job_id,
             tuple(map(unsigned, source.urls)),
@@ -110,6 +111,10 @@ class Session:
             epoch,
             cursor,
             job.dataset,
+            tuple(
+                SourceUrls(each.name, tuple(map(unsigned, each.source.urls)), each.source.format)
+                for each in sources
+            ),
         ).to_lines()
 
     def tally(self) -> Tally:

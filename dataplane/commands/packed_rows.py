@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,32 +12,33 @@ import pyarrow.compute as pc
 from dataplane.commands.datasets import read_block, row_names, schema_of
 from dataplane.errors import ConfigError
 from dataplane.node.pack_counts import remembered_counts
-from dataplane.plan.orders import order_of
 from dataplane.plan.packed_blocks import counts_name, known_counts, packed
 from dataplane.plan.packs import Int64, Packs, packs_of
+from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
 
 if TYPE_CHECKING:
-    from dataplane.commands.traced import Traced
-    from dataplane.config import JobSpec
+    from dataplane.commands.traced import Traced, TracedSource
+    from dataplane.model import View
     from dataplane.plan.manifest import Manifest
-    from dataplane.plan.trail import StepRows
+    from dataplane.plan.order import TracedOrder
+    from dataplane.plan.trail import Place, StepRows
 
 
-def packs_in(rows: Manifest, spec: JobSpec, cache_dir: str) -> Manifest:
-    """The manifest of a job's packs, from that of its rows.
+def packs_in(rows: Manifest, view: View, seed: int, cache_dir: str) -> Manifest:
+    """The manifest of the packs of a view, from that of its rows.
 
     Raises:  ConfigError: nobody has counted them here, or a map makes the tokens.
     """
-    pack = spec.view.pack
+    pack = view.pack
     assert pack is not None
-    if spec.view.map:
+    if view.map:
         raise ConfigError(
-            f"the tokens of this job's packs are made by {spec.view.map!r}, which these commands do"
+            f"the tokens of this job's packs are made by {view.map!r}, which these commands do"
             " not call",
             field="map",
         )
-    name = counts_name(rows, spec.view, spec.seed)
+    name = counts_name(rows, view, seed)
     counts = known_counts(rows, name)
     if counts is None:
         counts = remembered_counts(cache_dir, name, rows.block_count)
@@ -56,86 +57,106 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
-    rows, spec = job.rows, job.spec
-    assert rows is not None
-    order = order_of(spec, job.manifest, epoch)
-    count = job.manifest.sample_count
-    keys = order.pack_keys(step.positions % count, step.blocks).tolist() if spec.shuffle else []
-    names, urls = row_names(rows, rows_only(spec.view)), job.manifest.shards.urls
-    packs: dict[int, Packs] = {}
+    order = job.order(epoch)
+    numbers = step.blocks + job.first_blocks[step.sources]
+    keys: list[int | None] = [None] * len(numbers)
+    if job.spec.shuffle:
+        keys = order.pack_keys(step.positions % order.sample_count, numbers).tolist()
+    names = [row_names(one.of_rows, rows_only(one.view)) for one in job.sources]
+    packs: dict[tuple[int, int | None], Packs] = {}
     found: list[dict[str, object]] = []
-    for at, (block, pack) in enumerate(
-        zip(step.blocks.tolist(), step.block_rows.tolist(), strict=True)
-    ):
-        of_rows = _block_of_rows(job, block)
-        if block not in packs:
-            packs[block] = _packs(job, of_rows, keys[at] if keys else None)
-        own = packs[block]
+    for at, (number, source, block, pack) in enumerate(
+        zip(numbers.tolist(), step.sources.tolist(), step.blocks.tolist(),
+            step.block_rows.tolist(), strict=True)
+    ):  # fmt: skip
+        of = job.sources[source]
+        of_rows = _block_of_rows(of, block)
+        if (number, keys[at]) not in packs:
+            packs[number, keys[at]] = _packs(of, of_rows, keys[at])
+        own = packs[number, keys[at]]
         pieces = own.pieces[:, own.starts[pack] : own.starts[pack + 1]]
-        shards, shard_rows = names.of(np.full(pieces.shape[1], of_rows), pieces[0].astype(np.int64))
+        blocks = np.full(pieces.shape[1], of_rows)
+        shards, shard_rows = names[source].of(blocks, pieces[0].astype(np.int64))
         for piece, shard, row in zip(
             pieces.T.tolist(), shards.tolist(), shard_rows.tolist(), strict=True
         ):
             found.append({
                 "position": int(step.positions[at]),
                 "dp_rank": int(step.dp_ranks[at]),
-                "shard": urls[shard],
+                **job.place_of(source, shard),
                 "row": row,
                 "first_token": piece[1],
                 "tokens": piece[2],
                 "place": piece[3],
-                "is_padding": bool(step.positions[at] >= count),
+                "is_padding": bool(step.is_padding[at]),
             })  # fmt: skip
     return found
 
 
-def _block_of_rows(job: Traced, block: int) -> int:
+def _block_of_rows(source: TracedSource, block: int) -> int:
     """The number of a block among those that have rows."""
-    assert job.rows is not None
-    assert job.manifest.kept is not None
-    kept = int(job.manifest.kept[block])
-    return kept if job.rows.kept is None else int(job.rows.kept.searchsorted(kept))
+    assert source.rows is not None
+    assert source.manifest.kept is not None
+    kept = int(source.manifest.kept[block])
+    return kept if source.rows.kept is None else int(source.rows.kept.searchsorted(kept))
 
 
 def packs_with(
-    job: Traced, block: int, row: int, epochs: Iterable[int]
-) -> Iterator[tuple[int, int, int, dict[str, object]]]:
-    """The packs that have tokens of a row, epoch after epoch: the epoch, the block among those that
-    have packs, its pack, and which tokens lie where in it. The block is one of those that have
-    rows. Reads the block's tokens.
+    job: Traced,
+    source: int,
+    at: tuple[int, int],
+    epochs: Iterable[int],
+    order_of: Callable[[int], TracedOrder],
+    cursor: int,
+) -> Iterator[tuple[int, Place, dict[str, object]]]:
+    """Where the packs that have tokens of a row stand, epoch after epoch, and which tokens lie
+    where in each. `at` is a block of those that have rows, and a row of it. Reads the block's
+    tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
-    rows, spec, manifest = job.rows, job.spec, job.manifest
-    assert rows is not None
-    assert spec.view.pack is not None
-    assert manifest.kept is not None
-    kept = block if rows.kept is None else int(rows.kept[block])
-    of_packs = int(manifest.kept.searchsorted(kept))
-    if of_packs == manifest.block_count or manifest.kept[of_packs] != kept:
+    of, (block, row) = job.sources[source], at
+    assert of.rows is not None
+    assert of.view.pack is not None
+    assert of.manifest.kept is not None
+    kept = block if of.rows.kept is None else int(of.rows.kept[block])
+    of_packs = int(of.manifest.kept.searchsorted(kept))
+    if of_packs == of.manifest.block_count or of.manifest.kept[of_packs] != kept:
         return  # it fills no pack
-    lengths, at = _lengths(job, block), np.array([of_packs])
+    lengths, number = _lengths(of, block), int(job.first_blocks[source]) + of_packs
     for epoch in epochs:
-        keys = order_of(spec, manifest, epoch).pack_keys(at, at) if spec.shuffle else None
-        packs = packs_of(lengths, spec.view.pack, None if keys is None else int(keys[0]))
-        for piece in np.flatnonzero(packs.pieces[0] == row).tolist():
-            pack = int(packs.starts.searchsorted(piece, side="right")) - 1
-            _, begin, tokens, place = packs.pieces[:, piece].tolist()
-            yield epoch, of_packs, pack, {"first_token": begin, "tokens": tokens, "place": place}
+        order = order_of(epoch)
+        for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
+            packs = packs_of(lengths, of.view.pack, keyed)
+            for piece in np.flatnonzero(packs.pieces[0] == row).tolist():
+                pack = int(packs.starts.searchsorted(piece, side="right")) - 1
+                _, begin, tokens, offset = packs.pieces[:, piece].tolist()
+                more: dict[str, object] = {"first_token": begin, "tokens": tokens, "place": offset}
+                for place in places_of(
+                    job.spec, order, number, pack, cursor=cursor, dp_size=job.dp_size
+                ):
+                    if keyed in (None, _key_at(order, place, number)):
+                        yield epoch, place, more
 
 
-def _packs(job: Traced, block: int, keyed: int | None) -> Packs:
+def _key_at(order: TracedOrder, place: Place, block: int) -> int:
+    """With which key the packs of the block at this place are drawn."""
+    position = place.position % order.sample_count
+    return int(order.pack_keys(np.array([position]), np.array([block]))[0])
+
+
+def _packs(source: TracedSource, block: int, keyed: int | None) -> Packs:
     """The packs of a block of rows."""
-    assert job.spec.view.pack is not None
-    return packs_of(_lengths(job, block), job.spec.view.pack, keyed)
+    assert source.view.pack is not None
+    return packs_of(_lengths(source, block), source.view.pack, keyed)
 
 
-def _lengths(job: Traced, block: int) -> Int64:
+def _lengths(source: TracedSource, block: int) -> Int64:
     """How many tokens each row of a block has."""
-    pack, rows = job.spec.view.pack, job.rows
+    pack, rows = source.view.pack, source.rows
     assert pack is not None
     assert rows is not None
-    view = rows_only(job.spec.view)
+    view = rows_only(source.view)
     batch = read_block(rows, block, schema_of(rows), [pack.column], view=view)
     lengths = pc.fill_null(pc.list_value_length(batch.column(0)), 0).cast(pa.int64())
     found: Int64 = lengths.to_numpy(zero_copy_only=False)

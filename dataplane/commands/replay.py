@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import StepRows
 
-_PLACE = ("dataplane.position", "dataplane.dp_rank", "dataplane.shard", "dataplane.row")
+_PREFIX = "dataplane."
 
 
 @click.command("replay")
@@ -48,7 +48,7 @@ def replay(
 
     Only the blocks with rows of the step are read. Image steps, padding and other options of the
     job are not applied. A job is named as for `dataplane trace`. With --out, each row has the
-    columns dataplane.position, .dp_rank, .shard and .row beside its own.
+    columns dataplane.position, .dp_rank, .shard and .row beside its own, and .source in a mixture.
 
     \b
     Examples:
@@ -68,15 +68,15 @@ def replay(
 
     cells = zip(*(shown(column.combine_chunks()) for column in table.columns), strict=True)
     if as_json:
-        own = table.column_names[len(_PLACE) :]
-        place = [name.partition(".")[2] for name in _PLACE]
+        place = _place_names(job)
+        own = table.column_names[len(place) :]
         output.write_json([
             {**dict(zip(place, row, strict=False)),
-             "values": dict(zip(own, row[len(_PLACE) :], strict=True))}
+             "values": dict(zip(own, row[len(place) :], strict=True))}
             for row in cells
         ])  # fmt: skip
         return
-    headings = [name.removeprefix("dataplane.") for name in table.column_names]
+    headings = [name.removeprefix(_PREFIX) for name in table.column_names]
     output.write_table(headings, [[short(cell) for cell in row] for row in cells], f"step {step}")
 
 
@@ -93,24 +93,41 @@ def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -
     from dataplane.commands.datasets import read_block, schema_of
     from dataplane.plan.views import rows_only
 
-    manifest, schema = job.manifest, schema_of(job.manifest)
+    schemas = [schema_of(source.manifest) for source in job.sources]
+    numbers = rows.blocks + job.first_blocks[rows.sources]
 
-    def read(block: int) -> pa.Table:
-        batch = read_block(manifest, block, schema, names, view=rows_only(job.spec.view))
-        return pa.table(batch.take(pa.array(rows.block_rows[rows.blocks == block])))
+    def read(at: int) -> pa.Table:
+        source, own = int(rows.sources[at]), numbers == numbers[at]
+        of, block = job.sources[source], int(rows.blocks[at])
+        batch = read_block(of.manifest, block, schemas[source], names, view=rows_only(of.view))
+        return pa.table(batch.take(pa.array(rows.block_rows[own]))).select(names)
 
-    blocks = np.unique(rows.blocks).tolist()
+    _, first = np.unique(numbers, return_index=True)
     with ThreadPoolExecutor(workers) as threads:
-        tables = list(threads.map(read, blocks))
-    place = np.empty(len(rows.blocks), np.int64)
-    place[np.argsort(rows.blocks, kind="stable")] = np.arange(len(place))
-    found = pa.concat_tables(tables).unify_dictionaries() if tables else schema.empty_table()
-    found = found.select(names).take(pa.array(place))
-    urls = [manifest.shards.urls[shard] for shard in rows.shards.tolist()]
-    where = (rows.positions, rows.dp_ranks, pa.array(urls, pa.string()), rows.shard_rows)
-    for at, (name, values) in enumerate(zip(_PLACE, where, strict=True)):
-        found = found.add_column(at, name, pa.array(values))
+        tables = list(threads.map(read, first.tolist()))
+    place = np.empty(len(numbers), np.int64)
+    place[np.argsort(numbers, kind="stable")] = np.arange(len(place))
+    found = schemas[0].empty_table().select(names)
+    if tables:
+        found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+    found = found.take(pa.array(place))
+    places = [
+        job.place_of(source, shard)
+        for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
+    ]
+    before: dict[str, object] = {"position": rows.positions, "dp_rank": rows.dp_ranks}
+    for name in _place_names(job)[2:-1]:
+        before[name] = pa.array([one[name] for one in places], pa.string())
+    before["row"] = rows.shard_rows
+    for at, (name, values) in enumerate(before.items()):
+        found = found.add_column(at, f"{_PREFIX}{name}", pa.array(values))
     return found
+
+
+def _place_names(job: Traced) -> list[str]:
+    """What is said of each row before its columns."""
+    source = [] if job.spec.mixture is None else ["source"]
+    return ["position", "dp_rank", *source, "shard", "row"]
 
 
 def _names(job: Traced, columns: str | None) -> list[str]:
@@ -121,7 +138,9 @@ def _names(job: Traced, columns: str | None) -> list[str]:
     from dataplane.commands.datasets import schema_of
     from dataplane.formats.unsupported import supported_names
 
-    known, options = supported_names(schema_of(job.manifest)), job.spec.column_options
+    each = [supported_names(schema_of(source.manifest)) for source in job.sources]
+    known = [name for name in each[0] if all(name in names for names in each)]
+    options = job.spec.column_options
     if columns is not None:
         asked = [name.strip() for name in columns.split(",") if name.strip()]
         missing = [name for name in asked if name not in known]

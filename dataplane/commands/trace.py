@@ -47,17 +47,16 @@ def trace(
     """
     job = traced(settings, asked)
     rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
-    if job.rows is not None:
+    if job.is_packed:
         _show_documents(job, rows, step, job.epoch if epoch is None else epoch, as_json=as_json)
         return
-    urls = job.manifest.shards.urls
     found = [
         {
             "position": int(rows.positions[at]),
             "dp_rank": int(rows.dp_ranks[at]),
-            "shard": urls[int(rows.shards[at])],
+            **job.place_of(int(rows.sources[at]), int(rows.shards[at])),
             "row": int(rows.shard_rows[at]),
-            "is_padding": bool(rows.positions[at] >= job.manifest.sample_count),
+            "is_padding": bool(rows.is_padding[at]),
         }
         for at in range(len(rows.positions))
     ]
@@ -65,12 +64,14 @@ def trace(
         output.write_json(found)
         return
     title = f"{output.counted(len(found), 'row')} of step {step}"
+    padding = {True: "padding", False: ""}
     cells = [
-        (f"{one['position']}", f"{one['dp_rank']}", one["shard"], f"{one['row']}",
-         "padding" if one["is_padding"] else "")
-        for one in found
-    ]  # fmt: skip
-    output.write_table(("position", "dp rank", "shard", "row", ""), cells, title)
+        tuple(padding[one] if isinstance(one, bool) else f"{one}" for one in row.values())
+        for row in found
+    ]
+    source = ("source",) if job.spec.mixture is not None else ()
+    headings = ("position", "dp rank", *source, "shard", "row", "")
+    output.write_table(headings, cells, title)
 
 
 def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_json: bool) -> None:
@@ -81,7 +82,9 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
         output.write_json(found)
         return
     title = f"{output.counted(len(rows.positions), 'pack')} of step {step}"
-    headings = ("position", "dp rank", "shard", "row", "first token", "tokens", "place", "padding")
+    source = ("source",) if job.spec.mixture is not None else ()
+    headings = ("position", "dp rank", *source, "shard", "row", "first token", "tokens", "place",
+                "padding")  # fmt: skip
     output.write_table(headings, [tuple(one.values()) for one in found], title)
 
 
@@ -96,7 +99,6 @@ def step_rows(
 
     from dataplane.commands.datasets import row_names
     from dataplane.errors import ConfigError
-    from dataplane.plan.orders import order_of
     from dataplane.plan.trail import StepRows, rows_of_step
 
     if dp_rank is not None and dp_rank >= job.dp_size:
@@ -105,8 +107,8 @@ def step_rows(
             "there are",
             field="dp_rank",
         )
-    order = order_of(job.spec, job.manifest, job.epoch if epoch is None else epoch)
-    names = row_names(job.manifest, job.spec.view)
+    order = job.order(job.epoch if epoch is None else epoch)
+    names = [row_names(source.manifest, source.view) for source in job.sources]
     rows = rows_of_step(job.spec, order, names, step, cursor=cursor, dp_size=job.dp_size)
     if dp_rank is None:
         return rows

@@ -22,12 +22,14 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.errors import ConfigError, DatasetChangedError
-from dataplane.ledger import MARK, Ledger
+from dataplane.ledger import MARK, Ledger, SourceUrls
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
     from dataplane.config import JobSpec
     from dataplane.plan.manifest import Manifest
+    from dataplane.plan.order import TracedOrder
+    from dataplane.plan.windows import Int64
 
 POSITIVE = click.IntRange(min=1)
 COUNT = click.IntRange(min=0)
@@ -35,20 +37,62 @@ _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Traced:
-    """A job and its dataset. `reached` is the epoch and the cursor that its run had reached; None
-    without a run. If samples are packs, `rows` is the manifest of the rows that they have.
+class TracedSource:
+    """One dataset of a job, and the view of it that the job reads. `name` is "" if the job mixes
+    none. If samples are packs, `rows` is the manifest of the rows that they have.
     """
 
+    name: str
     manifest: Manifest
+    view: View
+    rows: Manifest | None = None
+
+    @property
+    def of_rows(self) -> Manifest:
+        """The manifest of the rows of the view."""
+        return self.manifest if self.rows is None else self.rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A job and its datasets. `reached` is the epoch and the cursor that its run had reached; None
+    without a run.
+    """
+
+    sources: tuple[TracedSource, ...]
     spec: JobSpec
     dp_size: int
     reached: tuple[int, int] | None
-    rows: Manifest | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether samples are packs."""
+        return any(source.rows is not None for source in self.sources)
+
+    def order(self, epoch: int) -> TracedOrder:
+        """The order of an epoch."""
+        from dataplane.plan.orders import job_order
+
+        return job_order(self.spec, [source.manifest for source in self.sources], epoch)
+
+    @property
+    def first_blocks(self) -> Int64:
+        """How the order counts the blocks of the sources: one after the other. Shapes:  result:
+        int64[sources + 1].
+        """
+        from dataplane.plan.shards import starts_of
+
+        return starts_of([source.manifest.block_count for source in self.sources])
+
+    def place_of(self, source: int, shard: int) -> dict[str, str]:
+        """The url of a shard, and the name of its source if the job mixes several."""
+        of = self.sources[source]
+        named = {"source": of.name} if of.name else {}
+        return {**named, "shard": of.manifest.shards.urls[shard]}
 
     def refuse_packs(self, command: str) -> None:
         """Raises:  ConfigError: samples are packs."""
-        if self.rows is not None:
+        if self.is_packed:
             raise ConfigError(
                 f"the samples of this job are packs of rows, which `dataplane {command}` does not "
                 "know yet: `dataplane trace` shows the documents of each pack of a step",
@@ -68,7 +112,8 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
         click.option("--data", "data", multiple=True, metavar="URL",
-                     help="Where the dataset of a ledger or a job is now, or its manifest."),
+                     help="Where the dataset of a ledger or a job is now, or its manifest; for a "
+                     "source of a mixture NAME=URL."),
         click.option("--dataset-moved", is_flag=True,
                      help="Accept a dataset whose ETags differ from those of the job."),
         click.option("--dp-size", type=POSITIVE, help="Data-parallel ranks. Default: the job's."),
@@ -162,60 +207,120 @@ def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
         ramp=shuffle.ramp,
         view=view,
     )
-    return Traced(manifest, spec, asked["dp_size"] or 1, None)
+    source = TracedSource("", manifest, view)
+    return Traced((source,), spec, asked["dp_size"] or 1, None)
 
 
 def _of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
-    urls = asked["data"] or ledger.urls
-    if not urls:
-        raise ConfigError(
-            f"the urls of job {ledger.job_id!r} are not known: pass --data URL", job=ledger.job_id
-        )
-    if ledger.spec.mixture is not None:
-        names = ", ".join(source.name for source in ledger.spec.mixture.sources)
-        raise ConfigError(
-            f"job {ledger.job_id!r} mixes several datasets ({names}), which these commands do not"
-            " know yet",
-            job=ledger.job_id,
-        )
     from dataplane.plan.views import rows_only
 
-    view = rows_only(ledger.spec.view)
-    manifest = _opened(settings, asked, urls, asked["format_name"] or ledger.format, view)
-    _check(manifest, ledger, is_moved=asked["dataset_moved"])
-    rows = None
-    if ledger.spec.view.pack is not None:
-        from dataplane.commands.packed_rows import packs_in
-        from dataplane.settings import node_config
-
-        rows, manifest = manifest, packs_in(manifest, ledger.spec, node_config(settings).cache_dir)
+    mixture, whole = ledger.spec.mixture, []
+    if mixture is None:
+        urls = asked["data"] or ledger.urls
+        if not urls:
+            raise ConfigError(
+                f"the urls of job {ledger.job_id!r} are not known: pass --data URL",
+                job=ledger.job_id,
+            )
+        places = [SourceUrls("", tuple(urls), ledger.format)]
+        known = [(ledger.spec.fingerprint, ledger.spec.view)]
+    else:
+        places = _places(ledger, asked["data"])
+        known = [(source.fingerprint, source.view) for source in mixture.sources]
+    for place, (_, view) in zip(places, known, strict=True):
+        form = asked["format_name"] or place.format
+        whole.append(_opened(settings, asked, place.urls, form, rows_only(view)))
+    _check(whole, [fingerprint for fingerprint, _ in known], ledger, asked)
+    sources = [
+        _source(settings, ledger.spec, place.name, manifest, view)
+        for place, manifest, (_, view) in zip(places, whole, known, strict=True)
+    ]
     dp_size = asked["dp_size"] or ledger.dp_size
-    return Traced(manifest, ledger.spec, dp_size, (ledger.epoch, ledger.cursor), rows)
+    return Traced(tuple(sources), ledger.spec, dp_size, (ledger.epoch, ledger.cursor))
 
 
-def _check(manifest: Manifest, ledger: Ledger, *, is_moved: bool) -> None:
-    """Check that this is the dataset of the job, possibly in another place."""
+def _source(
+    settings: Settings, spec: JobSpec, name: str, rows: Manifest, view: View
+) -> TracedSource:
+    """A source of which `rows` are the rows of this view."""
+    if view.pack is None:
+        return TracedSource(name, rows, view)
+    from dataplane.commands.packed_rows import packs_in
+    from dataplane.settings import node_config
+
+    packs = packs_in(rows, view, spec.seed, node_config(settings).cache_dir)
+    return TracedSource(name, packs, view, rows)
+
+
+def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
+    """Where the sources of a mixture are, in its order.
+
+    Raises:  ConfigError: of one of them that is unknown, or one is none of them.
+    """
+    assert ledger.spec.mixture is not None
+    names = [source.name for source in ledger.spec.mixture.sources]
+    found = {place.name: place for place in ledger.sources}
+    named: dict[str, list[str]] = {}
+    for one in given:
+        name, mark, url = one.partition("=")
+        if not mark or name not in names:
+            raise ConfigError(
+                f"--data {one}: job {ledger.job_id!r} mixes {', '.join(names)}; give NAME=URL",
+                job=ledger.job_id,
+            )
+        named.setdefault(name, []).append(url)
+    for name, urls in named.items():
+        form = found[name].format if name in found else ""
+        found[name] = SourceUrls(name, tuple(urls), form)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ConfigError(
+            f"job {ledger.job_id!r} mixes {', '.join(names)}, and where they are is not known of"
+            f" {', '.join(missing)}: pass --data {missing[0]}=URL, or the ledger that"
+            " loader.ledger() returned",
+            job=ledger.job_id,
+        )
+    return [found[name] for name in names]
+
+
+def _check(
+    manifests: Sequence[Manifest],
+    fingerprints: Sequence[str],
+    ledger: Ledger,
+    asked: Mapping[str, Any],
+) -> None:
+    """Check that these are the datasets of the job, possibly in another place."""
+    from dataplane.node.mixing import mixed_identity
     from dataplane.plan.identity import identity_of
 
-    if manifest.fingerprint == ledger.spec.fingerprint:
+    if [manifest.fingerprint for manifest in manifests] == list(fingerprints):
         return
-    found, known = identity_of(manifest.whole or manifest), ledger.dataset
+    each, known = [identity_of(one.whole or one) for one in manifests], ledger.dataset
+    found = each[0] if ledger.spec.mixture is None else mixed_identity(each)
     if known is not None and found.content == known.content:
         return
-    is_alike = manifest.sample_count == ledger.sample_count
+    samples = sum(manifest.sample_count for manifest in manifests)
+    is_alike = len(manifests) > 1 or samples == ledger.sample_count
     if is_alike and (known is None or found.layout == known.layout):
-        if is_moved:
+        if asked["dataset_moved"]:
             return
         advice = "pass --dataset-moved if you know that it was only copied"
         raise DatasetChangedError(
             f"the dataset of job {ledger.job_id!r} has other ETags or another place now (of local "
             f"files: modification times): {advice}"
         )
+    if ledger.spec.mixture is not None:
+        pairs = zip(ledger.spec.mixture.sources, manifests, strict=True)
+        names = [source.name for source, one in pairs if source.fingerprint != one.fingerprint]
+        raise DatasetChangedError(
+            f"these are not the datasets of job {ledger.job_id!r}: {', '.join(names)} may have "
+            "other shards, sizes or blocks. Pass --data NAME=URL"
+        )
     raise DatasetChangedError(
         f"this is not the dataset of job {ledger.job_id!r}: other shards, sizes or blocks. Pass "
         "--data URL",
         expected=f"{ledger.sample_count:,} samples",
-        found=f"{manifest.sample_count:,} samples",
+        found=f"{samples:,} samples",
     )
 
 
@@ -252,5 +357,5 @@ async def _asked(settings: Settings, job: str) -> Ledger:
         await client.close()
     return Ledger(
         found.job_id, found.urls, found.spec, found.sample_count, found.dp_size, found.format,
-        found.epoch, found.cursor, found.identity, found.entries,
+        found.epoch, found.cursor, found.identity, entries=found.entries,
     )  # fmt: skip

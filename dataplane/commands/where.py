@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ from dataplane.commands.traced import traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place
@@ -30,6 +31,7 @@ EPOCHS_MAX = 1000
     metavar="SHARD:ROW",
     help="The shard's number, url, or end of its url, and the row in it, from 0.",
 )
+@click.option("--source", "source_name", metavar="NAME", help="The row's source, of a mixture.")
 @click.option(
     "--epochs",
     metavar="FIRST:STOP",
@@ -38,7 +40,13 @@ EPOCHS_MAX = 1000
 @traced_options
 @interruptible
 def where(
-    settings: Settings, *, row_name: str, epochs: str | None, as_json: bool, **asked: Any
+    settings: Settings,
+    *,
+    row_name: str,
+    source_name: str | None,
+    epochs: str | None,
+    as_json: bool,
+    **asked: Any,
 ) -> None:
     """Show at which steps of which epochs a row was seen, and will be, and by which rank.
 
@@ -49,22 +57,21 @@ def where(
     Examples:
       dataplane where s3://bucket/train/ --global-batch 1024 --row 17:4 --epochs 0:3
       dataplane where checkpoints/ledger.jsonl --row part-00017.parquet:4
+      dataplane where checkpoints/ledger.jsonl --source code --row 0:4
     """  # fmt: skip
     from dataplane.commands.datasets import row_names
-    from dataplane.plan.trail import shard_named
 
     shard_name, _, row = row_name.rpartition(":")
     if not shard_name or not row.isdecimal():
         raise ConfigError(f"--row {row_name}: give SHARD:ROW, such as 17:4 or part-17.parquet:4")
     job = traced(settings, asked)
     first, stop = _epochs(epochs, job)
-    shard = shard_named(job.manifest, shard_name)
-    manifest = job.manifest if job.rows is None else job.rows
-    at = row_names(manifest, job.spec.view).block_of(shard, int(row))
+    number, shard = _shard(job, source_name, shard_name)
+    source = job.sources[number]
+    at = row_names(source.of_rows, source.view).block_of(shard, int(row))
     found = [
         {"epoch": epoch, **msgspec.structs.asdict(place), "seen": _seen(job, epoch, place), **more}
-        for epoch, block, sample, more in _samples(job, *at, range(first, stop))
-        for place in _places(job, epoch, block, sample, asked["cursor"])
+        for epoch, place, more in _places(job, number, at, range(first, stop), asked["cursor"])
     ]
     if as_json:
         output.write_json(found)
@@ -77,29 +84,48 @@ def where(
          f"{one['first_token']}+{one['tokens']}" if "tokens" in one else "")
         for one in found
     ]  # fmt: skip
-    title = f"row {row} of {job.manifest.shards.urls[shard]}"
+    title = f"row {row} of {source.manifest.shards.urls[shard]}"
     output.write_table(("epoch", "step", "dp rank", "position", "seen", "", "tokens"), cells, title)
 
 
-def _samples(
-    job: Traced, block: int, row: int, epochs: Iterable[int]
-) -> Iterable[tuple[int, int, int, dict[str, object]]]:
-    """The samples that have this row of a block, by epoch: itself, or the packs that have it, with
-    which of its tokens they have.
+def _shard(job: Traced, source_name: str | None, name: str) -> tuple[int, int]:
+    """The number of the source, and that of the shard in it.
+
+    Raises:  ConfigError: there is none, or several.
     """
-    if job.rows is not None:
-        from dataplane.commands.packed_rows import packs_with
+    from dataplane.plan.trail import shard_named
 
-        return packs_with(job, block, row, epochs)
-    return ((epoch, block, row, {}) for epoch in epochs)
+    names = [source.name for source in job.sources]
+    if job.spec.mixture is None and source_name is None:
+        return 0, shard_named(job.sources[0].manifest, name)
+    if source_name not in names:
+        what = "needs --source" if source_name is None else f"has no source {source_name!r}"
+        known = ", ".join(names) if job.spec.mixture is not None else "none: leave out --source"
+        raise ConfigError(f"this job {what}; its sources are {known}", field="source")
+    number = names.index(source_name)
+    return number, shard_named(job.sources[number].manifest, name)
 
 
-def _places(job: Traced, epoch: int, block: int, row: int, cursor: int) -> tuple[Place, ...]:
-    from dataplane.plan.orders import order_of
+def _places(
+    job: Traced, source: int, at: tuple[int, int], epochs: Iterable[int], cursor: int
+) -> Iterator[tuple[int, Place, dict[str, object]]]:
+    """Where the row `at` stands, a block and its row, epoch after epoch: itself, or the packs that
+    have it, with which of its tokens they have.
+    """
     from dataplane.plan.trail import places_of
 
-    order = order_of(job.spec, job.manifest, epoch)
-    return places_of(job.spec, order, block, row, cursor=cursor, dp_size=job.dp_size)
+    order = functools.lru_cache(maxsize=1)(job.order)
+    if job.is_packed:
+        from dataplane.commands.packed_rows import packs_with
+
+        yield from packs_with(job, source, at, epochs, order, cursor)
+        return
+    block, row = int(job.first_blocks[source]) + at[0], at[1]
+    for epoch in epochs:
+        for place in places_of(
+            job.spec, order(epoch), block, row, cursor=cursor, dp_size=job.dp_size
+        ):
+            yield epoch, place, {}
 
 
 def _seen(job: Traced, epoch: int, place: Place) -> bool | None:

@@ -136,9 +136,19 @@ class MixedOrder:
         source, sample = self.samples_at(positions)
         found = np.empty(len(positions), np.uint64)
         for (one, which), mine in _grouped(source, sample // self._counts[source]):
-            word = key(key(self._seed, Domain.SOURCE, one), Domain.PACK, which)
+            word = self._word_of_packs(one, which)
             found[mine] = extended(word, blocks[mine] - self._blocks[one])
         return found
+
+    def keys_of_packs(self, block: int) -> list[int]:
+        """With which keys the packs of a block are drawn in this epoch: one for each pass.
+
+        Raises:  ConfigError: no such block.
+        """
+        source = self._source_of(block)
+        at = np.array([block - int(self._blocks[source])])
+        words = [self._word_of_packs(source, one) for one in self._passes_of(source)]
+        return [int(extended(word, at)[0]) for word in words]
 
     def positions_of(self, block: int, row: int) -> Int64:
         """All positions of the epoch at which this row of a block is, in rising order.
@@ -146,11 +156,9 @@ class MixedOrder:
         Shapes:  result: int64[n], which may be empty.
         Raises:  ConfigError: no such block, or no such row in it.
         """
-        source = int(self._blocks.searchsorted(block, side="right")) - 1
-        if not 0 <= source < len(self._sources):
-            raise ConfigError(f"there is no block {block}", field="block")
+        source = self._source_of(block)
         own, wanted = np.array([block - int(self._blocks[source])]), np.array([row])
-        numbers = range(int(self._first_pass[source]), int(self._last_pass[source]) + 1)
+        numbers = self._passes_of(source)
         places = [self._pass(source, one).position_of(own, wanted) for one in numbers]
         samples = np.concatenate(places) + np.array(numbers) * self._counts[source]
         within = samples - self.plan.base[source]
@@ -290,6 +298,20 @@ class MixedOrder:
         return tree
 
     # -- sources ---------------------------------------------------------------------------------
+
+    def _source_of(self, block: int) -> int:
+        source = int(self._blocks.searchsorted(block, side="right")) - 1
+        if not 0 <= source < len(self._sources):
+            raise ConfigError(f"there is no block {block}", field="block")
+        return source
+
+    def _passes_of(self, source: int) -> range:
+        """The passes over a source of which the epoch has a part."""
+        return range(int(self._first_pass[source]), int(self._last_pass[source]) + 1)
+
+    def _word_of_packs(self, source: int, number: int) -> int:
+        """What the packs of all blocks of a source are drawn with in one pass."""
+        return key(key(self._seed, Domain.SOURCE, source), Domain.PACK, number)
 
     def _new_pass(self, source: int, number: int) -> Order:
         of = self._sources[source]

@@ -55,6 +55,26 @@ class SampleOrder(Protocol):
         """
 
 
+class TracedOrder(SampleOrder, Protocol):
+    """An order that can be read backwards, too."""
+
+    def positions_of(self, block: int, row: int) -> Int64:
+        """All positions at which a row of a block stands, rising.
+
+        Shapes:  result: int64[n], which may be empty.
+        Raises:  ConfigError: no such block, or no such row in it.
+        """
+
+    def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
+        """With which key the packs of the block at each position are drawn, if samples are packs.
+
+        Shapes:  positions, blocks: int64[n].   result: uint64[n].
+        """
+
+    def keys_of_packs(self, block: int) -> list[int]:
+        """With which keys the packs of a block are drawn in this epoch: one for each pass."""
+
+
 class Order:
     """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
@@ -148,6 +168,15 @@ class Order:
         """
         del positions  # all are of one epoch
         return extended(key(self.seed, Domain.PACK, self.epoch), blocks)
+
+    def keys_of_packs(self, block: int) -> list[int]:
+        """The key of a block's packs, alone."""
+        at = np.array([block])
+        return [int(one) for one in self.pack_keys(at, at)]
+
+    def positions_of(self, block: int, row: int) -> Int64:
+        """The position of one sample, as an array."""
+        return self.position_of(np.array([block]), np.array([row]))
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
         """The position of each sample: the inverse of `locate`.

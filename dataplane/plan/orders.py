@@ -8,7 +8,7 @@ from dataplane.config import JobSpec
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
-from dataplane.plan.order import Order, SampleOrder
+from dataplane.plan.order import Order, TracedOrder
 
 
 def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
@@ -21,7 +21,7 @@ def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
     )
 
 
-def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> SampleOrder:
+def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> TracedOrder:
     """The order of an epoch of a job over one dataset, or over a mixture of several. It numbers the
     blocks of the datasets consecutively.
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -19,7 +19,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order
+from dataplane.plan.order import SampleOrder, TracedOrder
 from dataplane.plan.shards import starts_of
 from dataplane.plan.slices import Slice
 
@@ -31,13 +31,17 @@ _SHOWN_MAX = 5
 
 
 class StepRows(Struct, frozen=True):
-    """The rows of one global batch, in its order. A position from the sample count on is padding.
+    """The rows of one global batch, in its order. Blocks and shards are counted in the dataset of
+    their source, which is the first one if the job mixes none.
 
-    Shapes:  positions, dp_ranks, blocks, block_rows, shards, shard_rows: int64[rows].
+    Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows: int64[rows].
+    is_padding: bool[rows].
     """
 
     positions: Int64
+    is_padding: NDArray[np.bool_]
     dp_ranks: Int64
+    sources: Int64
     blocks: Int64
     block_rows: Int64
     shards: Int64
@@ -80,6 +84,11 @@ class RowNames:
         shards = self._manifest.block_shard[numbers].astype(np.int64)
         first = self._manifest.shards.block_starts[shards]
         return shards, self._starts[numbers] - self._starts[first] + stored
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks the manifest, or that of the view, has."""
+        return self._of_view.block_count
 
     def row_count(self, shard: int) -> int:
         """How many rows a shard has."""
@@ -144,9 +153,16 @@ def shard_named(manifest: Manifest, name: str) -> int:
 
 
 def rows_of_step(
-    spec: JobSpec, order: Order, names: RowNames, step: int, *, cursor: int = 0, dp_size: int = 1
+    spec: JobSpec,
+    order: SampleOrder,
+    names: Sequence[RowNames],
+    step: int,
+    *,
+    cursor: int = 0,
+    dp_size: int = 1,
 ) -> StepRows:
-    """The global batch of a step, and the rank that gets each of its rows.
+    """The global batch of a step, and the rank that gets each of its rows. `names` are those of
+    each source.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
@@ -157,22 +173,32 @@ def rows_of_step(
     end = begin + spec.global_batch
     positions = np.arange(begin, end if spec.end is End.PAD else min(end, count), dtype=np.int64)
     blocks, rows = order.locate(positions % count)
-    return StepRows(positions, positions % dp_size, blocks, rows, *names.of(blocks, rows))
+    first = starts_of([each.block_count for each in names])
+    sources = first.searchsorted(blocks, side="right") - 1
+    blocks = blocks - first[sources]
+    shards, shard_rows = np.empty_like(blocks), np.empty_like(blocks)
+    for at in np.unique(sources).tolist():
+        own = sources == at
+        shards[own], shard_rows[own] = names[at].of(blocks[own], rows[own])
+    return StepRows(
+        positions, positions >= count, positions % dp_size, sources, blocks, rows, shards,
+        shard_rows,
+    )  # fmt: skip
 
 
 def places_of(
-    spec: JobSpec, order: Order, block: int, row: int, *, cursor: int = 0, dp_size: int = 1
+    spec: JobSpec, order: TracedOrder, block: int, row: int, *, cursor: int = 0, dp_size: int = 1
 ) -> tuple[Place, ...]:
-    """Where a row of a block stands in an epoch: once, and again for each time that it pads the
-    last step. A position before the cursor has no step.
+    """Where a row of a block stands in an epoch: once for each pass over its source, and again for
+    each time that it pads the last step. A position before the cursor has no step.
 
     Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
     """
     count, batch = order.sample_count, spec.global_batch
     steps = Slice(count, cursor, batch, spec.end, 0, dp_size)
-    first = int(order.position_of(np.array([block]), np.array([row]))[0])
+    found = order.positions_of(block, row).tolist()
     stop = cursor + steps.step_count * batch
-    padded = range(first + count, stop, count) if spec.end is End.PAD else ()
+    padded = [at for one in found for at in range(one + count, stop, count)]
     return tuple(
         Place(
             at,
@@ -180,5 +206,5 @@ def places_of(
             at % dp_size,
             at >= count,
         )
-        for at in (first, *padded)
+        for at in (*found, *(sorted(padded) if spec.end is End.PAD else ()))
     )

@@ -70,7 +70,7 @@ def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
     for size in SIZES:
         for step in range(steps_of(manifest, spec, cursor)):
-            found = rows_of_step(spec, order, names, step, cursor=cursor, dp_size=size)
+            found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
             for rank in range(size):
                 own = Slice(
                     manifest.sample_count, cursor, spec.global_batch, spec.end, rank, size
@@ -88,7 +88,7 @@ def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
     forwards = {}
     for step in range(steps_of(manifest, spec, cursor)):
-        found = rows_of_step(spec, order, names, step, cursor=cursor, dp_size=size)
+        found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
         rows = zip(
             found.shards.tolist(), found.shard_rows.tolist(), found.positions.tolist(),
             found.dp_ranks.tolist(), strict=True,
@@ -126,7 +126,7 @@ def test_steps_are_what_the_documentation_defines(job):
     expected = plain.steps(served, shard_blocks, spec.global_batch, spec.end.value, cursor)
     found = []
     for step in range(steps_of(manifest, spec, cursor)):
-        rows = rows_of_step(spec, order, names, step, cursor=cursor)
+        rows = rows_of_step(spec, order, [names], step, cursor=cursor)
         found.append(list(zip(rows.shards.tolist(), rows.shard_rows.tolist(), strict=True)))
     assert found == expected
 
