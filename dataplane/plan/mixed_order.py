@@ -117,7 +117,7 @@ class MixedOrder:
         self._check(positions)
         source, sample = np.empty_like(positions), np.empty_like(positions)
         at = self._segments_at(positions)
-        for one in np.unique(at).tolist():
+        for one in distinct(at)[0].tolist():
             mine = np.flatnonzero(at == one)
             if one < len(self._starts):
                 found = self._of_segment(self.plan.segments[one], positions[mine])
@@ -172,7 +172,7 @@ class MixedOrder:
         """
         found = np.empty_like(samples)
         at = self._segments_of(source, samples)
-        for one in np.unique(at).tolist():
+        for one in distinct(at)[0].tolist():
             mine = np.flatnonzero(at == one)
             some = samples[mine]
             if one < len(self._starts):
@@ -193,7 +193,7 @@ class MixedOrder:
         blocks = np.asarray(blocks, np.int64)
         first, last = np.empty_like(blocks), np.empty_like(blocks)
         found = self._blocks.searchsorted(blocks, side="right") - 1
-        for source in np.unique(found).tolist():
+        for source in distinct(found)[0].tolist():
             mine = np.flatnonzero(found == source)
             if not 0 <= source < len(self._sources):
                 raise ConfigError(f"there is no block {blocks[mine[0]]}", field="block")
@@ -246,7 +246,7 @@ class MixedOrder:
         lane = (turned + self._offsets[source]) % segment.lanes
         number = self._round_of(segment, source, index)
         step = np.empty_like(index)
-        for one in np.unique(number).tolist():
+        for one in distinct(number)[0].tolist():
             mine = np.flatnonzero(number == one)
             rounds = self._rounds(segment, np.array([one]))
             steps = int(rounds.steps[0])
@@ -279,7 +279,7 @@ class MixedOrder:
         names = numbers + segment.first_round
         used = np.arange(segment.round_steps) < steps[:, None]
         source[used] = np.repeat(every, count.reshape(-1))
-        for length in np.unique(steps).tolist():
+        for length in distinct(steps)[0].tolist():
             alike = np.flatnonzero(steps == length)
             keys = extended(self._round_keys[0], names[alike])
             place[alike, :length] = permutations(keys, length)
@@ -356,7 +356,7 @@ class MixedOrder:
         first = np.full_like(samples, 0 if self.plan.tail is None else self.plan.tail.start)
         last = np.full_like(samples, self.sample_count - 1)
         at = self._segments_of(source, samples)
-        for one in np.unique(at).tolist():
+        for one in distinct(at)[0].tolist():
             if one == len(self._starts):
                 continue
             mine, segment = np.flatnonzero(at == one), self.plan.segments[one]

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.arena.allocator import rounded
+from dataplane.plan.windows import distinct
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.disk_events import DiskName
 from dataplane.scheduler.next_use import NEVER, Readings, WalkPosition
@@ -89,7 +90,7 @@ class _Shelf(Struct, eq=False):
         step = max(int(have * _GOLDEN), 1)
         at = (self.looked + np.arange(count) * step) % have
         self.looked = (self.looked + count * step) % have
-        return np.unique([self.blocks[each] for each in at.tolist()])
+        return distinct(np.array([self.blocks[each] for each in at.tolist()], np.int64))[0]
 
 
 class DiskTier:

@@ -93,7 +93,8 @@ class Plan(Struct, frozen=True):
         Shapes:  result: int32[n], rising.
         """
         at = int(self.blocks.searchsorted(block))
-        return np.unique(self.row_index[self.row_index[:, 0] == at, 1])
+        rows = self.row_index[self.row_index[:, 0] == at, 1]
+        return distinct(rows.astype(np.int64))[0].astype(np.int32)
 
     def pack_keys_of(self, block: int) -> tuple[int, ...]:
         """The keys of the packs of one of its blocks, if they have any."""
