@@ -22,6 +22,12 @@ def letters(columns: Columns) -> dict[str, Any]:
     }
 
 
+def as_a_file_says(columns: Columns) -> dict[str, Any]:
+    """Lists that depend on the file that an environment variable names."""
+    times = int(Path(os.environ["TIMES_FILE"]).read_text())
+    return {"ids": [[len(text)] * times for text in columns["txt"].to_pylist()]}
+
+
 def twice(columns: Columns) -> Columns:
     """One column, doubled."""
     return {**columns, "row": pa.array(2 * columns["row"].to_numpy())}

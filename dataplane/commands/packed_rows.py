@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,39 +18,60 @@ from dataplane.plan.packed_blocks import counts_name, known_counts, packed
 from dataplane.plan.packs import Int64, Packs, packs_of
 from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
+from dataplane.worker.functions import CalledAt, UserFunction, block_generator, loaded, mapped
 
 if TYPE_CHECKING:
     from dataplane.commands.traced import Traced, TracedSource
+    from dataplane.config import NodeConfig
     from dataplane.model import View
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
     from dataplane.plan.trail import Place, StepRows
 
 
-def packs_in(rows: Manifest, view: View, seed: int, cache_dir: str) -> Manifest:
+def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
     """The manifest of the packs of a view, from that of its rows.
 
-    Raises:  ConfigError: nobody has counted them here, or a map makes the tokens.
+    Raises:  ConfigError: nobody has counted them here, or a map makes the tokens that may not be
+    called or cannot be imported.
     """
     pack = view.pack
     assert pack is not None
-    if view.map:
-        raise ConfigError(
-            f"the tokens of this job's packs are made by {view.map!r}, which these commands do"
-            " not call",
-            field="map",
-        )
-    name = counts_name(rows, view, seed)
+    code = _allowed(view.map, config).code if view.map else ""
+    name = counts_name(rows, view, seed, code)
     counts = known_counts(rows, name)
     if counts is None:
-        counts = remembered_counts(cache_dir, name, rows.block_count)
-    if counts is None:
+        counts = remembered_counts(config.cache_dir, name, rows.block_count)
+    if counts is not None:
+        return packed(rows, np.ascontiguousarray(counts[:, 1]))
+    if view.map:
         raise ConfigError(
-            "the packs of this job were not counted on this machine: give --data a manifest that"
-            f" has them (dataplane index … --pack {pack.column},length={pack.length} -o FILE)",
+            f"the packs of this job were not counted on this machine with {view.map!r} as it is"
+            " now: open the job here once, or set --cache-dir to the folder of the node that did",
             field="pack",
         )
-    return packed(rows, np.ascontiguousarray(counts[:, 1]))
+    raise ConfigError(
+        "the packs of this job were not counted on this machine: give --data a manifest that"
+        f" has them (dataplane index … --pack {pack.column},length={pack.length} -o FILE)",
+        field="pack",
+    )
+
+
+def _allowed(name: str, config: NodeConfig) -> UserFunction:
+    """The function of a map, imported.
+
+    Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
+    """
+    if not any(name.startswith(each) for each in config.allowed_functions.split()):
+        raise ConfigError(
+            f"the tokens of this job's packs are made by {name!r}. To import and call it here, pass"
+            f" --allowed-functions {name}",
+            field="map",
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # where a training script would find it
+    return loaded("map", name)
 
 
 def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, object]]:
@@ -72,7 +95,7 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
         of = job.sources[source]
         of_rows = _block_of_rows(of, block)
         if (number, keys[at]) not in packs:
-            packs[number, keys[at]] = _packs(of, of_rows, keys[at])
+            packs[number, keys[at]] = _packs(job, of, of_rows, keys[at])
         own = packs[number, keys[at]]
         pieces = own.pieces[:, own.starts[pack] : own.starts[pack + 1]]
         blocks = np.full(pieces.shape[1], of_rows)
@@ -123,7 +146,7 @@ def packs_with(
     of_packs = int(of.manifest.kept.searchsorted(kept))
     if of_packs == of.manifest.block_count or of.manifest.kept[of_packs] != kept:
         return  # it fills no pack
-    lengths, number = _lengths(of, block), int(job.first_blocks[source]) + of_packs
+    lengths, number = _lengths(job, of, block), int(job.first_blocks[source]) + of_packs
     for epoch in epochs:
         order = order_of(epoch)
         for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
@@ -145,19 +168,30 @@ def _key_at(order: TracedOrder, place: Place, block: int) -> int:
     return int(order.pack_keys(np.array([position]), np.array([block]))[0])
 
 
-def _packs(source: TracedSource, block: int, keyed: int | None) -> Packs:
+def _packs(job: Traced, source: TracedSource, block: int, keyed: int | None) -> Packs:
     """The packs of a block of rows."""
     assert source.view.pack is not None
-    return packs_of(_lengths(source, block), source.view.pack, keyed)
+    return packs_of(_lengths(job, source, block), source.view.pack, keyed)
 
 
-def _lengths(source: TracedSource, block: int) -> Int64:
+def _lengths(job: Traced, source: TracedSource, block: int) -> Int64:
     """How many tokens each row of a block has."""
-    pack, rows = source.view.pack, source.rows
-    assert pack is not None
+    view, rows = source.view, source.rows
+    assert view.pack is not None
     assert rows is not None
-    view = rows_only(source.view)
-    batch = read_block(rows, block, schema_of(rows), [pack.column], view=view)
-    lengths = pc.fill_null(pc.list_value_length(batch.column(0)), 0).cast(pa.int64())
+    schema, column = schema_of(rows), view.pack.column
+    if not view.map:
+        batch = read_block(rows, block, schema, [column], view=rows_only(view))
+    else:
+        function, shard = loaded("map", view.map), int(rows.block_shard[block])
+        index = rows.block_in_shard(block)
+        names = schema.names if function.reads is None else function.reads
+        batch = read_block(rows, block, schema, names, view=rows_only(view))
+        generator = None
+        if function.takes_generator:
+            generator = block_generator(job.spec.seed, shard, index)
+        at = CalledAt("map", view.map, rows.shards.urls[shard], index)
+        batch = mapped(function, batch, generator, at, None)
+    lengths = pc.fill_null(pc.list_value_length(batch.column(column)), 0).cast(pa.int64())
     found: Int64 = lengths.to_numpy(zero_copy_only=False)
     return found

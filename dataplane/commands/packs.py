@@ -64,7 +64,7 @@ def with_packs(
     from dataplane.transforms.pack_options import pack_of_text
 
     view = replace(rows, pack=pack_of_text(asked))
-    name, cache_dir = blocks.counts_name(manifest, view, 0), node_config(settings).cache_dir
+    name, cache_dir = blocks.counts_name(manifest, view, 0, ""), node_config(settings).cache_dir
     counts = blocks.known_counts(manifest, name)
     if counts is None:
         counts = remembered_counts(cache_dir, name, manifest.block_count)

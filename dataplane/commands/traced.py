@@ -129,7 +129,8 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
         format_option,
         view_options,
         workers_option,
-        setting_options("cache_dir", "join", "listen", "state_dir", *SECURITY_SETTINGS),
+        setting_options("cache_dir", "join", "listen", "state_dir",
+                        *SECURITY_SETTINGS),
         json_option,
     )  # fmt: skip
     for option in reversed(options):
@@ -248,7 +249,7 @@ def _source(
     from dataplane.commands.packed_rows import packs_in
     from dataplane.settings import node_config
 
-    packs = packs_in(rows, view, spec.seed, node_config(settings).cache_dir)
+    packs = packs_in(rows, view, spec.seed, node_config(settings))
     return TracedSource(name, packs, view, rows)
 
 

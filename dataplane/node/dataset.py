@@ -128,7 +128,8 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
             return None
         shard = self._shard(block)
         url, of_view = self.manifest.shards.urls[shard], self.stored.rows is not None
-        return tasks.Origin(url, shard, self._first_row(block), of_view)
+        packs = 0 if self.message.view.pack is None else int(self.manifest.block_rows[block])
+        return tasks.Origin(url, shard, self._first_row(block), of_view, packs)
 
     def place(self, block: int) -> WorkerPlace:
         """The block as errors name it."""

@@ -4,8 +4,8 @@ The node reads the column of tokens as a trainer would, from its first block to 
 says of each block what becomes of its tokens. Fetching, decoding and budgets are as for any job.
 
 Invariants:
-1. What was counted is stored in the cache folder, by dataset and view. A manifest may have it, too.
-   What a map makes may change with its code: then counts are remembered only while the node lives.
+1. What was counted is stored in the cache folder, by dataset, view, and the code of its map. A
+   manifest may have it, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,6 @@ from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.limits import WorkerBytes
 
 _FILES_KEPT = 256
-_MAPPED_KEPT = 16
 _TOLD_S = 10.0
 
 _trace = Trace("packs")
@@ -63,7 +61,6 @@ class PackCounter:
     ) -> None:
         self._config, self._engine, self._mapped_reader = config, engine, mapped_reader
         self._arena_ids, self._new_dataset_id = arena_ids, new_dataset_id
-        self._mapped_counts: OrderedDict[str, Int64] = OrderedDict()
 
     async def packed(
         self, manifest: Manifest, view: View, seed: int
@@ -89,11 +86,15 @@ class PackCounter:
 
     async def _counts(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
         """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
-        name = counts_name(manifest, view, seed)
+        code = ""
+        if view.map:
+            spec = JobSpec(manifest.fingerprint, seed, view=view)
+            found = await self._mapped_reader.of_job(manifest, spec)
+            assert found is not None
+            code = found.code
+        name = counts_name(manifest, view, seed, code)
         counts = known_counts(manifest, name)
         if counts is None:
-            counts = self._mapped_counts.get(name)
-        if counts is None and not view.map:
             counts = await asyncio.to_thread(
                 remembered_counts, self._config.cache_dir, name, manifest.block_count
             )
@@ -107,12 +108,7 @@ class PackCounter:
                 field="pack",
             )
         counts = await self._counted(manifest, view, pack, seed)
-        if not view.map:
-            await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
-            return counts
-        self._mapped_counts[name] = counts
-        if len(self._mapped_counts) > _MAPPED_KEPT:
-            self._mapped_counts.popitem(last=False)
+        await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
         return counts
 
     async def _counted(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:

@@ -55,13 +55,14 @@ def row_counts(manifest: Manifest) -> Int64:
     return manifest.block_rows if manifest.documents is None else manifest.documents
 
 
-def counts_name(manifest: Manifest, view: View, seed: int) -> str:
+def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     """The name under which the packs of a view of this dataset are kept, once counted: 32 hex
-    digits. The seed is that of the view's map.
+    digits. The seed is that of the view's map, and `code` the hash of its file; "" without one.
     """
     assert view.pack is not None
     pack = replace(view.pack, carry=(), outputs=(), pad_value=0)  # these change no counts
     recipe = {**asdict(replace(view, collate="", pack=pack)), "seed": seed if view.map else 0}
+    recipe["code"] = code
     text = f"packs-1 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

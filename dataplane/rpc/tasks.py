@@ -103,12 +103,15 @@ class Decoded(Struct, frozen=True):
 
 
 class Origin(Struct, frozen=True):
-    """Which samples a block has; `of_view`: rows are counted among those of a view."""
+    """Which samples a block has; `of_view`: rows are counted among those of a view. `pack_count` is
+    how many packs its documents made when they were counted, 0 without packs.
+    """
 
     url: str
     shard: int
     first_row: int
     of_view: bool = False
+    pack_count: int = 0
 
 
 class BlockSource(Struct, frozen=True):

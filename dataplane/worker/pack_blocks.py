@@ -78,8 +78,8 @@ class KnownPacks:
     ) -> Packs:
         """The packs of a block, drawn with this key.
 
-        Raises:  CorruptShard: carried columns have other lengths than the tokens.
-        RowOutOfBounds: the lists are not among their values.
+        Raises:  CorruptShard: carried columns have other lengths than the tokens, or there are
+        other packs than were counted. RowOutOfBounds: the lists are not among their values.
         """
         known = self._packs.setdefault(block_key, {})
         self._packs.move_to_end(block_key)
@@ -88,7 +88,10 @@ class KnownPacks:
             return found
         while len(known) >= _KEYS_KEPT:
             self._bytes -= known.pop(next(iter(known))).nbytes
-        made = known[keyed] = packs_of(document_lengths(columns, origin, form), form.pack, keyed)
+        made = packs_of(document_lengths(columns, origin, form), form.pack, keyed)
+        if origin is not None and not form.counts:
+            _check_count(len(made.starts) - 1, origin)
+        known[keyed] = made
         self._bytes += made.nbytes
         while self._bytes > _KEPT_BYTES_MAX and len(self._packs) > 1:
             self.forget(next(iter(self._packs)))
@@ -98,6 +101,20 @@ class KnownPacks:
         """The block is gone, or its packs are not needed."""
         known = self._packs.pop(block_key, {})
         self._bytes -= sum(each.nbytes for each in known.values())
+
+
+def _check_count(found: int, origin: tasks.Origin) -> None:
+    if found == origin.pack_count:
+        return
+    raise CorruptShard(
+        f"{origin.url}: the documents from row {origin.first_row} on make {found} packs, and made"
+        f" {origin.pack_count} when they were counted. If a map makes their tokens, it must always"
+        " return the same for the same rows: give it another `version` when a file that it opens,"
+        " or code that it imports, changes",
+        shard=origin.url,
+        expected=origin.pack_count,
+        found=found,
+    )
 
 
 def document_lengths(columns: BlockColumns, origin: tasks.Origin | None, form: PackForm) -> Int64:

@@ -135,3 +135,23 @@ def test_the_documents_of_packs_of_a_mixture_are_traced_and_found(tmp_path, caps
         expected = {at: pack.count(sample) for at, pack in enumerate(flat) if sample in pack}
         assert dict(counted) == expected
         assert expected
+
+
+def test_documents_are_found_in_packs_over_a_map_that_the_command_line_allows(tmp_path, capsys):
+    ledger = str(tmp_path / "ledger.jsonl")
+    texts = [chr(0x100 + number) * (1 + number % 23) for number in range(90)]
+    (tmp_path / "a").mkdir()
+    pq.write_table(pa.table({"row": range(90), "txt": texts}), tmp_path / "a" / "0.parquet")
+    mixture = Mixture({"a": Source(tmp_path / "a", weight=1, where="row % 2 == 1")})
+    options = {**OPTIONS, "map": "user_functions:letters"}
+    with DataLoader(mixture, 4, pack=Pack("ids", 32, outputs=[]), **options) as loader:
+        steps = [batch["ids"].tolist() for batch in loader]
+        Path(ledger).write_text(loader.ledger())
+    named = ("where", ledger, "--source", "a", "--row", "0:45", "--epochs", "0:1")
+    assert run([*named]) == 2
+    assert "--allowed-functions user_functions:letters" in " ".join(capsys.readouterr().err.split())
+    found = asked(capsys, *named, "--allowed-functions", "user_functions:")
+    assert sum(one["tokens"] for one in found) == len(texts[45])
+    for one in found:
+        pack_of = steps[one["step"]][one["position"] - 4 * one["step"]]
+        assert pack_of[one["place"] :][: one["tokens"]] == [0x100 + 45] * one["tokens"]

@@ -15,7 +15,7 @@ from dataplane_torch import DataLoader, Mixture, Pack, Source
 from plan import plain
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.errors import ConfigError, CorruptShard, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("small_node")
 SIZE, BLOCK = 32, 60
@@ -211,6 +211,31 @@ def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:
         assert len(batches) == len(loader)
     ids = torch.cat([batch["ids"] for batch in batches])
     assert (ids == ord("é")).sum() == sum(map(len, texts))
+
+
+def test_packs_over_a_map_are_counted_once_and_refused_if_it_returns_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"txt": [f"{number}" for number in range(200)]})
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(table, row_group_size=50))
+    times = tmp_path / "times.txt"
+    monkeypatch.setenv("TIMES_FILE", str(times))
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    options = {"map": "user_functions:as_a_file_says", "pack": Pack("ids", 16, outputs=[])}
+    times.write_text("4")
+    made = []
+    for _ in range(2):
+        with DataLoader(tmp_path / "a.parquet", 4, **options) as loader:
+            assert len(torch.cat([batch["ids"] for batch in loader])) == 52
+            (counted,) = (tmp_path / "cache" / "packs").glob("*.counts")
+            made.append(counted.stat().st_mtime_ns)
+    assert made[0] == made[1]
+    times.write_text("8")
+    with (
+        pytest.raises(CorruptShard, match=r"make 25 packs, and made 13 .*`version`"),
+        DataLoader(tmp_path / "a.parquet", 4, **options) as loader,
+    ):
+        list(loader)
 
 
 def test_packs_of_a_mixture_have_every_document_of_a_pass_once(tmp_path: Path) -> None:

@@ -157,16 +157,18 @@ class Decoded(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., stored: bool = ..., disk: _Optional[int] = ...) -> None: ...
 
 class Origin(_message.Message):
-    __slots__ = ("url", "shard", "first_row", "of_view")
+    __slots__ = ("url", "shard", "first_row", "of_view", "pack_count")
     URL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     OF_VIEW_FIELD_NUMBER: _ClassVar[int]
+    PACK_COUNT_FIELD_NUMBER: _ClassVar[int]
     url: str
     shard: int
     first_row: int
     of_view: bool
-    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ..., of_view: bool = ...) -> None: ...
+    pack_count: int
+    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ..., of_view: bool = ..., pack_count: _Optional[int] = ...) -> None: ...
 
 class BlockSource(_message.Message):
     __slots__ = ("key", "raw", "decoded", "origin", "restart_indexes", "row_count")
