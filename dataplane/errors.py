@@ -23,7 +23,7 @@ DataplaneError
 │  ├─ ImageError          an image cannot be decoded: shard, row, column
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
 ├─ NotKept                a node's disk does not have a block: it is read elsewhere
-├─ FunctionError          your map or collate function failed: function, shard, block
+├─ FunctionError          your map or collate function failed: function, shard, block or step
 ├─ RowOutOfBounds         a row lies outside its block or slab: a bug in Dataplane, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
 
@@ -213,10 +213,11 @@ class NotKept(DataplaneError):
 
 class FunctionError(DataplaneError):
     """A function of the user, which workers call, failed or returned something else than it must.
-    The message has its traceback. Nouns: function, shard, block.
+    The message has its traceback. Nouns: function; shard and block of a map, step (of the epoch) of
+    a collate function.
     """
 
-    known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column")
+    known: ClassVar[tuple[str, ...]] = ("function", "shard", "block", "row", "column", "step")
 
 
 class RowOutOfBounds(DataplaneError):

@@ -91,6 +91,8 @@ class Kind(enum.StrEnum):
     BYTES   values uint8[...]; offsets int64[B + 1]; then valid uint8[B]
     STRING  as BYTES, in UTF-8
     OBJECT  one Arrow IPC stream with one column: all types without a tensor form
+    ARRAY   one array of any shape, which a function of the user has made; its shape int64[...].
+            The spec's `shape` is (0, …), one a dimension
     """
 
     FIXED = "fixed"
@@ -99,6 +101,7 @@ class Kind(enum.StrEnum):
     BYTES = "bytes"
     STRING = "string"
     OBJECT = "object"
+    ARRAY = "array"
 
 
 class Cut(enum.StrEnum):

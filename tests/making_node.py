@@ -22,7 +22,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.index.indexing import open_dataset
-from dataplane.model import BlockForm, Region, Stream, Topology, View
+from dataplane.model import BlockForm, ColumnSpec, Region, Stream, Topology, View
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -52,7 +52,7 @@ from dataplane.scheduler.walk import Walk
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
-from dataplane.transforms.images import delivered
+from dataplane.transforms.functions import CollatedColumns
 
 MIB = 1 << 20
 SLOT_BYTES = 1 << 16
@@ -134,6 +134,8 @@ class MakerNode:
         self._numbers = itertools.count(1)
         self.spec: JobSpec
         self.dataset: Dataset
+        self.collated: CollatedColumns | None = None
+        self._specs: tuple[ColumnSpec, ...] = ()
 
     def _open(self, source: DatasetSource, _view: View) -> Manifest:
         self.opened.append(source)
@@ -145,6 +147,7 @@ class MakerNode:
         """Learn what the slabs have to be."""
         opened = await self.opener.job(self.request)
         self.spec, (self.dataset,) = opened.spec, opened.datasets
+        self.collated, self._specs = opened.collated, opened.columns
         self.opener.forget_unread(self.dataset)
 
     def wanted(self, first: int, count: int = 1, **others: Any) -> MakeSlab:
@@ -209,11 +212,11 @@ class MakerNode:
 
     async def local(self, at: Stream) -> list[tuple[Slab, Layout, bytes]]:
         """All slabs of a stream, as a trainer of this node gets them."""
-        sizes = slab_sizes(self.dataset, self.spec, at.dp_size, SLOT_BYTES)
+        sizes = slab_sizes(self.dataset, self.spec, at.dp_size, SLOT_BYTES, 0, self.collated)
         layout = plan_slots(0, sizes.slot_bytes)
         arena = Arena.create("local", layout.arena_bytes)
         number = next(self.opener.numbers)
-        delivery = DeliveryArena(number, arena, layout, (self.dataset,))
+        delivery = DeliveryArena(number, arena, layout, (self.dataset,), collated=self.collated)
         self.engine.open_delivery(delivery)
         inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
         order = await Orders().of(self.spec, [self.dataset.manifest], at.epoch)
@@ -244,13 +247,12 @@ class MakerNode:
 
     def pieces(self, layout: Layout, content: bytes, batches: Sequence[Batch], i: int) -> Pieces:
         """Those of batch `i` of a slab."""
-        specs = delivered(self.dataset.columns.specs, self.spec.transforms)
         return [
             [
                 content[part.offset : part.offset + part.length]
                 for part in pieces(spec, column, i, batches[i].rows)
             ]
-            for spec, column in zip(specs, layout.columns, strict=True)
+            for spec, column in zip(self._specs, layout.columns, strict=True)
         ]
 
     def check(self, wanted: MakeSlab, given: Given, expected: dict[int, Pieces]) -> int:
@@ -294,6 +296,7 @@ async def maker_node(
         cache_dir=str(folder / "cache"),
         worker_count=workers,
         worker_count_max=workers,
+        allowed_functions="user_functions:",
     )
     arena, trace = Arena.create("blocks", 8 * MIB), Trace("test")
     fetcher, pool = Fetcher.of(config, arena, trace, Outages()), WorkerPool(workers, trace)

@@ -87,3 +87,103 @@ class Counted:
     def __call__(self, columns: Columns) -> Columns:
         """The columns that it got."""
         return {"row": columns["row"], "count": pa.array([len(columns)] * len(columns["row"]))}
+
+
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """The code points of the texts, padded to a multiple of eight, and numbers of other shapes."""
+    texts = [text or "" for text in batch["txt"]]
+    width = -(-max(map(len, texts)) // 8) * 8
+    ids = np.zeros((len(texts), width), np.int32)
+    for at, text in enumerate(texts):
+        ids[at, : len(text)] = [ord(letter) for letter in text]
+    total = int(batch["row"].sum())
+    return {"ids": ids, "row": batch["row"], "total": total, "cube": ids[None, :2, :, None] + 0.5}
+
+
+def ends_of_lists(batch: dict[str, Any]) -> dict[str, Any]:
+    """Lists side by side, in one row, and where each of them ends."""
+    lists = [np.asarray(values) for values in batch["ids"]]
+    return {"values": np.concatenate(lists), "ends": np.cumsum([len(each) for each in lists])}
+
+
+def all_kinds(batch: dict[str, Any]) -> dict[str, Any]:
+    """Of each column its values, as far as they are numbers, and how it came."""
+    pairs = [dict(pairs).get("a", 0) for pairs in batch["pairs"]]
+    return {
+        "row": batch["row"],
+        "vector": batch["vector"],
+        "list": batch["list"],
+        "list.length": batch["list.length"],
+        "text": [-1 if one is None else len(one) for one in batch["text"]],
+        "raw": [len(one) for one in batch["raw"]],
+        "pairs": pairs,
+        "flag": batch["flag"],
+    }
+
+
+def noisy_batch(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    """Random numbers beside the rows' numbers."""
+    return {"row": batch["row"], "noise": generator.random(3)}
+
+
+def noisy_x(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    """A column, and random numbers in two dimensions."""
+    return {"x": batch["x"], "noise": generator.random((2, len(batch["x"])))}
+
+
+def grows(batch: dict[str, Any]) -> dict[str, Any]:
+    """Batches of very different sizes: the first one says little about the others."""
+    width = int(batch["row"][0]) * 20
+    return {"row": batch["row"], "wide": np.full((2, width), int(batch["row"][0]), np.int16)}
+
+
+def too_large(batch: dict[str, Any]) -> dict[str, Any]:
+    """A megabyte for each row, from row 128 on."""
+    size = 1 << 20 if 128 in batch["row"] else 1
+    return {"row": batch["row"], "much": np.zeros((len(batch["row"]), size), np.uint8)}
+
+
+def mixes(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    """Each image mixed with another one of its batch."""
+    other = generator.permutation(len(batch["jpg"]))
+    pixels = batch["jpg"].astype(np.float32)
+    return {"jpg": (pixels + pixels[other]) / 2, "other": other, "shape": batch["jpg"].shape}
+
+
+def sums(batch: dict[str, Any]) -> dict[str, Any]:
+    """The sum of every column of numbers, by its name."""
+    return {name: column.sum() for name, column in batch.items()}
+
+
+def fails_at_a_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """Fails for the batch that has row 100."""
+    rows = batch["row"].tolist()
+    if 100 in rows:
+        raise ValueError(f"row {rows.index(100)} is not to my taste")
+    return {"row": batch["row"]}
+
+
+def ends_at_a_row(batch: dict[str, Any]) -> dict[str, Any]:
+    """Ends its process for the batch that has row 100."""
+    if 100 in batch["row"]:
+        os.kill(os.getpid(), 11)
+    return {"row": batch["row"]}
+
+
+def changes_its_type(batch: dict[str, Any]) -> dict[str, Any]:
+    """Another type from row 128 on."""
+    return {"row": batch["row"].astype(np.float32 if 128 in batch["row"] else np.float64)}
+
+
+class CountedBatches:
+    """An object that is expensive to make: it counts how often that was done, in a file that the
+    environment names.
+    """
+
+    def __init__(self) -> None:
+        with Path(os.environ["COUNTED"]).open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The rows that it got."""
+        return {"row": batch["row"]}

@@ -11,6 +11,7 @@ batches. Any other column has one *piece* per batch: its values, then its side, 
     BYTES     uint8[width]             offsets [rows + 1]         valid uint8[rows]
     STRING    as BYTES, in UTF-8
     OBJECT    one Arrow stream, of `width` bytes
+    ARRAY     [width], of any shape        shape [dimensions]
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[Sl
     if spec.kind is Kind.FIXED:
         return [SlabPiece(column.values[i], rows * row_bytes(spec))]
     values = SlabPiece(column.values[i], values_bytes(spec, column.width[i], rows))
+    if spec.kind is Kind.ARRAY:
+        return [values, SlabPiece(column.lengths[i], len(spec.shape) * SIDE_BYTES)]
     if spec.kind is Kind.OBJECT:
         return [values]
     return [values, SlabPiece(column.lengths[i], side_bytes(spec.kind, rows))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout
@@ -12,8 +13,10 @@ from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.node.dataset import Dataset
 from dataplane.redact import redacted, unsigned
 from dataplane.rpc.messages import OpenJob
+from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets
 from dataplane.scheduler.dataset import Ints
+from dataplane.transforms.functions import CollatedColumns
 
 
 class DelegatedJob(Struct, frozen=True):
@@ -47,11 +50,21 @@ class DeliveryArena(Struct, eq=False):
     """Whether only other nodes can make its slabs."""
     names_sources: bool = False
     """Whether the last column of its batches says which of the datasets a sample is of."""
+    collated: CollatedColumns | None = None
+    """What a collate function makes of its batches; None if there is none, or if that is asked."""
 
     @property
     def column_count(self) -> int:
         """How many columns its batches have."""
+        if self.collated is not None:
+            return len(self.collated.specs)
         return self.datasets[0].column_count + self.names_sources
+
+    def collate(self, asked: Collation | None) -> Collation | None:
+        """What a worker is told of the collate function."""
+        if asked is None or self.collated is None:
+            return asked
+        return replace(asked, columns=self.collated.specs)
 
     def sources_of(self, blocks: Ints) -> tuple[int, ...]:
         """The dataset of each block of its orders; () if nobody is told.

@@ -12,6 +12,7 @@ from dataplane.errors import ConfigError
 from dataplane.node.categories import Categories, stream_of
 from dataplane.node.dataset import Dataset
 from dataplane.node.member import ServedMember
+from dataplane.node.opener import OpenedJob
 from dataplane.rpc.messages import (
     CategoriesRead,
     ColumnsDescribed,
@@ -42,7 +43,7 @@ async def describe(
     if isinstance(asked, ReadCategories):
         return await asyncio.to_thread(_categories, member.dataset, asked)
     if member.described is None:
-        member.described = await asyncio.to_thread(described_columns, member.dataset, member.spec)
+        member.described = await asyncio.to_thread(described_columns, member.opened)
     columns, found, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
     for column in columns[asked.first :]:
         room -= _COLUMN_BYTES + 4 * (len(column.spec.name) + len(column.stored_type))
@@ -68,9 +69,12 @@ def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
     return CategoriesRead(stream_of(shown_as(part, leaf)), len(values))
 
 
-def described_columns(dataset: Dataset, spec: JobSpec) -> tuple[DescribedColumn, ...]:
+def described_columns(job: OpenedJob) -> tuple[DescribedColumn, ...]:
     """All columns of a batch, in order."""
-    return tuple(_described(dataset.columns, spec, dataset.categories))
+    if job.collated is not None:
+        return tuple(map(DescribedColumn, job.collated.specs))
+    dataset = job.datasets[0]
+    return tuple(_described(dataset.columns, job.spec, dataset.categories))
 
 
 def _described(

@@ -342,6 +342,7 @@ class Engine:
             pack_keys=tuple(itertools.chain.from_iterable(effect.plan.pack_keys)),
             pack_key_counts=tuple(map(len, effect.plan.pack_keys)),
             sources=delivery.sources_of(effect.plan.blocks),
+            collate=delivery.collate(effect.collate),
         )  # fmt: skip
         self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)
 

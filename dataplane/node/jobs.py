@@ -41,7 +41,6 @@ from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.trace import Trace
-from dataplane.transforms.packing import delivered_columns
 
 _trace = Trace("node")
 
@@ -112,7 +111,7 @@ class Jobs:
             opened.spec.digest(),
             opened.identity,
             opened.sample_count,
-            delivered_columns(member.dataset.columns.specs, opened.spec),
+            opened.columns,
             layout.arena_bytes,
             layout.held_bytes_max,
             member.generation,
@@ -139,7 +138,9 @@ class Jobs:
         # The datasets' last reader may have left meanwhile.
         opened = self.opener.keep(opened)
         slab_bytes = self._config.slab_bytes
-        sizes = slab_sizes(opened.largest, spec, place.dp_size, slab_bytes, samples)
+        sizes = slab_sizes(
+            opened.largest, spec, place.dp_size, slab_bytes, samples, opened.collated
+        )
         try:
             delivery = self._delivery(request, opened, sizes, pid, joining.pixels)
         except DataplaneError:
@@ -249,6 +250,7 @@ class Jobs:
                 job=job,
                 is_light=not has_workers,
                 names_sources=opened.names_sources,
+                collated=opened.collated,
             )
             self._deliveries[key] = delivery
             for dataset in opened.datasets:

@@ -81,10 +81,16 @@ class MakingPlaces:
         """
         layout = self._layout(slot_bytes)
         slab_bytes, samples = self._config.slab_bytes, job.sample_count
-        sizes = slab_sizes(job.largest, job.spec, dp_size, slab_bytes, samples)
+        sizes = slab_sizes(job.largest, job.spec, dp_size, slab_bytes, samples, job.collated)
         arena = delivery_memory(self._config, layout, sizes.batch_bytes)
-        number, sources = next(self._opener.numbers), job.names_sources
-        delivery = DeliveryArena(number, arena, layout, job.datasets, names_sources=sources)
+        delivery = DeliveryArena(
+            next(self._opener.numbers),
+            arena,
+            layout,
+            job.datasets,
+            names_sources=job.names_sources,
+            collated=job.collated,
+        )
         for dataset in job.datasets:
             self._opener.read(dataset)
         self._engine.open_delivery(delivery)

@@ -3,8 +3,8 @@
 The node itself never imports a user's code.
 
 Invariants:
-1. A map of a dataset is tried once at a time, however many trainers wait for it. What it makes is
-   remembered for as long as the workers that imported it may live: as long as this node.
+1. A map of a dataset is tried once at a time (found_once.py, 1). What it makes is remembered for as
+   long as the workers that imported it may live: as long as this node.
 2. A served node has workers import only what its operator lists.
 """
 
@@ -14,18 +14,16 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
 
-from dataplane import background
 from dataplane.arena.slab_layout import texts
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError
-from dataplane.model import View
 from dataplane.node.dataset import dataset_of
 from dataplane.node.engine import Engine
+from dataplane.node.found_once import FoundOnce
 from dataplane.node.job_columns import columns_to_find
 from dataplane.node.own_slabs import own_slabs
 from dataplane.plan.manifest import Manifest
@@ -35,9 +33,6 @@ from dataplane.rpc.messages import Layout
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.functions import MappedColumns
 from dataplane.worker.limits import WorkerBytes
-
-_REMEMBERED_MAX = 64
-_Key = tuple[str, View, tuple[str, ...]]
 
 
 class MappedReader:
@@ -52,7 +47,7 @@ class MappedReader:
     ) -> None:
         self._config, self._engine = config, engine
         self._numbers, self._new_dataset_id = numbers, new_dataset_id
-        self._found: OrderedDict[_Key, asyncio.Future[MappedColumns]] = OrderedDict()
+        self._found = FoundOnce[MappedColumns]("map")
 
     async def of_job(self, manifest: Manifest, spec: JobSpec) -> MappedColumns | None:
         """The columns that the job's map makes; None without a map.
@@ -61,32 +56,19 @@ class MappedReader:
         FunctionError: the map fails.  DataplaneError: as any job that reads the dataset.
         """
         view = spec.view
-        for argument, name in (("map", view.map), ("collate", view.collate)):
-            if name:
-                check_allowed(self._config, argument, name)
         if not view.map:
             return None
+        check_allowed(self._config, "map", view.map)
         self._check(spec)
         key = (
             manifest.fingerprint,
             dataclasses.replace(view, collate="", pack=None),
             manifest.urls,
         )
-        future = self._found.get(key)
-        if future is None:
-            future = self._found[key] = asyncio.get_running_loop().create_future()
-            if len(self._found) > _REMEMBERED_MAX:
-                self._found.popitem(last=False)
-            background.start("map", self._run(key, future, manifest, spec))
-        return await asyncio.shield(future)
+        return await self._found.of(key, lambda: self._read(manifest, spec))
 
     def _check(self, spec: JobSpec) -> None:
-        if not self._config.has_workers:
-            raise ConfigError(
-                f"map={spec.view.map!r} is called by the workers of each node that trainers use, "
-                "and this one has none (worker_count is 0): give it workers",
-                field="map",
-            )
+        check_has_workers(self._config, "map", spec.view.map)
         if coded_columns(spec.column_options):
             raise ConfigError(
                 "codes= and map= cannot be combined: codes stand for the values of a whole "
@@ -95,21 +77,8 @@ class MappedReader:
                 field="codes",
             )
 
-    async def _run(
-        self, key: _Key, future: asyncio.Future[MappedColumns], manifest: Manifest, spec: JobSpec
-    ) -> None:
-        try:
-            future.set_result(await self._read(manifest, spec))
-        except DataplaneError as error:
-            future.set_exception(error)
-            future.exception()  # mark it as retrieved, even if no caller waits any more
-        finally:
-            if (not future.done() or future.exception()) and self._found.get(key) is future:
-                del self._found[key]  # the next job tries again
-            future.cancel()
-
     async def _read(self, manifest: Manifest, spec: JobSpec) -> MappedColumns:
-        view = dataclasses.replace(spec.view, pack=None)
+        view = dataclasses.replace(spec.view, collate="", pack=None)
         own = JobSpec(manifest.fingerprint, seed=spec.seed, view=view)
         dataset = await asyncio.to_thread(
             dataset_of,
@@ -128,6 +97,16 @@ class MappedReader:
                 found = texts(np.frombuffer(content, np.uint8), column, 0, 1)
                 return MappedColumns.from_bytes(found.values.tobytes())
         raise DataplaneError("the first block has no rows")
+
+
+def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
+    """Raises:  ConfigError: this node has no workers to call the function of this name."""
+    if not config.has_workers:
+        raise ConfigError(
+            f"{argument}={name!r} is called by the workers of each node that trainers use, and "
+            "this one has none (worker_count is 0): give it workers",
+            field=argument,
+        )
 
 
 def check_allowed(config: NodeConfig, argument: str, name: str) -> None:

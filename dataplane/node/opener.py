@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, SpecMismatch
 from dataplane.index.viewing import canonical_view
-from dataplane.model import DatasetIdentity, View
+from dataplane.model import ColumnSpec, DatasetIdentity, View
 from dataplane.node.categories import CategoryReader
+from dataplane.node.collated_reader import CollatedReader, FirstSource
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets
 from dataplane.node.engine import Engine
@@ -46,6 +47,7 @@ from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
 from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.functions import CollatedColumns
 from dataplane.transforms.options import in_order
 from dataplane.transforms.packing import delivered_columns
 
@@ -68,13 +70,23 @@ class Opened(Struct, frozen=True):
 
 
 class OpenedJob(Struct, frozen=True):
-    """What a job reads here: one dataset, or those of a mixture."""
+    """What a job reads here: one dataset, or those of a mixture; and what its collate function
+    makes of batches.
+    """
 
     spec: JobSpec
     opened: tuple[Opened, ...]
     datasets: tuple[Dataset, ...]
     identity: DatasetIdentity
     sample_count: int
+    collated: CollatedColumns | None = None
+
+    @property
+    def columns(self) -> tuple[ColumnSpec, ...]:
+        """The columns of its batches."""
+        if self.collated is not None:
+            return self.collated.specs
+        return delivered_columns(self.datasets[0].columns.specs, self.spec)
 
     @property
     def names_sources(self) -> bool:
@@ -120,6 +132,7 @@ class DatasetOpener:
         own = engine, self.numbers, self.datasets.new_id
         self._category_reader = CategoryReader(config, *own)
         self._mapped_reader = MappedReader(config, *own)
+        self._collated_reader = CollatedReader(config, *own)
         self._pack_counter = PackCounter(config, *own, self._mapped_reader)
 
     async def manifest(self, request: messages.OpenJob) -> Opened:
@@ -151,7 +164,8 @@ class DatasetOpener:
         """What this job reads. Call `forget_unread` with each dataset if it is not read. With a
         `digest`, the job must have that one, or its manifests are forgotten.
 
-        Raises:  ConfigError: the columns, or the mixture, are wrong.  SpecMismatch: it has another
+        Raises:  ConfigError: the columns, or the mixture, are wrong, or the node does not run its
+        functions.  FunctionError: one fails over the first rows.  SpecMismatch: it has another
         digest.  DataplaneError: a dataset cannot be opened; the next call tries again.
         """
         if request.mixture is not None:
@@ -159,9 +173,18 @@ class DatasetOpener:
         opened = await self.manifest(request)
         spec = spec_of(opened, request)
         self._check_digest(request, spec, digest)
-        dataset = await self._dataset(opened.manifest, spec)
-        count = opened.manifest.sample_count
-        return OpenedJob(spec, (opened,), (dataset,), opened.identity, count)
+        manifest, dp_size = opened.manifest, request.topology.dp_size
+        mapped = await self._mapped_reader.of_job(manifest, spec)
+        categories = await self._category_reader.of_job(manifest, spec, self.datasets.check)
+        dataset = await self.datasets.open(manifest, spec, categories, mapped)
+        try:
+            first = FirstSource(manifest, spec, mapped, categories)
+            collated = await self._collated_reader.of_job(spec, dp_size, first)
+        except BaseException:
+            self.forget_unread(dataset)
+            raise
+        count = manifest.sample_count
+        return OpenedJob(spec, (opened,), (dataset,), opened.identity, count, collated)
 
     async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
         assert request.mixture is not None
@@ -189,12 +212,16 @@ class DatasetOpener:
             delivered_columns(datasets[0].columns.specs, spec)
             counts = [manifest.sample_count for manifest in manifests]
             planned = await asyncio.to_thread(plan_of, mixed_of(spec, counts), 0)
+            first = FirstSource(manifests[0], specs[0], mapped[0], {})
+            dp_size = request.topology.dp_size
+            collated = await self._collated_reader.of_job(spec, dp_size, first)
         except BaseException:
             for dataset in datasets:
                 self.forget_unread(dataset)
             raise
         identity = mixed_identity([one.identity for one in opened])
-        return OpenedJob(spec, opened, tuple(datasets), identity, planned.sample_count)
+        count = planned.sample_count
+        return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
         if digest and spec.digest() != digest:
@@ -207,16 +234,6 @@ class DatasetOpener:
                 expected=digest,
                 found=spec.digest(),
             )
-
-    async def _dataset(self, manifest: Manifest, spec: JobSpec) -> Dataset:
-        """The dataset as a job with this spec reads it.
-
-        Raises:  ConfigError: the columns are wrong, or the node does not run its functions.
-        FunctionError: its map fails over the first rows.
-        """
-        mapped = await self._mapped_reader.of_job(manifest, spec)
-        categories = await self._category_reader.of_job(manifest, spec, self.datasets.check)
-        return await self.datasets.open(manifest, spec, categories, mapped)
 
     def keep(self, job: OpenedJob) -> OpenedJob:
         """The same with datasets that are read already, where equal ones are."""

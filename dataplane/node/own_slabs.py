@@ -35,7 +35,8 @@ async def own_slabs(
     sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
     layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
     arena = Arena.create("dataplane-own", layout.arena_bytes)
-    delivery = DeliveryArena(number, arena, layout, (dataset,))
+    sources = spec.mixture is not None and bool(spec.mixture.source_column)
+    delivery = DeliveryArena(number, arena, layout, (dataset,), names_sources=sources)
     engine.open_delivery(delivery)
     holder = delivery.delivery_id
     inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()

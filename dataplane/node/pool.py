@@ -337,7 +337,7 @@ class WorkerPool:
             task.retried()
             return False
         place = worker.place or task.place()
-        task.report(blame(task.doing, place, task.ends, worker.limit_bytes, task.function))
+        task.report(blame(task.doing, place, task.ends, worker.limit_bytes, worker.function))
         return True
 
     def _watch_soon(self) -> None:

@@ -73,11 +73,6 @@ class PoolTask(Struct, eq=False):
         return _DOING[type(self.body)]
 
     @property
-    def function(self) -> str:
-        """The user's function that the task calls; "" if it calls none."""
-        return self.dataset.view.map if isinstance(self.body, tasks.Decode) else ""
-
-    @property
     def attempt_count(self) -> int:
         """How many workers may get stuck at the task. The first one that gathers does not report
         its block.
@@ -110,7 +105,7 @@ class PoolWorker(Struct, eq=False):
     is_ending: bool = False
     """It closed its connection or was killed, and its exit status was not collected yet."""
     reading: tasks.Reading | None = None
-    """The block or image that it has reported."""
+    """The block, image or step that it has reported."""
     end: ProcessEnd | None = None
     """Why it is being ended, if known before its exit status."""
     _watched: tuple[PoolTask, OwnTime] | None = None
@@ -178,6 +173,19 @@ class PoolWorker(Struct, eq=False):
                 self.forget.extend(body.forget)
 
     @property
+    def function(self) -> str:
+        """The user's function that it is calling, as far as is known; "" if none."""
+        task, reading = self.task, self.reading
+        if task is None:
+            return ""
+        if isinstance(task.body, tasks.Decode):
+            return task.dataset.view.map
+        collate = task.body.collate if isinstance(task.body, tasks.Assemble) else None
+        if collate is None or reading is None or reading.step is None:
+            return ""
+        return collate.function
+
+    @property
     def place(self) -> WorkerPlace | None:
         """The place it is working at, as far as is known."""
         task = self.task
@@ -187,6 +195,8 @@ class PoolWorker(Struct, eq=False):
             return task.place()
         if self.reading is not None:
             place = task.place_of(self.reading.block_key)
+            if self.reading.step is not None:
+                return place.at_step(self.reading.step)
             return place.at_row(self.reading.row, self.reading.column)
         body = self.packets[0][0]
         if isinstance(body, tasks.OpenBlocks) and body.blocks:

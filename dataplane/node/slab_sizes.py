@@ -7,6 +7,7 @@ from dataplane.config import JobSpec
 from dataplane.model import End, Kind
 from dataplane.node.dataset import Dataset
 from dataplane.scheduler.walk import SlabSizes
+from dataplane.transforms.functions import CollatedColumns
 from dataplane.transforms.packing import delivered_columns
 
 _BATCHES_MAX = 256
@@ -22,19 +23,26 @@ _BYTES_PARTS = 8
 
 
 def slab_sizes(
-    dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int, samples: int = 0
+    dataset: Dataset,
+    spec: JobSpec,
+    dp_size: int,
+    slab_bytes: int,
+    samples: int = 0,
+    collated: CollatedColumns | None = None,
 ) -> SlabSizes:
     """Slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`, at least
-    one. An epoch has so many `samples`; 0 for those of the dataset.
+    one. An epoch has so many `samples`; 0 for those of the dataset. A function makes batches of the
+    `collated` columns.
     """
     samples = samples or dataset.manifest.sample_count
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
-    padding = ALIGN_BYTES * (dataset.column_count + 1)
-    exactly, others = _row_bytes(dataset, spec)
+    column_count = dataset.column_count if collated is None else len(collated.specs)
+    padding = ALIGN_BYTES * (column_count + 1)
+    exactly, others = _row_bytes(dataset, spec) if collated is None else (0, collated.row_bytes)
     batch_bytes = rows * exactly + int(rows * others * _SPREAD) + padding
     exact = rows * (exactly + others) + padding
-    told_bytes = _TOLD_BYTES_A_PIECE * (dataset.column_count + 1)
+    told_bytes = _TOLD_BYTES_A_PIECE * (column_count + 1)
     most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
     batches = max(min(most, slab_bytes // exact), 1)
     index_bytes = row_index_bytes(batches * rows)

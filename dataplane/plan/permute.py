@@ -44,6 +44,7 @@ class Domain(enum.IntEnum):
     PACK = 8
     SHARE = 11
     MAP = 15
+    COLLATE = 16
 
 
 def mix(word: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from dataplane.errors import DataplaneError
-from dataplane.model import ColumnOptions, ImageSpec, Region, View
+from dataplane.model import ColumnOptions, ColumnSpec, ImageSpec, Region, View
 from dataplane.rpc.messages import Batch
 
 BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
@@ -22,11 +22,14 @@ class Done(Struct, frozen=True):
 
 
 class Reading(Struct, frozen=True):
-    """The block or image that a worker is about to read."""
+    """The block or image that a worker is about to read, or the step for whose batch it is about to
+    call a function of the user.
+    """
 
     block_key: int
     row: int | None = None
     column: str | None = None
+    step: int | None = None
 
 
 class OutOfMemory(Struct, frozen=True):
@@ -141,6 +144,21 @@ class Render(Struct, frozen=True):
     epoch: int
 
 
+class Collation(Struct, frozen=True):
+    """A function of the user makes each batch of what was gathered for it: arrays with these
+    `columns`. Without any, one column of text says of the first batch what it returns.
+    """
+
+    function: str
+    seed: int
+    epoch: int
+    cursor: int
+    global_batch: int
+    dp_rank: int
+    source_column: str = ""
+    columns: tuple[ColumnSpec, ...] = ()
+
+
 class Assemble(Struct, frozen=True):
     """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
     arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
@@ -160,6 +178,7 @@ class Assemble(Struct, frozen=True):
     pack_keys: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
     pack_key_counts: tuple[int, ...] = ()
+    collate: Collation | None = None
 
 
 class ExcerptPlace(Struct, frozen=True):

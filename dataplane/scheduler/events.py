@@ -21,7 +21,7 @@ from dataplane.model import Region, Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody
-from dataplane.rpc.tasks import Render, ResultBody
+from dataplane.rpc.tasks import Collation, Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
 from dataplane.scheduler.disk_events import DiskEvent, KeepBlock
 from dataplane.scheduler.walk import Plan, Walk
@@ -272,6 +272,7 @@ class AssembleSlab(Struct, frozen=True):
     row_index: Region
     slab: Region
     render: Render | None
+    collate: Collation | None
     keep: Region | None
 
 

@@ -268,9 +268,8 @@ class SlabTasks:
         kept = self._shared.wanted(task, slab.length)
         if kept is not None:
             going = self._shared.make_way(kept)
-            room = None
-            if going is not None:
-                room = self._blocks.room.of_slab(kept.region.length, going)
+            rooms, length = self._blocks.room, kept.region.length
+            room = None if going is None else rooms.of_slab(length, going)
             if room is not None:
                 self._shared.begin(kept, room)
                 task.shared = kept
@@ -283,6 +282,7 @@ class SlabTasks:
             row_index,
             slab,
             task.stream.walk.render,
+            task.stream.walk.collate,
             None if task.shared is None else task.shared.region,
         )
 

@@ -30,7 +30,7 @@ from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
-from dataplane.rpc.tasks import Render
+from dataplane.rpc.tasks import Collation, Render
 from dataplane.transforms.image_steps import steps_of
 
 Ints = npt.NDArray[np.int64]
@@ -145,6 +145,7 @@ class Walk:
         self.stream = stream
         images = spec.transforms
         self.render = Render(images, spec.seed, stream.epoch) if images else None
+        self.collate = _collate(spec, stream) if spec.view.collate else None
         self._draws_packs = spec.view.pack is not None and spec.shuffle
         self.crops = any(steps_of(image).is_cut for image in images)
         self._slice = Slice(
@@ -257,3 +258,15 @@ class Walk:
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows
         return used, row_index, pack_keys
+
+
+def _collate(spec: JobSpec, stream: Stream) -> Collation:
+    return Collation(
+        spec.view.collate,
+        spec.seed,
+        stream.epoch,
+        stream.cursor,
+        spec.global_batch,
+        stream.dp_rank,
+        "" if spec.mixture is None else spec.mixture.source_column,
+    )

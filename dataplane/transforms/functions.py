@@ -14,6 +14,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.errors import ConfigError
+from dataplane.model import ColumnSpec
 
 GENERATOR: Final = "generator"
 """The parameter of a function that takes random numbers."""
@@ -118,6 +119,15 @@ class MappedColumns(Struct, frozen=True):
         facts = msgspec.json.decode(line, type=_Facts)
         found = pa.ipc.read_schema(pa.py_buffer(schema))
         return cls(found, facts.reads, facts.row_bytes, facts.takes_generator, facts.code)
+
+
+class CollatedColumns(Struct, frozen=True):
+    """What a collate function makes of batches, as a worker found out over the first one, and the
+    bytes that it takes for each sample, about.
+    """
+
+    specs: tuple[ColumnSpec, ...]
+    row_bytes: int
 
 
 def with_mapped(schema: pa.Schema, mapped: MappedColumns | None) -> pa.Schema:

@@ -27,14 +27,15 @@ from dataplane.units import raise_to, show_bytes, ways_to_set
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
 _WORDS_MAX = 200
 _UNDAMAGED = "If the shard is not damaged, "
+_SMALLER_BATCH = "make the batch smaller"
 _LARGE_FUNCTION = "If the function needs that much, "
 _STUCK = (
     "Either a library loops over damaged bytes or a disk does not answer; if decoding a block can "
     "take this long, raise stall_timeout_s"
 )
 _SLOW_FUNCTION = (
-    "If the function does not hang, but takes this long for a block, raise stall_timeout_s, or "
-    "write smaller blocks (row groups)"
+    "If the function does not hang, but takes this long for a block or a batch, raise "
+    "stall_timeout_s, or make them smaller (row groups, batch_size)"
 )
 
 
@@ -57,7 +58,8 @@ class ProcessEnd(Struct, frozen=True):
 
 class WorkerPlace(Struct, frozen=True):
     """The place that a worker was working at. `block` and `row` count from 0 within the shard;
-    `first_row` is the block's first row. `of_view`: rows are counted among those of a view.
+    `first_row` is the block's first row. `of_view`: rows are counted among those of a view. With a
+    `step`, it was working at the batch of that step, which has rows of several blocks.
     """
 
     shard: str
@@ -66,8 +68,11 @@ class WorkerPlace(Struct, frozen=True):
     column: str | None = None
     first_row: int = 0
     of_view: bool = False
+    step: int | None = None
 
     def __str__(self) -> str:
+        if self.step is not None:
+            return f"the batch of step {self.step}"
         parts = [self.shard]
         parts += [f"block {self.block}"] if self.block is not None else []
         named = " of those in the view" if self.of_view else ""
@@ -79,9 +84,15 @@ class WorkerPlace(Struct, frozen=True):
         """A row of the block, and a column of that row."""
         return replace(self, row=None if row is None else self.first_row + row, column=column)
 
+    def at_step(self, step: int) -> WorkerPlace:
+        """The batch of a step of the epoch, which has rows of this block."""
+        return replace(self, step=step)
+
     @property
     def nouns(self) -> dict[str, str | int | None]:
         """The nouns for errors."""
+        if self.step is not None:
+            return {"step": self.step}
         return {"shard": self.shard, "block": self.block, "row": self.row, "column": self.column}
 
 
@@ -131,8 +142,8 @@ def blame(
             return BudgetTooSmall(
                 f"{place}: {doing} takes more memory than the {show_bytes(limit_bytes)} that a "
                 f"worker process may have. {_LARGE_FUNCTION if function else _UNDAMAGED}"
-                f"{raise_to('worker_memory_bytes', 2 * limit_bytes)}, or write smaller blocks (row "
-                "groups)",
+                f"{raise_to('worker_memory_bytes', 2 * limit_bytes)}, or "
+                f"{'write smaller blocks (row groups)' if place.step is None else _SMALLER_BATCH}",
                 budget=limit_bytes,
                 **place.nouns,
             )
@@ -160,7 +171,7 @@ def blame(
         case Cause.CRASHED if function:
             return FunctionError(
                 f"{ended} The function, or a library that it calls, ends the process: call it on "
-                "the rows of this block in a process of its own",
+                "these rows in a process of its own",
                 function=function,
                 **place.nouns,
             )

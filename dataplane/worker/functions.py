@@ -51,22 +51,24 @@ class UserFunction(Struct, frozen=True):
 
 
 class CalledAt(Struct, frozen=True):
-    """Where a function is called, for errors."""
+    """Where a function is called, for errors: at a block, or at the batch of a step."""
 
     argument: str
     function: str
-    shard: str
+    shard: str | None = None
     block: int | None = None
+    step: int | None = None
 
     def __str__(self) -> str:
         block = "" if self.block is None else f", block {self.block}"
-        return f"{self.shard}{block}: {self.argument}={self.function!r}"
+        place = f"{self.shard}{block}" if self.step is None else f"the batch of step {self.step}"
+        return f"{place}: {self.argument}={self.function!r}"
 
     def fault(self, why: str) -> FunctionError:
         """The error that its result has this fault."""
-        return FunctionError(
-            f"{self} {why}", function=self.function, shard=self.shard, block=self.block
-        )
+        nouns = {"shard": self.shard, "block": self.block, "step": self.step}
+        given = {name: noun for name, noun in nouns.items() if noun is not None}
+        return FunctionError(f"{self} {why}", function=self.function, **given)
 
 
 # -- import ------------------------------------------------------------------------------------
@@ -168,6 +170,14 @@ def block_generator(seed: int, shard: int, block: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key(seed, Domain.MAP, shard, block)))
 
 
+def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.random.Generator:
+    """The random numbers of a collate function for the batch of a rank whose step begins at this
+    position of the epoch.
+    """
+    drawn = key(seed, Domain.COLLATE, epoch, position, dp_rank)
+    return np.random.Generator(np.random.Philox(key=drawn))
+
+
 @contextmanager
 def user_code(at: CalledAt) -> Iterator[None]:
     """Raises:  FunctionError: the user's code has failed; with its traceback."""
@@ -193,6 +203,30 @@ def _told(error: Exception) -> str:
 _OWN_FILES = frozenset({__file__, importlib.__file__, "<frozen importlib._bootstrap>"})
 
 
+def called(
+    function: UserFunction,
+    columns: Mapping[str, object],
+    generator: np.random.Generator | None,
+    at: CalledAt,
+) -> Mapping[str, object]:
+    """The columns that the function returns, one at least.
+
+    Raises:  FunctionError: it fails, or returns something else.
+    """
+    with user_code(at):
+        if function.takes_generator:
+            returned = function.call(columns, generator=generator)
+        else:
+            returned = function.call(columns)
+    if isinstance(returned, pa.RecordBatch | pa.Table):
+        returned = dict(zip(returned.schema.names, returned.columns, strict=True))
+    if not isinstance(returned, Mapping) or not all(isinstance(one, str) for one in returned):
+        raise at.fault(f"returned {kind_of(returned)}, and not a dict of columns by name")
+    if not returned:
+        raise at.fault("returned no column")
+    return returned
+
+
 # -- columns -----------------------------------------------------------------------------------
 
 
@@ -208,17 +242,7 @@ def mapped(
     Raises:  FunctionError: it fails, or returns other columns, rows or types.
     """
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    with user_code(at):
-        if function.takes_generator:
-            returned = function.call(columns, generator=generator)
-        else:
-            returned = function.call(columns)
-    if isinstance(returned, pa.RecordBatch | pa.Table):
-        returned = dict(zip(returned.schema.names, returned.columns, strict=True))
-    if not isinstance(returned, Mapping) or not all(isinstance(one, str) for one in returned):
-        raise at.fault(f"returned {_kind(returned)}, and not a dict of columns by name")
-    if not returned:
-        raise at.fault("returned no column")
+    returned = called(function, columns, generator, at)
     if schema is not None and set(returned) != set(schema.names):
         raise at.fault(
             f"returned the columns {', '.join(returned)}, and {', '.join(schema.names)} for the "
@@ -245,12 +269,12 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         more = "" if wanted is None else f", which is {wanted} in the first rows of the dataset"
         raise at.fault(
-            f"returned {_kind(given)} in {where}{more}, and that has no form in Arrow: "
+            f"returned {kind_of(given)} in {where}{more}, and that has no form in Arrow: "
             f"{error!s:.300}"
         ) from error
     if array is None:
         raise at.fault(
-            f"returned {_kind(given)} in {where}: return an Arrow or numpy array, or a list"
+            f"returned {kind_of(given)} in {where}: return an Arrow or numpy array, or a list"
         )
     if wanted is not None and array.type != wanted:
         is_typed = hasattr(given, "dtype") or isinstance(given, pa.Array | pa.ChunkedArray)
@@ -334,7 +358,8 @@ def untyped(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if _has_null_type(field.type)]
 
 
-def _kind(given: object) -> str:
+def kind_of(given: object) -> str:
+    """The type of what a function has returned, for errors."""
     kind = type(given)
     if given is None:
         return "None"

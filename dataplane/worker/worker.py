@@ -34,13 +34,14 @@ from dataplane.rpc import local, tasks
 from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
+from dataplane.worker.collating import slab_gather
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
 from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
 from dataplane.worker.disk_time import timed
 from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard, MappedShards
-from dataplane.worker.named_sources import Gathers, NamedSources
+from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
 
@@ -224,9 +225,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        gather = _gather_of(state, dataset, body, rows)
-        if body.sources:
-            gather = NamedSources(gather, body.sources, rows, body.batches)
+        gather = slab_gather(dataset, body, rows, partial(_gather_of, state, dataset), state.tell)
         slab = arena.view(body.slab.offset, body.slab.length)
         made = gather.into(slab, partial(arena.prepare, body.slab.offset))
         _keep(state, arena, body, made.bytes_used)

@@ -40,7 +40,10 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
         0,
         "the node's workers do the work: leave it out, or give torch's a ShardedIterableDataset",
     ),
-    "collate_fn": (None, "batches arrive as dicts of tensors; change them in the loop"),
+    "collate_fn": (
+        None,
+        'batches are dicts of tensors: use collate="package.module:function", which gets a dict',
+    ),
     "worker_init_fn": (None, "there are no workers in this process"),
     "multiprocessing_context": (None, "there are no workers in this process"),
     "generator": (None, "the order comes from seed"),
@@ -144,8 +147,12 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
 def _view(options: UrlOptions) -> View:
     given: Mapping[str, Any] = {**options}
     rows = view_of(**{name: given[name] for name in VIEW_ARGUMENTS})
-    mapped, pack = function_name(options["map"], "map"), pack_spec(options["pack"])
-    return dataclasses.replace(rows, map=mapped, pack=pack)
+    return dataclasses.replace(
+        rows,
+        map=function_name(options["map"], "map"),
+        collate=function_name(options["collate"], "collate"),
+        pack=pack_spec(options["pack"]),
+    )
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
@@ -193,8 +200,10 @@ def refuse_arguments(given: Arguments) -> None:
 def _mixture(
     mixture: Mixture, urls: Mapping[str, tuple[str, ...]], options: UrlOptions
 ) -> MixtureAsked:
-    """The mixture; each source has the loader's options of rows, unless it has its own."""
-    views = {}
+    """The mixture; each source has the loader's options of rows, unless it has its own. Batches are
+    made of samples of all of them.
+    """
+    views, options = {}, cast("UrlOptions", {**options, "collate": None})
     for name, source in mixture.sources.items():
         try:
             views[name] = _view(cast("UrlOptions", {**options, **source.own_options()}))

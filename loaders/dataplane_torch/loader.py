@@ -72,9 +72,11 @@ class DataLoader(LoaderBase[_T_co]):
     added; a range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so
     many, the first ones. `map` is a function of a module, or its name ("package.module:function"),
     that the node's workers call over the columns of each block; all other options are about what
-    it returns (docs/functions.md). `pack=Pack("tokens", length=4096)` makes each sample of several
-    rows of tokens, with little padding. Every pass is one epoch, and the next pass is the next
-    epoch; after a pass that was left early, the next pass starts that epoch again.
+    it returns. `collate` is one that they call over each batch, with arrays in place of tensors; it
+    returns arrays of any shape, and you get tensors (docs/functions.md).
+    `pack=Pack("tokens", length=4096)` makes each sample of several rows of tokens, with little
+    padding. Every pass is one epoch, and the next pass is the next epoch; after a pass that was
+    left early, the next pass starts that epoch again.
 
     Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
     known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.

@@ -33,6 +33,7 @@ class UrlOptions(TypedDict, total=False):
     end: str | None
     global_batch_size: int | None
     map: Function | None
+    collate: Function | None
     columns: Sequence[str] | None
     lists: str
     codes: Sequence[str] | None
@@ -135,6 +136,9 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "transform map_fn operations pipelines preprocess decode_fn process_fn": (
         'use map="package.module:function", which workers call once a block, or transforms= for '
         "images"
+    ),
+    "collator data_collator batch_fn collation_fn batch_transform": (
+        'use collate="package.module:function", which workers call once a batch'
     ),
     "remote local data_files input_dir urls url path paths fname data_source data_dir "
     "file_pattern": "pass a url, folder or glob, or a list of them, as the first argument",

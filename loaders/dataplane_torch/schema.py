@@ -23,6 +23,7 @@ class BatchColumn:
     `stored_type` is Arrow's name for the type in the shards, "" for columns that the loader adds
     (lengths, masks). `unit` (D, s, ms, us, ns) and `time_zone` describe times, which are yielded as
     the stored integers. `category_count` is the number of distinct values of a column of codes.
+    `is_collated`: a collate function makes it.
     `comes_as` is "tensor", "ragged" (`Ragged`), or, for a list, the type of its values: "str",
     "bytes" or "objects".
 
@@ -39,6 +40,7 @@ class BatchColumn:
     time_zone: str | None = None
     length_max: int | None = None
     category_count: int | None = None
+    is_collated: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.described}"
@@ -56,10 +58,9 @@ class BatchColumn:
             return f"Ragged of {dtype}{lists}{self._times}"
         if self.category_count is not None:
             return f"{dtype} [B], codes of {self.category_count} values"
-        names = ("B", "T")
-        sizes = [
-            names[at] if size is None else str(size) for at, size in enumerate(self.shape or ())
-        ]
+        shape = self.shape or ()
+        names = ["?"] * len(shape) if self.is_collated else ["B", "T"]
+        sizes = [names[at] if size is None else str(size) for at, size in enumerate(shape)]
         return f"{dtype} [{', '.join(sizes)}]{f', T{most}' if most else ''}{self._times}"
 
     @property
@@ -117,6 +118,7 @@ def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
         Kind.FIXED: (None, *spec.shape),
         Kind.PADDED: (None, None),
         Kind.RAGGED: (None,),
+        Kind.ARRAY: (None,) * len(spec.shape),
     }
     yield BatchColumn(
         spec.name,
@@ -128,6 +130,7 @@ def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
         column.time_zone or None,
         column.length_max or None,
         column.category_count,
+        spec.kind is Kind.ARRAY,
     )
     if spec.kind is Kind.PADDED:
         yield BatchColumn(f"{spec.name}.length", "", "tensor", torch.int64, (None,))

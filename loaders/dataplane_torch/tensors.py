@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dataplane.arena.slab_layout import side_count, texts
+from dataplane.arena.slab_layout import SIDE_BYTES, side_count, texts
 from dataplane.client.stream import Batches
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind
@@ -124,6 +124,8 @@ def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
         return _ragged(spec, at, make)
     if spec.kind is Kind.OBJECT:
         return _objects(spec, at)
+    if spec.kind is Kind.ARRAY:
+        return _arrays(spec, at, make)
     return _texts(spec, at)
 
 
@@ -206,6 +208,18 @@ def _ragged(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
         values = make(batches, column.values[i], dtype, (column.width[i],))
         side = side_count(Kind.RAGGED, rows)
         out[name] = Ragged(values, make(batches, column.lengths[i], torch.int64, (side,)))
+
+    return put
+
+
+def _arrays(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
+    name, dtype, side_bytes = spec.name, torch_dtype(spec), SIDE_BYTES * len(spec.shape)
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        column = batches.columns[at]
+        side = column.lengths[i]
+        shape = tuple(batches.memory[side : side + side_bytes].view(np.int64).tolist())
+        out[name] = make(batches, column.values[i], dtype, shape)
 
     return put
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,21 +15,24 @@ import pytest
 from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, maker_node, of, play
 from msgspec.structs import replace
 
-from dataplane.errors import CorruptShard
-from dataplane.model import Stream
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ColumnOptions, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S
 from dataplane.node.making import JOB_IDLE_S
 from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc import tasks
 from dataplane.rpc.making import StepRange
+from dataplane.units import IMPORT_PATH_VARIABLE
 from dataplane.worker.forking import fork_server
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+    """It takes half a second to start. Its workers find the modules of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(IMPORT_PATH_VARIABLE, json.dumps(sys.path))
+        with fork_server.held():
+            yield
 
 
 @pytest.mark.timeout(100)
@@ -47,6 +52,24 @@ def test_asked_slabs_are_those_of_a_trainer_of_this_node(parquet: str, tmp_path:
                 assert given.result.layout == slab.layout
 
     asyncio.run(play())
+
+
+@pytest.mark.timeout(100)
+def test_batches_of_a_function_are_made_as_for_a_trainer(parquet: str, tmp_path: Path) -> None:
+    async def scene(node: MakerNode) -> None:
+        assert node.collated is not None
+        at = Stream(1, 8, 1, 2, 0, 1)
+        expected = await node.steps(at)
+        place = {"epoch": 1, "cursor": 8, "dp_rank": 1, "dp_size": 2}
+        for first, count in ((0, 1), (3, 4)):
+            wanted = node.wanted(first, count, **place)
+            assert node.check(wanted, await node.slab(wanted), expected) == count
+        refused = replace(node.request, view=View(collate="mine:f"))
+        with pytest.raises(ConfigError, match="collate='mine:f': this node runs only those that"):
+            await node.opener.job(refused)
+
+    view, columns = View(collate="user_functions:noisy_x"), ColumnOptions(columns=("x",))
+    play(scene, parquet, tmp_path, view=view, column_options=columns)
 
 
 @pytest.mark.timeout(100)

@@ -41,6 +41,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_BYTES: _ClassVar[Kind]
     KIND_STRING: _ClassVar[Kind]
     KIND_OBJECT: _ClassVar[Kind]
+    KIND_ARRAY: _ClassVar[Kind]
 
 class Cut(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -102,6 +103,7 @@ KIND_RAGGED: Kind
 KIND_BYTES: Kind
 KIND_STRING: Kind
 KIND_OBJECT: Kind
+KIND_ARRAY: Kind
 CUT_UNSPECIFIED: Cut
 CUT_WHOLE: Cut
 CUT_CENTER: Cut

@@ -51,14 +51,16 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class Reading(_message.Message):
-    __slots__ = ("block_key", "row", "column")
+    __slots__ = ("block_key", "row", "column", "step")
     BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     COLUMN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     block_key: int
     row: int
     column: str
-    def __init__(self, block_key: _Optional[int] = ..., row: _Optional[int] = ..., column: _Optional[str] = ...) -> None: ...
+    step: int
+    def __init__(self, block_key: _Optional[int] = ..., row: _Optional[int] = ..., column: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class OutOfMemory(_message.Message):
     __slots__ = ()
@@ -207,7 +209,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +222,7 @@ class Assemble(_message.Message):
     PACK_KEYS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PACK_KEY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    COLLATE_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -232,7 +235,28 @@ class Assemble(_message.Message):
     pack_keys: _containers.RepeatedScalarFieldContainer[int]
     sources: _containers.RepeatedScalarFieldContainer[int]
     pack_key_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    collate: Collation
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ...) -> None: ...
+
+class Collation(_message.Message):
+    __slots__ = ("function", "seed", "epoch", "cursor", "global_batch", "dp_rank", "source_column", "columns")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    seed: int
+    epoch: int
+    cursor: int
+    global_batch: int
+    dp_rank: int
+    source_column: str
+    columns: _containers.RepeatedCompositeFieldContainer[_types_pb2.ColumnSpec]
+    def __init__(self, function: _Optional[str] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., source_column: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout")

@@ -1,0 +1,346 @@
+"""Calls a user's collate function over each batch of a slab, and puts what it returns there.
+
+Batches lie one after the other, each with all of its columns: how large one is, is known only once
+it was made.
+
+Invariants:
+1. A batch depends only on its rows, its position in the epoch, its dp rank and the job's seed: not
+   on the batches that are in one slab with it, nor on the worker.
+2. A batch without rows is not shown to the function: its arrays are empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec.structs import astuple, replace
+
+from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS, aligned, side_count, texts
+from dataplane.errors import CorruptShard, FunctionError
+from dataplane.model import ColumnSpec, Kind
+from dataplane.rpc.messages import Batch, Column
+from dataplane.rpc.tasks import Assemble, Collation, Reading
+from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.images import delivered
+from dataplane.worker.columns import Bytes, RowIndex
+from dataplane.worker.decoding import ReadDataset
+from dataplane.worker.functions import CalledAt, batch_generator, called, kind_of, loaded
+from dataplane.worker.gather import Gathered
+from dataplane.worker.named_sources import Gathers, NamedSources
+
+_ARGUMENT = "collate"
+_FOUND = ColumnSpec("columns", Kind.ARRAY, "uint8", (0,))
+_DTYPES = frozenset(
+    (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+_Array = np.ndarray[Any, np.dtype[Any]]
+_GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """What the function gets for one batch: the batch's rows in the index, and where its columns
+    lie in memory.
+    """
+
+    batch: Batch
+    rows: RowIndex
+    memory: Bytes
+    columns: tuple[Column, ...]
+    at: int
+
+
+class CollateGather:
+    """What others gather for some batches, changed by a function of the user. `specs` are the
+    columns that are gathered; `tell` is called with the step of each batch, and its rows, before
+    the function is.
+
+    Shapes:  row_index: int32[rows, 2], batch after batch.
+    """
+
+    def __init__(
+        self,
+        collate: Collation,
+        specs: Sequence[ColumnSpec],
+        row_index: RowIndex,
+        batches: Sequence[Batch],
+        gather: _GatherSome,
+        tell: Callable[[int, RowIndex], None] | None = None,
+    ) -> None:
+        self._collate, self._specs, self._batches = collate, specs, tuple(batches)
+        # A copy, since the trainer can write to the memory of the index.
+        self._index = np.array(row_index, np.int32, order="C")
+        self._gather, self._tell = gather, tell
+
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
+        """As Gather.into.
+
+        Raises:  FunctionError: the function fails, or returns something else than it did for the
+        first batch.  ConfigError: it cannot be imported.
+        """
+        memory: Bytes = np.frombuffer(slab, np.uint8)
+        made: list[list[_Place]] = []
+        end = 0
+        for each in self._given(len(slab)):
+            try:
+                arrays = self._arrays(each)
+            except FunctionError:
+                if not made:
+                    raise
+                break  # those before it are well; the next slab begins with this one
+            places, after = _places(arrays, end)
+            if after > len(slab):
+                if not made:
+                    return Gathered(0, bytes_needed=after)
+                break
+            if expect is not None:
+                expect(after)
+            for array, place in zip(arrays, places, strict=True):
+                place.write(memory, array)
+            made.append(places)
+            end = after
+        columns = tuple(
+            Column(*map(tuple, zip(*map(astuple, of), strict=True)))
+            for of in zip(*made, strict=True)
+        )
+        return Gathered(len(made), bytes_used=end, columns=columns)
+
+    def _arrays(self, given: _Given) -> list[_Array]:
+        """The arrays of one batch, one for each column."""
+        collate, wanted, batch = self._collate, self._collate.columns, given.batch
+        if not batch.rows and wanted:
+            return [np.zeros(spec.shape, spec.dtype) for spec in wanted]
+        position = collate.cursor + batch.step * collate.global_batch
+        step = position // collate.global_batch
+        if self._tell is not None:
+            self._tell(step, given.rows)
+        function = loaded(_ARGUMENT, collate.function)
+        columns: dict[str, Any] = {}
+        for spec, column in zip(self._specs, given.columns, strict=True):
+            columns |= _numpy(spec, column, given)
+        generator = None
+        if function.takes_generator:
+            key = collate.seed, collate.epoch, position, collate.dp_rank
+            generator = batch_generator(*key)
+        at = CalledAt(_ARGUMENT, collate.function, step=step)
+        returned = called(function, columns, generator, at)
+        if wanted:
+            return _as_before(returned, wanted, at)
+        return [_found(returned, batch.rows, at)]
+
+    def _given(self, room: int) -> Iterator[_Given]:
+        """What the function gets, batch after batch: as many as fit into this room are gathered
+        together, one at least.
+        """
+        first, left = 0, self._batches
+        while left:
+            gather = self._gather(left, self._index[first:])
+            buffer = pa.allocate_buffer(room)
+            made = gather.into(memoryview(buffer))
+            if not made.batch_count:
+                buffer = pa.allocate_buffer(made.bytes_needed)
+                made = gather.into(memoryview(buffer))
+            memory: Bytes = np.frombuffer(buffer, np.uint8)
+            for at, batch in enumerate(left[: made.batch_count]):
+                rows = self._index[first : first + batch.rows]
+                yield _Given(batch, rows, memory, made.columns, at)
+                first += batch.rows
+            left = left[made.batch_count :]
+
+
+def slab_gather(
+    dataset: ReadDataset,
+    body: Assemble,
+    row_index: RowIndex,
+    gather: Callable[[Assemble, RowIndex], Gathers],
+    tell: Callable[[Reading], None],
+) -> Gathers:
+    """Assembles the slab of this task: what others `gather`, with the column of sources, and made
+    batches of by the user's function, if the task names these. `tell` reports progress.
+    """
+
+    def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
+        found = gather(replace(body, batches=batches), rows)
+        return NamedSources(found, body.sources, rows, batches) if body.sources else found
+
+    def say(step: int, rows: RowIndex) -> None:
+        tell(Reading(body.block_keys[rows[0, 0]], step=step))
+
+    if body.collate is None:
+        return gathered(body.batches, row_index)
+    specs, told = _gathered_columns(dataset, body), say if body.say_where else None
+    return CollateGather(
+        body.collate,
+        specs,
+        row_index,
+        body.batches,
+        gathered,
+        told,
+    )
+
+
+def _gathered_columns(dataset: ReadDataset, body: Assemble) -> tuple[ColumnSpec, ...]:
+    specs = tuple(dataset.plan.specs)
+    if dataset.packs is not None:
+        specs = dataset.packs.specs
+    if body.render is not None:
+        specs = delivered(specs, body.render.images)
+    name = "" if body.collate is None else body.collate.source_column
+    return (*specs, ColumnSpec(name, Kind.FIXED, "int32")) if body.sources else specs
+
+
+# -- what a function gets ----------------------------------------------------------------------
+
+
+def _numpy(spec: ColumnSpec, column: Column, given: _Given) -> dict[str, Any]:
+    """One column of one batch, as a loader would deliver it, without tensors."""
+    name, at, memory, rows = spec.name, given.at, given.memory, given.batch.rows
+    start = column.values[at]
+    if spec.kind is Kind.FIXED:
+        return {name: _view(memory, start, spec.dtype, (rows, *spec.shape))}
+    width = column.width[at]
+    if spec.kind is Kind.OBJECT:
+        if not width:
+            return {name: []}
+        stream = memory[start : start + width]
+        return {name: pa.ipc.open_stream(stream).read_all().column(0).to_pylist()}
+    if spec.kind in TEXTS:
+        return {name: _texts(spec, column, given)}
+    side = _view(memory, column.lengths[at], "int64", (side_count(spec.kind, rows),))
+    if spec.kind is Kind.PADDED:
+        return {name: _view(memory, start, spec.dtype, (rows, width)), f"{name}.length": side}
+    values = _view(memory, start, spec.dtype, (width,))
+    ends = side.tolist()
+    return {name: [values[a:b] for a, b in itertools.pairwise(ends)]}
+
+
+def _view(memory: Bytes, start: int, dtype: str, shape: tuple[int, ...]) -> _Array:
+    return (
+        np.ndarray(shape, np.dtype(dtype), memory, start)
+        if 0 not in shape
+        else np.empty(shape, dtype)
+    )
+
+
+def _texts(spec: ColumnSpec, column: Column, given: _Given) -> list[Any]:
+    piece = texts(given.memory, column, given.at, given.batch.rows)
+    raw, ends = piece.values.tobytes(), itertools.pairwise(piece.offsets.tolist())
+    every = zip(ends, piece.valid.tolist(), strict=True)
+    found = [raw[begin:end] if is_valid else None for (begin, end), is_valid in every]
+    if spec.kind is not Kind.STRING:
+        return found
+    try:
+        return [None if one is None else one.decode() for one in found]
+    except UnicodeDecodeError as error:
+        raise CorruptShard(
+            f"column {spec.name!r} is declared as text, but holds {error.object[:40]!r}, which is "
+            f"not UTF-8 ({error.reason} at byte {error.start})",
+            field=spec.name,
+            expected="UTF-8",
+            found=repr(error.object[:40]),
+        ) from error
+
+
+# -- what it returns ---------------------------------------------------------------------------
+
+
+def _found(returned: Mapping[str, object], rows: int, at: CalledAt) -> _Array:
+    """What was returned for the first batch, as text."""
+    arrays = {name: _array(given, name, at) for name, given in returned.items()}
+    specs = tuple(
+        ColumnSpec(name, Kind.ARRAY, array.dtype.name, (0,) * array.ndim)
+        for name, array in arrays.items()
+    )
+    size = sum(aligned(array.nbytes) for array in arrays.values())
+    told = msgspec.json.encode(CollatedColumns(specs, size // max(rows, 1) + 1))
+    return np.frombuffer(told, np.uint8)
+
+
+def _as_before(
+    returned: Mapping[str, object], wanted: Sequence[ColumnSpec], at: CalledAt
+) -> list[_Array]:
+    names = [spec.name for spec in wanted]
+    if set(returned) != set(names):
+        raise at.fault(
+            f"returned the columns {', '.join(returned)}, and {', '.join(names)} for the first "
+            "batch of the dataset: it must return the same columns for each batch"
+        )
+    return [_typed(returned[spec.name], spec, at) for spec in wanted]
+
+
+def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
+    """The array with the type and the number of dimensions of the first batch."""
+    array = _array(given, spec.name, at)
+    if array.dtype.name != spec.dtype and not hasattr(given, "dtype"):
+        changed = array.astype(spec.dtype)  # Python's numbers have no type of their own
+        if np.array_equal(changed, array):
+            array = changed
+    if array.dtype.name != spec.dtype or array.ndim != len(spec.shape):
+        raise at.fault(
+            f"returned {array.dtype.name} of {array.ndim} dimensions in column {spec.name!r}, and "
+            f"{spec.dtype} of {len(spec.shape)} for the first batch of the dataset: return numpy "
+            "arrays of the same types for each batch"
+        )
+    return array
+
+
+def _array(given: object, name: str, at: CalledAt) -> _Array:
+    """As an array of numbers, in C order."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    if not (hasattr(given, "__array__") or is_list or isinstance(given, numbers.Number)):
+        raise at.fault(
+            f"returned {kind_of(given)} in column {name!r}: return a numpy array, or what numpy "
+            "takes as one"
+        )
+    try:
+        array = np.asarray(given)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise at.fault(
+            f"returned {kind_of(given)} in column {name!r}, of which numpy makes no array: "
+            f"{error!s:.300}. Pad lists of different lengths"
+        ) from error
+    if array.dtype.name not in _DTYPES:
+        raise at.fault(
+            f"returned {kind_of(given)} in column {name!r}, of type {array.dtype}: tensors have "
+            "numbers or bools. Leave it out, or return numbers that stand for it"
+        )
+    return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+
+
+# -- where it goes -----------------------------------------------------------------------------
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where the array of one batch lies: values and shape, in bytes from the slab's start, and how
+    many values it has.
+    """
+
+    values: int
+    shape: int
+    count: int
+
+    def write(self, memory: Bytes, array: _Array) -> None:
+        """Copy the array there."""
+        shape = np.array(array.shape, np.int64).view(np.uint8)
+        memory[self.shape : self.shape + len(shape)] = shape
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        memory[self.values : self.values + len(raw)] = raw
+
+
+def _places(arrays: Sequence[_Array], end: int) -> tuple[list[_Place], int]:
+    """The places of the arrays of a batch behind others, and where it ends."""
+    places = []
+    for array in arrays:
+        values = aligned(end)
+        shape = values + aligned(array.nbytes)
+        places.append(_Place(values, shape, array.size))
+        end = shape + array.ndim * SIDE_BYTES
+    return places, end

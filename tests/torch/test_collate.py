@@ -1,0 +1,317 @@
+"""collate=: a function of the user, called by workers over each batch."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import user_functions
+from dataplane_torch import (
+    DataLoader,
+    Mixture,
+    Pack,
+    RandomResizedCrop,
+    ShardedIterableDataset,
+    Source,
+    ToDtype,
+)
+from device_steps import content, step
+from pictures import encoded
+from PIL import Image
+from shards import parquet_bytes
+
+from dataplane.errors import BudgetTooSmall, ConfigError, FunctionError
+from dataplane.worker.functions import batch_generator
+
+pytestmark = pytest.mark.usefixtures("small_node")
+
+
+def shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Path:
+    """Rows (row, txt, ids) of Parquet shards, in blocks."""
+    for shard in range(count):
+        first = shard * rows
+        numbers = list(range(first, first + rows))
+        texts = [None if number % 7 == 3 else "é" * (number % 19) for number in numbers]
+        ids = [[number] * (number % 5) for number in numbers]
+        table = pa.table({"row": numbers, "txt": texts, "ids": ids})
+        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=rows // blocks)
+    return folder
+
+
+def arrays(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch as a function gets it."""
+    return {
+        name: column.numpy() if isinstance(column, torch.Tensor) else column
+        for name, column in batch.items()
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, Any]) -> bool:
+    """Whether a batch has these arrays, in this order."""
+    pairs = zip(found.values(), map(np.asarray, expected.values()), strict=True)
+    return list(found) == list(expected) and all(
+        (mine.numpy().dtype, mine.shape) == (other.dtype, other.shape)
+        and np.array_equal(mine.numpy(), other)
+        for mine, other in pairs
+    )
+
+
+def test_batches_are_what_the_function_makes_of_those_of_a_loader_without_it(
+    tmp_path: Path,
+) -> None:
+    shards(tmp_path)
+    given: dict[str, Any] = {"batch_size": 24, "shuffle": True, "seed": 3}
+    with DataLoader(tmp_path, collate=user_functions.padded, **given) as loader:
+        assert str(loader.schema).splitlines()[1:] == [
+            "ids                int32 [?, ?]",
+            "row                int64 [?]",
+            "total              int64 []",
+            "cube               float64 [?, ?, ?, ?]",
+        ]
+        plain = DataLoader(tmp_path, **given)
+        for found, batch in zip(loader, plain, strict=True):
+            assert same(found, user_functions.padded(arrays(batch)))
+        assert len(loader) == len(plain)
+
+
+def test_lists_come_one_by_one_if_they_are_asked_for_ragged(tmp_path: Path) -> None:
+    shards(tmp_path)
+    given: dict[str, Any] = {"batch_size": 10, "columns": ["ids"], "lists": "ragged"}
+    with DataLoader(tmp_path, collate=user_functions.ends_of_lists, **given) as loader:
+        plain = DataLoader(tmp_path, **given)
+        for found, batch in zip(loader, plain, strict=True):
+            ragged = batch["ids"]
+            assert found["values"].equal(ragged.values)
+            assert found["ends"].equal(ragged.offsets[1:])
+
+
+def test_every_kind_of_column_comes_as_the_loader_would_deliver_it(tmp_path: Path) -> None:
+    rows = 64
+    table = pa.table({
+        "row": range(rows),
+        "vector": pa.array([[row, -row] for row in range(rows)], pa.list_(pa.float32(), 2)),
+        "list": [[row] * (row % 4) for row in range(rows)],
+        "text": [None if row % 5 == 1 else "ü" * row for row in range(rows)],
+        "raw": [bytes(row) for row in range(rows)],
+        "pairs": [[("a", row)] if row % 2 else [] for row in range(rows)],
+        "flag": [row % 3 == 0 for row in range(rows)],
+    }, schema=pa.schema({
+        "row": pa.int16(), "vector": pa.list_(pa.float32(), 2), "list": pa.list_(pa.int8()),
+        "text": pa.string(), "raw": pa.binary(), "pairs": pa.map_(pa.string(), pa.int64()),
+        "flag": pa.bool_(),
+    }))  # fmt: skip
+    (tmp_path / "0.parquet").write_bytes(parquet_bytes(table, row_group_size=16))
+    given: dict[str, Any] = {"batch_size": 12, "shuffle": True, "fill_null": {"flag": 0}}
+    with DataLoader(tmp_path, collate=user_functions.all_kinds, **given) as loader:
+        for found, batch in zip(loader, DataLoader(tmp_path, **given), strict=True):
+            assert same(found, user_functions.all_kinds(arrays(batch)))
+
+
+@pytest.mark.parametrize("slab_bytes", ["4KiB", "64KiB"])
+def test_random_numbers_depend_on_the_step_and_on_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: str
+) -> None:
+    shards(tmp_path)
+    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", slab_bytes)
+    size, seed = 20, 11
+
+    def read(rank: int, state: Any = None, epoch: int = 0) -> list[dict[str, torch.Tensor]]:
+        place = {"dp_rank": rank, "dp_size": 2, "name": f"{slab_bytes}-{rank}"}
+        given = {"collate": user_functions.noisy_batch, "shuffle": True, "seed": seed}
+        with DataLoader(tmp_path, global_batch_size=2 * size, **given, **place) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            loader.set_epoch(epoch)
+            found = []
+            for batch in loader:
+                found.append(batch)
+                if state is None and len(found) == 5:
+                    states.append(loader.state_dict())
+            return found
+
+    for rank, epoch in ((0, 0), (1, 0), (1, 3)):
+        states: list[Any] = []
+        whole = read(rank, epoch=epoch)
+        for at, batch in enumerate(whole):
+            expected = batch_generator(seed, epoch, 2 * size * at, rank).random(3)
+            assert batch["noise"].tolist() == expected.tolist()
+        resumed = read(rank, states[0], epoch)
+        assert [arrays_of(one) for one in resumed] == [arrays_of(one) for one in whole[5:]]
+
+
+def arrays_of(batch: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    return {name: column.tolist() for name, column in batch.items()}
+
+
+def test_batches_that_outgrow_what_the_first_one_suggests_are_delivered(tmp_path: Path) -> None:
+    shards(tmp_path)
+    with DataLoader(tmp_path, 16, collate=user_functions.grows) as loader:
+        for step, batch in enumerate(loader):
+            assert batch["wide"].shape == (2, 16 * step * 20)
+            assert batch["wide"].eq(16 * step).all()
+
+
+def test_a_batch_that_no_slab_can_hold_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    shards(tmp_path)
+    loader = iter(DataLoader(tmp_path, 32, collate=user_functions.too_large))
+    for _ in range(4):
+        next(loader)
+    with pytest.raises(BudgetTooSmall, match=r"batch of step 4 .*delivery_bytes_per_rank"):
+        next(loader)
+
+
+def test_a_rank_without_rows_gets_empty_arrays(tmp_path: Path) -> None:
+    shards(tmp_path, rows=9, blocks=1, count=1)
+    place: dict[str, Any] = {"dp_rank": 1, "dp_size": 2, "global_batch_size": 4, "name": "empty"}
+    with DataLoader(tmp_path, collate=user_functions.padded, **place) as loader:
+        *_, last = loader
+    assert [tuple(column.shape) for column in last.values()] == [(0, 0), (0,), (), (0, 0, 0, 0)]
+    assert last["ids"].dtype == torch.int32
+
+
+def test_a_failing_function_is_named_with_its_traceback_and_the_step(tmp_path: Path) -> None:
+    shards(tmp_path)
+    loader = DataLoader(tmp_path, 16, collate=user_functions.fails_at_a_row)
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    state = loader.state_dict()
+    for _ in range(2):  # a resumed run says the same
+        with pytest.raises(FunctionError) as caught:
+            next(batches)
+        told, name = str(caught.value), "user_functions:fails_at_a_row"
+        assert f"the batch of step 6: collate='{name}' failed: ValueError: row 4 is not" in told
+        assert "raise ValueError(f" in told
+        assert "dataplane/worker" not in told
+        assert (caught.value.function, caught.value.step) == (name, 6)
+        again = DataLoader(tmp_path, 16, collate=name)
+        again.load_state_dict(state)
+        batches = iter(again)
+
+
+def test_a_function_that_ends_its_worker_is_named(tmp_path: Path) -> None:
+    shards(tmp_path)
+    loader = iter(DataLoader(tmp_path, 16, collate=user_functions.ends_at_a_row))
+    next(loader)
+    with pytest.raises(FunctionError) as caught:
+        deque(loader)
+    told = str(caught.value)
+    assert "the batch of step 6: 2 worker processes ended" in told
+    assert "calling 'user_functions:ends_at_a_row'" in told
+    assert (caught.value.step, caught.value.shard) == (6, None)
+
+
+def test_each_batch_has_the_types_of_the_first_one(tmp_path: Path) -> None:
+    shards(tmp_path)
+    loader = iter(DataLoader(tmp_path, 32, collate=user_functions.changes_its_type))
+    for _ in range(4):
+        next(loader)
+    with pytest.raises(FunctionError, match=r"step 4: .*float32 of 1 dimensions in column 'row', "):
+        next(loader)
+
+
+def test_what_workers_cannot_call_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    shards(tmp_path)
+    with pytest.raises(ConfigError, match="collate: a lambda has no name"):
+        DataLoader(tmp_path, collate=lambda batch: batch)
+    with pytest.raises(ConfigError, match="collate='nowhere:pad': workers find no module"):
+        next(iter(DataLoader(tmp_path, collate="nowhere:pad")))
+    with pytest.raises(FunctionError, match="step 0: collate='user_functions:mixes' failed: KeyE"):
+        next(iter(DataLoader(tmp_path, collate="user_functions:mixes")))
+    stages = {0: ["nothing"]}
+    with pytest.raises(ConfigError, match="columns of the batches are ids, row, total, cube"):
+        next(
+            iter(DataLoader(tmp_path, 8, collate="user_functions:padded", columns_by_stage=stages))
+        )
+    with pytest.raises(ConfigError, match="'ids', which has no sequence"):
+        next(iter(DataLoader(tmp_path, 8, collate=user_functions.padded, sequence_part=["ids"])))
+
+
+def test_an_object_is_made_once_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = tmp_path / "counted"
+    monkeypatch.setenv("COUNTED", str(counted))
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    loader = DataLoader(shards(folder), 32, collate=user_functions.CountedBatches)
+    for _ in range(2):
+        assert sum(len(batch["row"]) for batch in loader) == 512
+    made = counted.read_text(encoding="utf-8").split()
+    assert len(made) == len(set(made)) <= (os.cpu_count() or 1)
+
+
+def test_the_function_gets_what_map_stack_and_views_leave(tmp_path: Path) -> None:
+    shards(tmp_path)
+    given: dict[str, Any] = {
+        "map": user_functions.nested,
+        "columns": ["matrix", "a", "b"],
+        "stack": {"ab": ["a", "b"]},
+        "split": ("validation", 0.3),
+        "batch_size": 16,
+        "shuffle": True,
+    }
+    with DataLoader(tmp_path, collate=user_functions.sums, **given) as loader:
+        for found, batch in zip(loader, DataLoader(tmp_path, **given), strict=True):
+            assert same(found, user_functions.sums(arrays(batch)))
+            assert list(found) == ["matrix", "ab"]
+
+
+def test_the_function_gets_the_pixels_of_a_batch(tmp_path: Path) -> None:
+    images = [encoded(Image.new("RGB", (24, 24), (4 * at, at, 0))) for at in range(40)]
+    pq.write_table(pa.table({"jpg": images}), tmp_path / "0.parquet", row_group_size=10)
+    given: dict[str, Any] = {
+        "batch_size": 8,
+        "shuffle": True,
+        "transforms": {"jpg": [RandomResizedCrop(16)]},
+    }
+    with DataLoader(tmp_path, collate=user_functions.mixes, **given) as loader:
+        for found, batch in zip(loader, DataLoader(tmp_path, **given), strict=True):
+            pixels = batch["jpg"].float()
+            assert found["shape"].tolist() == [8, 16, 16, 3]
+            assert found["jpg"].equal((pixels + pixels[found["other"]]) / 2)
+    given["transforms"] = {"jpg": [RandomResizedCrop(16), ToDtype("bfloat16")]}
+    with pytest.raises(ConfigError, match="column 'jpg' comes as bfloat16, which numpy does not"):
+        next(iter(DataLoader(tmp_path, collate=user_functions.mixes, **given)))
+
+
+def test_the_function_gets_the_packs_of_a_batch(tmp_path: Path) -> None:
+    shards(tmp_path)
+    given: dict[str, Any] = {"pack": Pack("ids", length=64), "batch_size": 4, "shuffle": True}
+    with DataLoader(tmp_path, collate=user_functions.sums, **given) as loader:
+        for found, batch in zip(loader, DataLoader(tmp_path, **given), strict=True):
+            assert same(found, user_functions.sums(arrays(batch)))
+
+
+def test_the_function_gets_samples_of_all_sources_and_their_column(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+        shards(tmp_path / name, rows=128)
+    code = Source(tmp_path / "code", weight=1, map=user_functions.twice)
+    sources = {"web": Source(tmp_path / "web", weight=2), "code": code}
+    given: dict[str, Any] = {"batch_size": 16, "shuffle": True, "columns": ["row"]}
+    mixture = Mixture(sources, source_column="from")
+    with DataLoader(mixture, collate=user_functions.sums, **given) as loader:
+        for found, batch in zip(loader, DataLoader(mixture, **given), strict=True):
+            assert same(found, user_functions.sums(arrays(batch)))
+            assert list(found) == ["row", "from"]
+
+
+def test_a_device_and_torchs_workers_get_the_same_batches(tmp_path: Path, onto: Any) -> None:
+    shards(tmp_path)
+    with DataLoader(tmp_path, 16, collate=user_functions.padded) as loader:
+        every = list(loader)
+        expected = [arrays_of(batch) for batch in every]
+    device = onto()
+    with DataLoader(tmp_path, 16, collate=user_functions.padded, device="cuda") as loader:
+        batches = iter(loader)
+        for batch in every:
+            step(device, batches, content(batch))
+    dataset = ShardedIterableDataset(tmp_path, 16, collate=user_functions.padded)
+    found = torch.utils.data.DataLoader(dataset, None, num_workers=2)
+    assert [arrays_of(batch) for batch in found] == expected
