@@ -56,13 +56,13 @@ class JobSpec:
     mixture: MixtureSpec | None = None
 
     def digest(self) -> str:
-        """32 hex digits over everything but `global_batch`, and the version of the order if the job
-        is shuffled.
+        """32 hex digits over everything but `global_batch` and the weights of a mixture, and the
+        version of the order if the job is shuffled.
 
-        The cursor counts samples, so a run may be resumed with another global batch; every other
-        difference would change what the remaining samples are, or how they look. A new field with
-        a default, here or in a value that this one contains, changes no digest by itself: see
-        `_FIRST_FIELDS`.
+        The cursor counts samples, so a run may be resumed with another global batch, and a state
+        has the weights of its run. Every other difference would change what the remaining samples
+        are, or how they look. A new field with a default, here or in a value that this one
+        contains, changes no digest by itself: see `_FIRST_FIELDS`.
         """
         fields = _digested(self)
         del fields["global_batch"]
@@ -70,11 +70,29 @@ class JobSpec:
             fields["order"] = ORDER_VERSION
         # In the first version these were fields of the spec itself.
         fields |= fields.pop("column_options")
-        return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()
+        return _hashed(fields, 16)
+
+    @property
+    def joint_digest(self) -> str:
+        """32 hex digits over what all ranks of a launch must have in common: the digest, and the
+        weights that were asked for.
+        """
+        if self.mixture is None:
+            return self.digest()
+        return _hashed([self.digest(), self.asked_weights], 16)
+
+    @property
+    def asked_weights(self) -> str:
+        """16 hex digits over the weights of a mixture and their schedule, as the job begins with
+        them; "" without a mixture.
+        """
+        if self.mixture is None:
+            return ""
+        return _hashed([self.mixture.shares, _digested(self.mixture.schedule)], 8)
 
     def rows_digest(self, layout: str) -> str:
         """16 hex digits over everything that decides which rows of a dataset with this layout stand
-        in which global batches. The form of the columns does not.
+        in which global batches, but for the weights of a mixture. The form of the columns does not.
         """
         view = dataclasses.replace(self.view, map="", collate="")
         fields = _digested(
@@ -87,7 +105,7 @@ class JobSpec:
             )
         )
         fields["order"] = ORDER_VERSION
-        return hashlib.blake2b(_json(fields).encode(), digest_size=8).hexdigest()
+        return _hashed(fields, 8)
 
     def facts(self) -> dict[str, Fact]:
         """The facts about the job in a saved state: each option that is not the default, by name.
@@ -106,6 +124,8 @@ class JobSpec:
         """(value, default) of every option by name, including the options of contained values."""
         found = dict(_options(self))
         del found["fingerprint"], found["global_batch"]
+        # A state has these in its history.
+        del found["weights"], found["schedule"]
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
@@ -144,9 +164,16 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
         )
     ),
     MixtureSpec: frozenset(("sources",)),
-    SourceSpec: frozenset(("name", "fingerprint", "share", "passes_max", "window", "ramp")),
+    SourceSpec: frozenset(("name", "fingerprint", "passes_max", "window", "ramp")),
     StackSpec: frozenset(("name", "columns", "dtype")),
     StepSpec: frozenset(("name", "numbers")),
+}
+
+
+# How much is read of each source changes while a job runs, and is in the history of its state.
+_CHANGING: Mapping[type, frozenset[str]] = {
+    MixtureSpec: frozenset(("schedule", "changes")),
+    SourceSpec: frozenset(("share",)),
 }
 
 
@@ -157,12 +184,20 @@ def _digested(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     first = _FIRST_FIELDS.get(type(value), frozenset())
-    found = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    changing = _CHANGING.get(type(value), frozenset())
+    if isinstance(value, MixtureSpec) and value.tokens:
+        changing |= {"length"}  # it follows from the shares
+    fields = [field for field in dataclasses.fields(value) if field.name not in changing]
+    found = {field: getattr(value, field.name) for field in fields}
     return {
         field.name: _digested(part)
         for field, part in found.items()
         if field.name in first or part != _default_of(field)
     }
+
+
+def _hashed(value: Any, size: int) -> str:
+    return hashlib.blake2b(_json(value).encode(), digest_size=size).hexdigest()
 
 
 def _json(value: Any) -> str:
@@ -201,11 +236,14 @@ def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[A
     of = mixture or MixtureSpec(())
     names = tuple(source.name for source in of.sources)
     yield "sources", (names, ())
-    yield "weights", (tuple(source.share for source in of.sources), ())
+    yield "weights", (of.shares, ())
+    yield "schedule", (of.schedule, ())
     yield "max_passes", (tuple(source.passes_max for source in of.sources), ())
     yield "source_views", (tuple(source.view for source in of.sources), ())
-    for each in dataclasses.fields(of)[1:]:
-        yield f"mixture.{each.name}", (getattr(of, each.name), _default_of(each))
+    left_out = {"sources", "schedule", "changes", *(("length",) if of.tokens else ())}
+    for each in dataclasses.fields(of):
+        if each.name not in left_out:
+            yield f"mixture.{each.name}", (getattr(of, each.name), _default_of(each))
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

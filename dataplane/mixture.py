@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dataplane.model import Exhausted, View
+from dataplane.weights import MixHistory, ScheduledShares, ShareChange
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """One source of a mixture. `share` is its share of the samples in units of 2**-32, and
-    `passes_max` how often one epoch may read it, 0 for no limit.
+    """One source of a mixture. `share` is its share of the samples in units of 2**-32 when the job
+    begins, and `passes_max` how often one epoch may read it, 0 for no limit.
     """
 
     name: str
@@ -26,7 +27,10 @@ class SourceSpec:
 class MixtureSpec:
     """The datasets that a job mixes. `length` is that of an epoch in samples, 0 for one that
     follows from `exhausted`; `batch` consecutive samples are of one source. `source_column` is the
-    column that names the source of each sample by its index; "" for none.
+    column that names the source of each sample by its index; "" for none. `tokens` is the length as
+    it was asked for, if that was in tokens: `length` then follows from the first shares. `schedule`
+    has the shares that were asked for in advance, and `changes` are those of the job, from where
+    each takes effect.
     """
 
     sources: tuple[SourceSpec, ...]
@@ -34,3 +38,23 @@ class MixtureSpec:
     length: int = 0
     batch: int = 1
     source_column: str = ""
+    tokens: int = 0
+    schedule: tuple[ScheduledShares, ...] = ()
+    changes: tuple[ShareChange, ...] = ()
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Those with which the job begins."""
+        return tuple(source.share for source in self.sources)
+
+    @property
+    def history(self) -> MixHistory:
+        """All shares of the job."""
+        return MixHistory((ShareChange(0, 0, self.shares), *self.changes), self.length)
+
+    def with_history(self, history: MixHistory) -> MixtureSpec:
+        """The same mixture with other shares."""
+        first, *changes = history.changes
+        pairs = zip(self.sources, first.shares, strict=True)
+        sources = tuple(replace(source, share=share) for source, share in pairs)
+        return replace(self, sources=sources, length=history.length, changes=tuple(changes))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from dataplane.weights import MixHistory
+
 
 class End(enum.StrEnum):
     """What happens at the end of an epoch whose samples do not fill the last global batch."""
@@ -370,7 +372,8 @@ class Topology:
 
 class Stream(Struct, frozen=True):
     """The batches one consumer walks: steps `first_step, first_step + step_stride, …` of the slice
-    of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
+    of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks). `mix`
+    has the weights of a mixture, None for those of its spec.
     """
 
     epoch: int
@@ -379,3 +382,4 @@ class Stream(Struct, frozen=True):
     dp_size: int
     first_step: int = 0
     step_stride: int = 1
+    mix: MixHistory | None = None

@@ -28,7 +28,7 @@ def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """
-    return _told(session, _columns)
+    return answer_of(session, _columns)
 
 
 def read_categories(session: Session, column: str) -> tuple[Any, ...]:
@@ -41,22 +41,25 @@ def read_categories(session: Session, column: str) -> tuple[Any, ...]:
 
 def category_values(session: Session, column: str) -> Any:
     """The same, as an Arrow array."""
-    return _told(session, partial(_categories, column))
+    return answer_of(session, partial(_categories, column))
 
 
-def _told(session: Session, ask: Callable[[Mount, float], T]) -> T:
-    """The answer of this job's node, or of the node that replaces it."""
+def answer_of(session: Session, ask: Callable[[Mount, float], T]) -> T:
+    """The answer of this job's node, or of the node that replaces it.
+
+    Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
+    """
     mount = session.mount()
     stall_s = session.stall_timeout_s(mount.job)
     deadline = time.monotonic() + stall_s
     patience = Patience(deadline, deadline)
-    notice = Notice("a node that describes its columns", job=mount.job_id)
+    notice = Notice("a node that answers a question about the job", job=mount.job_id)
     while True:
         try:
             found = ask(mount, deadline)
         except NoAnswer:
             raise DataStallError(
-                f"the node did not describe its columns within {stall_s:g} s",
+                f"the node did not answer a question about the job within {stall_s:g} s",
                 stage="describe",
                 node=mount.node_id,
             ) from None

@@ -39,6 +39,7 @@ from dataplane.errors import (
 from dataplane.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
+from dataplane.weights import MixHistory
 
 # Opening a job may index a dataset, which reads all of it once if its format has no index.
 OPEN_TIMEOUT_S = 1800.0
@@ -69,6 +70,9 @@ class Session:
         self._mount: Mount | None = None
         self._job: JobOpened | None = None
         self._state: tuple[JobOpened, RunState] | None = None
+        self._mix: MixHistory | None = None
+        self.epoch_samples: dict[tuple[int, MixHistory], int] = {}
+        """How many samples epochs have with these weights, as far as the node was asked."""
         self._closed = False
         self._pid = os.getpid()
         self._making = threading.Lock()
@@ -85,26 +89,43 @@ class Session:
         """The job, equal on every rank; opens it if needed."""
         return self.mount().job
 
-    def state(self, epoch: int, cursor: int) -> RunState:
-        """The state of the job at this place; at the last step, the state of the next epoch's
-        start. Costs the same whatever the job's options are.
+    @property
+    def mix(self) -> MixHistory | None:
+        """The weights of a mixture: those of the job's spec, until others are set. None without a
+        mixture.
+        """
+        mixture = self.job.spec.mixture
+        return None if mixture is None else self._mix or mixture.history
+
+    @mix.setter
+    def mix(self, mix: MixHistory | None) -> None:
+        self._mix = mix
+
+    def state(self, epoch: int, cursor: int, sample_count: int) -> RunState:
+        """The state of the job at this place of an epoch of so many samples; at the last step, the
+        state of the next epoch's start. Costs the same whatever the job's options are.
         """
         job, (known, state) = self.job, self._state or (None, None)
         if state is None or known is not job:
             state = RunState.of(job, 0, 0)
             self._state = job, state
-        return dataclasses.replace(state, epoch=epoch, cursor=cursor).normalised(job.spec)
+        return dataclasses.replace(
+            state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix
+        ).normalised(job.spec)
 
     def ledger(self, epoch: int, cursor: int) -> str:
         """The job's ledger at this place, as JSON lines."""
         from dataplane.ledger import Ledger, SourceUrls
 
         source, mixture, job = self.request.source, self.request.mixture, self.job
+        mixed = job.spec.mixture
+        if mixed is not None and self.mix is not None:
+            mixed = mixed.with_history(self.mix)
         sources = () if mixture is None else mixture.sources
         return Ledger(
             self.request.job_id,
             tuple(map(unsigned, source.urls)),
-            job.spec,
+            dataclasses.replace(job.spec, mixture=mixed),
             job.sample_count,
             self.request.topology.dp_size,
             source.format,

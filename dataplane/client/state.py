@@ -15,11 +15,13 @@ from typing import Any
 from msgspec import Struct
 
 from dataplane.client.digest import RowsDigest
+from dataplane.client.mix_state import mix_from_dict, mix_to_dict
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import DatasetIdentity, End
 from dataplane.rpc.messages import JobOpened
 from dataplane.units import whole
+from dataplane.weights import MixHistory
 
 STATE_VERSION = 2
 _FROM_THE_DATASET = frozenset({"lanes", "window", "ramp"})
@@ -38,6 +40,7 @@ class RunState:
     images, "" without images or if unknown. `in_last_step`: the state is the start of an epoch, and
     was taken in the last step of the one before. `order` is the version of the order; states of
     version 1 do not name theirs. `digest` covers the rows of all steps so far, if it is known.
+    `mix` are the weights of a mixture, and `asked_weights` names those that its loader was given.
     """
 
     spec_digest: str
@@ -50,15 +53,20 @@ class RunState:
     in_last_step: bool = False
     order: int = ORDER_VERSION
     digest: RowsDigest | None = None
+    mix: MixHistory | None = None
+    asked_weights: str = ""
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
         """The state of this job at this place."""
-        facts = job.spec.facts()
-        return cls(job.digest, epoch, cursor, job.sample_count, facts, job.dataset, job.pixels)
+        spec = job.spec
+        return cls(
+            job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
+            asked_weights=spec.asked_weights,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain values for saving, under a kilobyte as JSON."""
+        """The state as plain values for saving, under a kilobyte as JSON without a mixture."""
         saved: dict[str, Any] = {
             "version": STATE_VERSION,
             "spec_digest": self.spec_digest,
@@ -76,6 +84,8 @@ class RunState:
             saved["in_last_step"] = True
         if self.digest is not None:
             saved["digest"] = self.digest.to_dict(self.epoch, self.cursor)
+        if self.mix is not None:
+            saved["mixture"] = mix_to_dict(self.mix, self.asked_weights)
         return saved
 
     @property
@@ -136,9 +146,10 @@ class RunState:
             )
         order = _number(saved, "order") if version > 1 else 1
         rows = saved.get("digest")
+        mix, asked = mix_from_dict(saved.get("mixture"))
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
-            order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor),
+            order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -149,7 +160,7 @@ class RunState:
         each option that differs with both values.  VersionMismatch: the state is of the middle of
         an epoch that was shuffled by another version of the order.
         """
-        if (self.spec_digest, self.sample_count) == (job.digest, job.sample_count):
+        if self.spec_digest == job.digest and self._has_as_many(job):
             return False
         has_other_order = job.spec.shuffle and self.order != ORDER_VERSION
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
@@ -189,8 +200,12 @@ class RunState:
             found=self.order,
         )
 
+    def _has_as_many(self, job: JobOpened) -> bool:
+        # How many samples of its sources a mixture has depends on the weights.
+        return self.mix is not None or self.sample_count == job.sample_count
+
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
-        if self.sample_count != job.sample_count:
+        if not self._has_as_many(job):
             counts = str(self.sample_count), str(job.sample_count)
             yield _Problem(
                 "dataset", *counts, f"the dataset had {counts[0]} samples and now has {counts[1]}"
@@ -203,7 +218,9 @@ class RunState:
                 self.dataset.layout,
                 job.dataset.layout,
                 "the dataset is a different one: it has as many samples, but other shards (their "
-                "names "
+                "names below their common folder, their order, sizes, blocks, or schema)"
+                if self.mix is None
+                else "a source of the mixture is a different one: it has other shards (their names "
                 "below their common folder, their order, sizes, blocks, or schema)",
             )
         elif not dataset_moved:

@@ -35,6 +35,7 @@ from dataplane.rpc.messages import (
     Slab,
     StreamOpened,
 )
+from dataplane.weights import MixHistory
 
 AHEAD_STREAMS_MAX = 2
 
@@ -65,9 +66,11 @@ class SlabStream:
         first_step: int = 0,
         step_stride: int = 1,
         *,
+        mix: MixHistory | None = None,
         ahead: bool = True,
     ) -> None:
         self._session, self._ahead = session, ahead
+        self.mix = mix
         self._epoch, self._cursor, self._stride = epoch, cursor, step_stride
         self._next_step = first_step
         self._mount: Mount | None = None
@@ -122,6 +125,11 @@ class SlabStream:
         self._consumed = cursor
         if self._mount is not None:
             self._mount.progress = self._epoch, cursor
+
+    def change(self, mix: MixHistory) -> None:
+        """Read the next slab with these weights of a mixture. Never waits."""
+        self._leave()
+        self.mix = mix
 
     @property
     def is_at_hand(self) -> bool:
@@ -212,7 +220,7 @@ class SlabStream:
         return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
-        request = OpenStream(mount.job_id, self._epoch, self._cursor, step, self._stride)
+        request = OpenStream(mount.job_id, self._epoch, self._cursor, step, self._stride, self.mix)
         opened, _ = mount.wire.call(request, deadline)
         if not isinstance(opened, StreamOpened):
             raise PeerLost(f"the node answered OpenStream with {opened!r:.200}", peer=mount.node_id)

@@ -132,11 +132,11 @@ def who_said_what(
     request: JoinRequest, members: Iterable[Member], digest: str, host_of: HostOf, count: int
 ) -> str:
     """A table of the newcomer and of some of the `count` members of its job, in this order. Members
-    have all joined with a spec of this digest.
+    have all joined with a spec of this joint digest.
     """
     rows: list[tuple[str, ...]] = [("host", "rank", "dp_rank", "spec", "place from")]
     rows.append(
-        _row(host_of(request.node_id), request.topology, request.spec.digest(), "  <- refused")
+        _row(host_of(request.node_id), request.topology, request.spec.joint_digest, "  <- refused")
     )
     rows += [_row(host_of(one.node_id), one.topology, digest) for one in members]
     more = count - (len(rows) - 2)

@@ -216,7 +216,7 @@ class CoordinatorState:
         """A table of places, from those of `first` on."""
         shown = {one.member_id: one for one in (*first, *roster.joined_first(layout.ROWS_MAX))}
         members = list(shown.values())[: layout.ROWS_MAX]
-        digest = roster.job.spec.digest()
+        digest = roster.job.spec.joint_digest
         hosts = self._nodes.host_of
         return layout.who_said_what(request, members, digest, hosts, roster.joined_count)
 

@@ -98,6 +98,7 @@ class Delegating:
                 effect.slot_bytes,
                 job.pixels,
                 effect.coming,
+                mix=at.mix,
             )
         )
         order = fetches.ReadSlab(

@@ -1,4 +1,4 @@
-"""Answers requests for the types of a job's columns and the values of their codes."""
+"""Answers questions about a job: types of columns, values of codes, weights of a mixture."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import pyarrow as pa
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.node.categories import Categories, stream_of
+from dataplane.node.changes import epoch_described, weights_changed
 from dataplane.node.dataset import Dataset
 from dataplane.node.member import ServedMember
 from dataplane.node.opener import OpenedJob
 from dataplane.rpc.messages import (
     CategoriesRead,
+    ChangeWeights,
     ColumnsDescribed,
-    DescribeColumns,
     DescribedColumn,
+    DescribeEpoch,
+    EpochDescribed,
+    Question,
     ReadCategories,
+    WeightsChanged,
 )
 from dataplane.transforms.codes import shown_as
 from dataplane.transforms.columns import LeafPart, shown
@@ -33,13 +38,19 @@ _TYPE_LENGTH_MAX = 2000
 _COLUMN_BYTES = 64
 
 
-async def describe(
-    member: ServedMember, asked: DescribeColumns | ReadCategories
-) -> ColumnsDescribed | CategoriesRead:
-    """As many entries as fit into one answer, from the requested first one on.
+Told = ColumnsDescribed | CategoriesRead | EpochDescribed | WeightsChanged
 
-    Raises:  ConfigError: a column does not come as codes.
+
+async def describe(member: ServedMember, asked: Question) -> Told:
+    """The answer to a question about the member's job; of lists, as many entries as fit into one
+    answer, from the requested first one on.
+
+    Raises:  ConfigError: a column does not come as codes, or weights are none.
     """
+    if isinstance(asked, DescribeEpoch):
+        return await asyncio.to_thread(epoch_described, member, asked)
+    if isinstance(asked, ChangeWeights):
+        return await asyncio.to_thread(weights_changed, member, asked)
     if isinstance(asked, ReadCategories):
         return await asyncio.to_thread(_categories, member.dataset, asked)
     if member.described is None:

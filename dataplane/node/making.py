@@ -26,12 +26,14 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
 from dataplane.model import Stream
 from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
+from dataplane.node.changes import mix_of
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import shown
 from dataplane.node.engine import Engine
 from dataplane.node.making_places import MakingPlace, MakingPlaces
 from dataplane.node.opener import DatasetOpener, OpenedJob, check_blocks, check_names, pixels_of
 from dataplane.node.orders import Orders
+from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
 from dataplane.rpc.convert import decode
 from dataplane.rpc.lending import Asked
@@ -256,7 +258,9 @@ class Making:
 
     def _make(self, job: _Job, opened: _Opened, ask: Asked, wanted: MakeSlab, now: float) -> None:
         """Raises:  DataplaneError: it cannot be made here."""
-        spec, samples = opened.job.spec, opened.job.sample_count
+        mix = mix_of(opened.job.spec, wanted.mix)
+        spec = with_mix(opened.job.spec, mix)
+        samples = sample_count_of(spec, opened.job.manifests, wanted.epoch)
         if wanted.pixels != opened.pixels:
             raise SpecMismatch(
                 f"images are decoded by {opened.pixels or 'nothing'} here, and by "
@@ -272,13 +276,14 @@ class Making:
             wanted.dp_size,
             wanted.steps.first,
             wanted.step_stride,
+            mix,
         )
         own = Slice(samples, at.cursor, spec.global_batch, spec.end, at.dp_rank, at.dp_size)
         own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
         place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
         if not 1 <= wanted.steps.count <= place.sizes.batches_max:
             raise ConfigError(f"a slab of {wanted.steps.count} batches", field="count")
-        key = (ask.node_id, at.epoch, at.cursor, at.dp_rank, at.step_stride)
+        key = (ask.node_id, at.epoch, at.cursor, at.dp_rank, at.step_stride, at.mix)
         stream = place.streams.get(key)
         if stream is None:
             stream = place.streams[key] = self._stream(job, place, now)
@@ -328,7 +333,8 @@ class Making:
         self, job: _Job, opened: _Opened, place: MakingPlace, stream: AskedStream, at: Stream
     ) -> None:
         try:
-            order = await self._orders.of(opened.job.spec, opened.job.manifests, at.epoch)
+            job_spec, manifests = opened.job.spec, opened.job.manifests
+            order = await self._orders.of(job_spec, manifests, at.epoch, at.mix)
         except Exception as error:  # noqa: BLE001 - one asker's nonsense is not another's loss
             self._tell(job, _NOT_MADE, repr(error))
             place.drop(stream)

@@ -6,6 +6,7 @@ hosts, so that a job may be resumed on any number.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -23,9 +24,12 @@ from dataplane.model import (
     MixUnit,
 )
 from dataplane.node.dataset import Dataset
+from dataplane.plan.changes import scheduled
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
+from dataplane.plan.orders import mixed_of
 from dataplane.plan.shares import by_temperature, of_tokens, quantised
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
+from dataplane.weights import ScheduledShares
 
 SOURCES_MAX = 1024
 
@@ -72,8 +76,7 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
     """
     asked, first = request.mixture, specs[0]
     assert asked is not None
-    counts = [dataset.manifest.sample_count for dataset in datasets]
-    shares = _shares(asked, counts, [dataset.row_bytes for dataset in datasets])
+    shares = _shares(asked, datasets)
     sources = tuple(
         SourceSpec(
             source.name, spec.fingerprint, share, _passes_max(source, asked.exhausted),
@@ -82,9 +85,11 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
         for source, spec, share in zip(asked.sources, specs, shares, strict=True)
     )  # fmt: skip
     batch = request.global_batch if asked.unit is MixUnit.BATCH else 1
-    length = asked.length * batch
-    if asked.unit is MixUnit.TOKENS and length:
-        length = _in_samples(asked, shares)
+    tokens = asked.length if asked.unit is MixUnit.TOKENS else 0
+    length = _in_samples(asked, shares) if tokens else asked.length * batch
+    schedule = tuple(
+        ScheduledShares(one.step, shares_of(asked, one.weights, datasets)) for one in asked.schedule
+    )
     return JobSpec(
         fingerprint=_joined(spec.fingerprint for spec in specs),
         seed=first.seed,
@@ -96,8 +101,43 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
         transforms=first.transforms,
         column_options=first.column_options,
         view=request.view,
-        mixture=MixtureSpec(sources, asked.exhausted, length, batch, asked.source_column),
+        mixture=MixtureSpec(
+            sources, asked.exhausted, length, batch, asked.source_column, tokens, schedule
+        ),
+    )  # fmt: skip
+
+
+def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
+    """The spec with its schedule as changes of the shares, if its sources have so many samples.
+
+    Raises:  ConfigError: an epoch cannot be planned with these shares.
+    """
+    mixture = spec.mixture
+    assert mixture is not None
+    if not mixture.schedule:
+        return spec
+    mixed, batch = mixed_of(spec, counts), spec.global_batch
+    changes = scheduled(mixed, (), (0, 0), mixture.schedule, batch, spec.end)
+    return dataclasses.replace(spec, mixture=dataclasses.replace(mixture, changes=changes))
+
+
+def shares_of(
+    asked: MixtureAsked, weights: Sequence[float], datasets: Sequence[Dataset]
+) -> tuple[int, ...]:
+    """The shares of other weights, in the unit of the mixture.
+
+    Raises:  ConfigError: they are not one weight a source, or no weights.
+    """
+    if len(weights) != len(asked.sources):
+        raise ConfigError(
+            f"{len(weights)} weights for {len(asked.sources)} sources: give one for each",
+            field="weight",
+        )
+    sources = tuple(
+        replace(source, weight=weight, passes=0.0)
+        for source, weight in zip(asked.sources, weights, strict=True)
     )
+    return _shares(replace(asked, sources=sources, temperature=0.0), datasets)
 
 
 def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
@@ -162,10 +202,9 @@ def _shown(spec: ColumnSpec | None) -> str:
     return f"{kind}{spec.dtype}{shape}".strip()
 
 
-def _shares(
-    asked: MixtureAsked, counts: Sequence[int], row_bytes: Sequence[int]
-) -> tuple[int, ...]:
-    sources = asked.sources
+def _shares(asked: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]:
+    sources, counts = asked.sources, [dataset.manifest.sample_count for dataset in datasets]
+    row_bytes = [dataset.row_bytes for dataset in datasets]
     if asked.temperature:
         return quantised(by_temperature(counts, asked.temperature))
     if any(source.passes for source in sources):

@@ -33,14 +33,14 @@ from dataplane.node.mixing import (
     mixed_identity,
     mixed_spec,
     requests_of,
+    with_schedule,
     with_windows,
 )
 from dataplane.node.pack_counts import PackCounter
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.mixture import plan_of
-from dataplane.plan.orders import mixed_of
+from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import samples_of
 from dataplane.rpc import messages
@@ -211,7 +211,8 @@ class DatasetOpener:
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
             counts = [manifest.sample_count for manifest in manifests]
-            planned = await asyncio.to_thread(plan_of, mixed_of(spec, counts), 0)
+            spec = await asyncio.to_thread(with_schedule, spec, counts)
+            count = await asyncio.to_thread(sample_count_of, spec, manifests, 0)
             first = FirstSource(manifests[0], specs[0], mapped[0], {})
             dp_size = request.topology.dp_size
             collated = await self._collated_reader.of_job(spec, dp_size, first)
@@ -220,7 +221,6 @@ class DatasetOpener:
                 self.forget_unread(dataset)
             raise
         identity = mixed_identity([one.identity for one in opened])
-        count = planned.sample_count
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:

@@ -10,8 +10,9 @@ from functools import partial
 from dataplane.config import JobSpec
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
-from dataplane.plan.orders import job_order
+from dataplane.plan.orders import job_order, with_mix
 from dataplane.plan.views import samples_of
+from dataplane.weights import MixHistory
 
 _ORDERS_MAX = 8
 
@@ -22,11 +23,18 @@ class Orders:
     def __init__(self) -> None:
         self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
 
-    async def of(self, spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> SampleOrder:
-        """The order of an epoch of a job over these datasets.
+    async def of(
+        self,
+        spec: JobSpec,
+        manifests: Sequence[Manifest],
+        epoch: int,
+        mix: MixHistory | None = None,
+    ) -> SampleOrder:
+        """The order of an epoch of a job over these datasets, with the weights of `mix`.
 
         Raises:  DataplaneError: it cannot be made; the next call tries again.
         """
+        spec = with_mix(spec, mix)
         shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
         key = (spec.fingerprint, *samples_of(spec.view, spec.seed), *shape, spec.mixture)
         future = self._orders.get(key)

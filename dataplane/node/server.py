@@ -148,7 +148,7 @@ class TrainerConnection:
                 self._run(request_id, self._open_job(request_id, body))
             elif isinstance(body, messages.OpenStream):
                 self._run(request_id, self._open_stream(request_id, body))
-            elif isinstance(body, messages.DescribeColumns | messages.ReadCategories):
+            elif isinstance(body, messages.Question):
                 self._run(request_id, self._describe(request_id, body))
             elif isinstance(body, messages.CloseStream):
                 self._close_stream(body)
@@ -221,9 +221,7 @@ class TrainerConnection:
         self._streams[opened.stream_id] = member
         self.send(request_id, opened)
 
-    async def _describe(
-        self, request_id: int, body: messages.DescribeColumns | messages.ReadCategories
-    ) -> None:
+    async def _describe(self, request_id: int, body: messages.Question) -> None:
         self.send(request_id, await describe(self._member(body.job_id), body))
 
     def _member(self, job_id: str) -> ServedMember:

@@ -16,6 +16,7 @@ from dataplane import background
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.ledger import LedgerPosition
 from dataplane.model import Stream
+from dataplane.node.changes import mix_of
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
 from dataplane.node.orders import Orders
@@ -23,6 +24,7 @@ from dataplane.node.served import Send, ServedStream
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import Walk
+from dataplane.weights import MixHistory
 
 
 class Streams:
@@ -50,10 +52,11 @@ class Streams:
             place.dp_size,
             request.first_step,
             request.step_stride,
+            mix_of(member.spec, request.mix),
         )
         stream = self._made_ahead(member, at)
         if stream is None:
-            order = await self._order(member, request.epoch)
+            order = await self._order(member, at.epoch, at.mix)
             walk = _walk(member, order, at)
             stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
         member.streams[stream.stream_id] = stream
@@ -98,7 +101,8 @@ class Streams:
 
     async def _next_order(self, member: ServedMember, stream: ServedStream) -> SampleOrder | None:
         try:
-            return await self._order(member, stream.walk.stream.epoch + 1)
+            at = stream.walk.stream
+            return await self._order(member, at.epoch + 1, at.mix)
         except DataplaneError:
             return None  # the error comes when it is requested
 
@@ -109,7 +113,7 @@ class Streams:
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
         if order is None or stream.is_closed or not is_only or member.closed:
             return
-        at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1)
+        at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1, now.mix)
         walk = _walk(member, order, at, is_ahead=True)
         member.next_epoch = self._engine.open_stream(
             member.delivery, walk, stream.send, member.holder, after=stream
@@ -122,8 +126,10 @@ class Streams:
         member.streams.clear()
         member.next_epoch = None
 
-    async def _order(self, member: ServedMember, epoch: int) -> SampleOrder:
-        return await self.orders.of(member.spec, member.opened.manifests, epoch)
+    async def _order(
+        self, member: ServedMember, epoch: int, mix: MixHistory | None = None
+    ) -> SampleOrder:
+        return await self.orders.of(member.spec, member.opened.manifests, epoch, mix)
 
 
 def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:

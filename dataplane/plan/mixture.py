@@ -11,7 +11,7 @@ docs/order.md specifies it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -21,19 +21,12 @@ from dataplane.errors import ConfigError
 from dataplane.model import Exhausted
 from dataplane.plan.counting import SLOTS_MAX, CountingTree
 from dataplane.plan.order import SAMPLE_COUNT_MAX
+from dataplane.weights import ShareChange
 
 Int64 = NDArray[np.int64]
 Shares = tuple[int, ...]
 
 ROUND_STEPS = 1024
-
-
-class ShareChange(Struct, frozen=True):
-    """From the first round on that begins at this position of an epoch or later, other shares."""
-
-    epoch: int
-    position: int
-    shares: Shares
 
 
 class Mixed(Struct, frozen=True):
@@ -136,6 +129,7 @@ class Tail(Struct, frozen=True):
 
 class EpochPlan(Struct, frozen=True):
     """One epoch. `base` is what was read of each source before it, `counts` what it has of each.
+    `changed`: where shares changed, and to what, in order. `shares` are those at its end.
 
     Shapes:  base, counts: int64[sources].
     """
@@ -148,6 +142,18 @@ class EpochPlan(Struct, frozen=True):
     counts: Int64
     shares: Shares
     round_count: int
+    changed: tuple[tuple[int, Shares], ...] = ()
+
+
+class EpochRun(Struct, frozen=True):
+    """Epochs of equal counts: `count` of them from `first` on, None for all that follow. `plan` is
+    that of the first one, whose first round is `first_round`.
+    """
+
+    first: int
+    count: int | None
+    plan: EpochPlan
+    first_round: int
 
 
 def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> EpochPlan:
@@ -155,25 +161,37 @@ def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> Ep
 
     Raises:  ConfigError: an epoch would have no samples, or not as many as its length.
     """
+    for run in runs_of(mixed, changes):
+        if run.count is None or epoch < run.first + run.count:
+            break
+    plan, ahead = run.plan, epoch - run.first
+    if not ahead:
+        return plan
+    _check_range(plan.base, plan.counts, ahead)
+    base, rounds = plan.base + plan.counts * ahead, run.first_round + plan.round_count * ahead
+    return _Planner(mixed, plan.shares, base, rounds, epoch, ()).plan()
+
+
+def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[EpochRun]:
+    """All epochs, after these changes of the shares, which are in order.
+
+    Raises:  ConfigError: as `plan_of`.
+    """
     shares, base = mixed.shares, np.zeros(len(mixed.counts), np.int64)
     rounds, at = 0, 0
-    for of in sorted({change.epoch for change in changes if change.epoch <= epoch}):
-        # All epochs before it are like the first of them.
-        plan = _Planner(mixed, shares, base, rounds, at, ()).plan()
-        _check_range(base, plan.counts, of - at)
-        base, rounds = base + plan.counts * (of - at), rounds + plan.round_count * (of - at)
+    for of in sorted({change.epoch for change in changes}):
+        if at < of:
+            # All epochs before it are like the first of them.
+            plan, count = _Planner(mixed, shares, base, rounds, at, ()).plan(), of - at
+            yield EpochRun(at, count, plan, rounds)
+            _check_range(base, plan.counts, count)
+            base, rounds = base + plan.counts * count, rounds + plan.round_count * count
         mine = tuple(change for change in changes if change.epoch == of)
         plan = _Planner(mixed, shares, base, rounds, of, mine).plan()
-        if of == epoch:
-            return plan
+        yield EpochRun(of, 1, plan, rounds)
         base, rounds, at = base + plan.counts, rounds + plan.round_count, of + 1
         shares = plan.shares
-    plan = _Planner(mixed, shares, base, rounds, at, ()).plan()
-    if epoch == at:
-        return plan
-    _check_range(base, plan.counts, epoch - at)
-    base, rounds = base + plan.counts * (epoch - at), rounds + plan.round_count * (epoch - at)
-    return _Planner(mixed, shares, base, rounds, epoch, ()).plan()
+    yield EpochRun(at, None, _Planner(mixed, shares, base, rounds, at, ()).plan(), rounds)
 
 
 def _check_range(base: Int64, counts: Int64, epochs: int) -> None:
@@ -198,10 +216,13 @@ class _Planner:
         self._changes = list(changes)
         self._used = np.zeros_like(base)
         self._segments: list[MixSegment] = []
+        self._changed: list[tuple[int, Shares]] = []
         self._position, self._first_round, self._rounds = 0, first_round, 0
 
     def plan(self) -> EpochPlan:
         mixed, tail = self._mixed, None
+        while self._changes and not self._changes[0].position:
+            self._change()
         self._run(mixed.lanes)
         deals = mixed.exhausted is Exhausted.RENORMALISE and not mixed.length
         if mixed.batch == 1 and not deals:
@@ -217,7 +238,7 @@ class _Planner:
             self._shares = self._changes[-1].shares
         return EpochPlan(
             self._epoch, tuple(self._segments), tail, self._position, self._base, self._used,
-            self._shares, self._rounds,
+            self._shares, self._rounds, tuple(self._changed),
         )  # fmt: skip
 
     def _run(self, lanes: int) -> None:
@@ -238,9 +259,15 @@ class _Planner:
             steps = min(steps, end, changed)
             self._add(tree, shares, lanes, steps)
             if steps == changed:
-                self._shares = self._changes.pop(0).shares
+                self._change()
             elif steps == end:
                 return
+
+    def _change(self) -> None:
+        shares = self._changes.pop(0).shares
+        if shares != self._shares:
+            self._shares = shares
+            self._changed.append((self._position, shares))
 
     def _steps_to_end(self, tree: CountingTree, some: Int64, unit: int) -> int:
         """Steps after which the epoch ends even if no source is exhausted."""

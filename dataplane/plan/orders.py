@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dataplane.config import JobSpec
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
-from dataplane.plan.mixture import Mixed, plan_of
+from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
 from dataplane.plan.order import Order, TracedOrder
+from dataplane.weights import MixHistory, ShareChange
+
+_PLANS_MAX = 64
 
 
 def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
@@ -29,12 +34,40 @@ def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> Trace
     """
     if spec.mixture is None:
         return order_of(spec, manifests[0], epoch)
-    plan = plan_of(mixed_of(spec, [each.sample_count for each in manifests]), epoch)
+    plan = _plan_of(spec, manifests, epoch)
     sources = [
         SourceOrder(manifest.block_rows, source.window, source.ramp)
         for manifest, source in zip(manifests, spec.mixture.sources, strict=True)
     ]
     return MixedOrder(plan, sources, spec.seed, spec.shuffle, spec.lanes)
+
+
+def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> int:
+    """How many samples an epoch of the job has.
+
+    Raises:  ConfigError: as `plan_of`.
+    """
+    if spec.mixture is None:
+        return manifests[0].sample_count
+    return _plan_of(spec, manifests, epoch).sample_count
+
+
+def with_mix(spec: JobSpec, mix: MixHistory | None) -> JobSpec:
+    """The spec with these weights; None: with its own."""
+    if spec.mixture is None or mix is None:
+        return spec
+    return replace(spec, mixture=spec.mixture.with_history(mix))
+
+
+def _plan_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> EpochPlan:
+    assert spec.mixture is not None
+    mixed = mixed_of(spec, [each.sample_count for each in manifests])
+    return _planned(mixed, epoch, spec.mixture.changes)
+
+
+@functools.lru_cache(_PLANS_MAX)
+def _planned(mixed: Mixed, epoch: int, changes: tuple[ShareChange, ...]) -> EpochPlan:
+    return plan_of(mixed, epoch, changes)
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:
@@ -43,7 +76,7 @@ def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:
     assert mixture is not None
     return Mixed(
         tuple(counts),
-        tuple(source.share for source in mixture.sources),
+        mixture.shares,
         tuple(source.passes_max for source in mixture.sources),
         spec.lanes if mixture.batch == 1 else 1,
         mixture.exhausted,

@@ -33,6 +33,13 @@ class Steps(Struct, frozen=True):
     valid: Int64
 
 
+def steps_of(sample_count: int, global_batch: int, end: End) -> int:
+    """How many steps these samples make."""
+    if end is End.DROP:
+        return sample_count // global_batch
+    return -(-sample_count // global_batch)
+
+
 class Slice(Struct, frozen=True):
     """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
 
@@ -71,10 +78,7 @@ class Slice(Struct, frozen=True):
     @property
     def step_count(self) -> int:
         """Steps from the cursor to the end of the epoch: the same on every rank."""
-        left = self.sample_count - self.cursor
-        if self.end is End.DROP:
-            return left // self.global_batch
-        return -(-left // self.global_batch)
+        return steps_of(self.sample_count - self.cursor, self.global_batch, self.end)
 
     def positions(self, step: int) -> Int64:
         """The positions of one step of this rank, in batch order.

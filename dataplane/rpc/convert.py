@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from dataplane import config, errors, ledger, mixture, model
+from dataplane import config, errors, ledger, mixture, model, weights
 from dataplane.rpc import fetches, lending, making, messages, tasks
 from dataplane.rpc.v1 import (
     fetcher_pb2,
@@ -52,6 +52,9 @@ _SHARED: dict[str, type] = {
     "PackSpec": model.PackSpec,
     "MixtureSpec": mixture.MixtureSpec,
     "SourceSpec": mixture.SourceSpec,
+    "MixHistory": weights.MixHistory,
+    "ScheduledShares": weights.ScheduledShares,
+    "ShareChange": weights.ShareChange,
     "PeerTls": config.PeerTls,
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerPosition": ledger.LedgerPosition,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dataplane.rpc.messages import OpenJob
+from dataplane.weights import MixHistory
 
 
 class StepRange(Struct, frozen=True):
@@ -26,6 +27,7 @@ class StepRange(Struct, frozen=True):
 class MakeSlab(Struct, frozen=True):
     """Make the slab of these steps; those in `coming` will be asked for next. `slot_bytes` is the
     size of the slot that the slab goes to. `opening` is for a maker that does not know the job.
+    `mix` is that of the stream.
     """
 
     digest: str
@@ -39,3 +41,4 @@ class MakeSlab(Struct, frozen=True):
     pixels: str = ""
     coming: tuple[StepRange, ...] = ()
     opening: OpenJob | None = None
+    mix: MixHistory | None = None

@@ -25,6 +25,7 @@ from dataplane.model import (
     Topology,
     View,
 )
+from dataplane.weights import MixHistory
 
 
 class Hello(Struct, frozen=True):
@@ -67,6 +68,13 @@ class SourceAsked(Struct, frozen=True):
     view: View = field(default_factory=View)
 
 
+class ScheduledWeights(Struct, frozen=True):
+    """The weights of all sources from this step of the job on."""
+
+    step: int
+    weights: tuple[float, ...]
+
+
 class MixtureAsked(Struct, frozen=True):
     """A mixture as the user asks for it; `length` is that of an epoch, in `unit`."""
 
@@ -76,6 +84,7 @@ class MixtureAsked(Struct, frozen=True):
     length: int = 0
     temperature: float = 0.0
     source_column: str = ""
+    schedule: tuple[ScheduledWeights, ...] = ()
 
 
 class OpenJob(Struct, frozen=True):
@@ -164,6 +173,40 @@ class CategoriesRead(Struct, frozen=True):
     value_count: int
 
 
+class DescribeEpoch(Struct, frozen=True):
+    """Requests the length of an epoch of a mixture with these weights."""
+
+    job_id: str
+    epoch: int
+    mix: MixHistory
+
+
+class EpochDescribed(Struct, frozen=True):
+    """The samples of the epoch."""
+
+    sample_count: int
+
+
+class ChangeWeights(Struct, frozen=True):
+    """Asks from where other weights take effect after those of `mix`: at this place or later.
+    Without `weights`, those that the job was opened with.
+    """
+
+    job_id: str
+    epoch: int
+    cursor: int
+    mix: MixHistory
+    weights: tuple[float, ...] = ()
+
+
+class WeightsChanged(Struct, frozen=True):
+    """All weights of the job, with the new ones, which take effect at this place."""
+
+    mix: MixHistory
+    epoch: int
+    position: int
+
+
 class OpenStream(Struct, frozen=True):
     """Opens a stream over the steps of this rank's slice that remain at `cursor`."""
 
@@ -172,6 +215,7 @@ class OpenStream(Struct, frozen=True):
     cursor: int
     first_step: int = 0
     step_stride: int = 1
+    mix: MixHistory | None = None
 
 
 class StreamOpened(Struct, frozen=True):
@@ -277,17 +321,10 @@ class CloseJob(Struct, frozen=True):
     at_exit: bool = False
 
 
-ToNodeBody = (
-    Hello
-    | OpenJob
-    | OpenStream
-    | NextSlab
-    | Release
-    | CloseStream
-    | CloseJob
-    | DescribeColumns
-    | ReadCategories
-)
+Question = DescribeColumns | ReadCategories | DescribeEpoch | ChangeWeights
+"""What is asked about a job that is open."""
+
+ToNodeBody = Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob | Question
 FromNodeBody = (
     DataplaneError
     | Welcome
@@ -297,6 +334,8 @@ FromNodeBody = (
     | EndOfStream
     | ColumnsDescribed
     | CategoriesRead
+    | EpochDescribed
+    | WeightsChanged
 )
 
 

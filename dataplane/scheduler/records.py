@@ -18,11 +18,12 @@ from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import Excerpt
 from dataplane.scheduler.dataset import BlockName, DatasetLookup, Ints
 from dataplane.scheduler.walk import Plan, Walk
+from dataplane.weights import MixHistory
 
 NONE = np.empty(0, np.int64)
 
-SlabKey = tuple[int, int, int, int]
-"""Epoch, first position, stride and number of the steps."""
+SlabKey = tuple[int, int, int, int, MixHistory | None]
+"""Epoch, first position, stride and number of the steps, and the weights of a mixture."""
 
 
 class Moment(Struct):

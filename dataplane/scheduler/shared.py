@@ -249,7 +249,7 @@ def _key(task: SlabTask) -> SlabKey:
     """What determines the bytes of a slab, besides its group."""
     walk = task.stream.walk
     at = walk.stream
-    return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches)
+    return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches), at.mix
 
 
 def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:
@@ -260,7 +260,7 @@ def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:
 
 def _distance(slab: SharedSlab, behind: Sequence[_Behind]) -> int | None:
     """Distance in positions to the nearest consumer that has yet to reach it."""
-    epoch, position, stride, _ = slab.key
+    epoch, position, stride, *_ = slab.key
     found = [
         (epoch - one.epoch) * one.sample_count + position - one.position
         for one in behind

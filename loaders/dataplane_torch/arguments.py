@@ -15,7 +15,13 @@ from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, End, Topology, View
-from dataplane.rpc.messages import DatasetSource, JobOpened, MixtureAsked, OpenJob
+from dataplane.rpc.messages import (
+    DatasetSource,
+    JobOpened,
+    MixtureAsked,
+    OpenJob,
+    WeightsChanged,
+)
 from dataplane.settings import named_service
 from dataplane.transforms.functions import function_name
 from dataplane.transforms.images import image_specs
@@ -23,7 +29,7 @@ from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.transforms.pack_options import pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import whole
-from dataplane_torch.group import check_layout, check_pixels, launch_token
+from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from dataplane_torch.mixture import Mixture
 from dataplane_torch.options import DEFAULTS, UrlOptions
 from dataplane_torch.parts import RankParts, parts_of
@@ -75,7 +81,17 @@ class JobToOpen(Struct, frozen=True):
         """
         check_pixels(opened.pixels)
         if not self.is_named:
-            check_layout(self.request.job_id, self.request.topology, opened.digest)
+            digest = opened.spec.joint_digest
+            check_layout(self.request.job_id, self.request.topology, digest)
+
+    def check_weights(self, found: WeightsChanged, epoch: int, cursor: int, number: int) -> None:
+        """Compare weights that were set, the how-manieth time, with what other ranks have set.
+
+        Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
+        """
+        if not self.is_named:
+            told = f"{epoch}:{cursor}:{found.mix.digest}"
+            check_weights(self.request.job_id, self.request.topology, number, told)
 
 
 class Arguments(Struct, frozen=True):

@@ -12,10 +12,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
 from dataplane.client.describe import describe_columns, read_categories
+from dataplane.client.mixing import sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
 from dataplane.units import whole
+from dataplane.weights import MixHistory
 from dataplane_torch.arguments import Arguments, epoch_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
 from dataplane_torch.mixture import Mixture, Urls
@@ -59,6 +61,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         # Shared by all processes of one DataLoader: where to resume, and each worker's next epoch.
         # A worker that starts late finds its own entry, not yet advanced.
         self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        # The weights of a loaded state, which workers inherit, and which they need.
+        self._mix: MixHistory | None = None
+        self._mix_mark = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._next_epochs = torch.zeros(_WORKER_COUNT_MAX, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._session: Session | None = None
         self._reader: EpochReader | None = None
@@ -67,6 +72,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker, count = _place()
         session = self._session_of_process()
+        if int(self._mix_mark) != _mark(self._mix):
+            raise ConfigError(
+                "a state with other weights of the mixture was loaded after the DataLoader workers"
+                " had started: load it before the first iter(), or leave out persistent_workers",
+                field="state_dict",
+            )
         epoch = int(self._next_epochs[:count].min())
         cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
         first_step = worker
@@ -90,8 +101,10 @@ class ShardedIterableDataset(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Steps of a whole epoch of this rank, over all DataLoader workers."""
-        job = self._session_of_process().job
-        return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+        session = self._session_of_process()
+        epoch = int(self._next_epochs.min())
+        spec = session.job.spec
+        return step_count(sample_count(session, epoch), spec.global_batch, spec.end)
 
     @property
     def schema(self) -> Schema:
@@ -124,17 +137,17 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         if get_worker_info() is not None:
             step = worker if reader is None else reader.step
             start = cursor if reader is None else reader.start_cursor
-            state = session.state(epoch, start).to_dict()
+            state = state_at(session, epoch, start).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
-            job = session.job
-            cursor = consumed(job.sample_count, cursor, job.spec.global_batch, batches)
+            whole_epoch = sample_count(session, epoch)
+            cursor = consumed(whole_epoch, cursor, session.job.spec.global_batch, batches)
         elif reader is not None:
             cursor = reader.cursor
-        found = session.state(epoch, cursor)
+        found = state_at(session, epoch, cursor)
         if reader is None and not cursor and epoch == int(self._resume[0]) + 1:
             # Return the flag as it was loaded.
-            is_told = int(self._resume[1]) >= session.job.sample_count > 0
+            is_told = int(self._resume[1]) >= sample_count(session, epoch - 1) > 0
             found = replace(found, in_last_step=is_told)
         return found.to_dict()
 
@@ -144,8 +157,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is damaged.
         """
-        state = resumed(state_dict, self._session_of_process(), dataset_moved=self._dataset_moved)
-        self._reader = None
+        session = self._session_of_process()
+        state = resumed(state_dict, session, dataset_moved=self._dataset_moved)
+        mixture = session.job.spec.mixture
+        is_own = mixture is None or session.mix == mixture.history
+        self._mix, self._reader = None if is_own else session.mix, None
+        self._mix_mark.fill_(_mark(self._mix))
         if "step" in state_dict:
             step, stride = whole(state_dict["step"]), whole(state_dict.get("step_stride"))
             if step is None or stride is None or min(step, stride) < 0:
@@ -154,7 +171,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             return
         at = (state.epoch, state.cursor)
         if state.ended is not None:  # if set_epoch chooses that epoch again, no batch is left of it
-            at = (state.ended, state.sample_count)
+            at = (state.ended, sample_count(session, state.ended))
         self._resume[0], self._resume[1] = at
         self._next_epochs.fill_(state.epoch)
 
@@ -192,8 +209,13 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 stall_timeout_s=job.stall_timeout_s,
                 warns=_place()[0] == 0,  # and not every DataLoader worker
             )
+            self._session.mix = self._mix
             weakref.finalize(self, self._session.close).atexit = False
         return self._session
+
+
+def _mark(mix: MixHistory | None) -> int:
+    return 0 if mix is None else int(mix.digest[:15], 16)
 
 
 def _place() -> tuple[int, int]:

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from dataplane.client.mixing import sample_count
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.errors import ConfigError
 from dataplane.rpc import messages
+from dataplane.weights import MixHistory
 from dataplane_torch.sending import CopyStream, Sending
 from dataplane_torch.tensors import Batch, Decoder
 
@@ -40,21 +42,24 @@ class EpochReader:
         in_worker: bool = False,
         copy_stream: CopyStream | None = None,
     ) -> None:
-        job = session.job
         self.epoch, self.start_cursor = epoch, cursor
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
         self._decoder = decoder
-        self._sample_count, self._global_batch = job.sample_count, job.spec.global_batch
+        self._session, self._global_batch = session, session.job.spec.global_batch
+        # The step with which other weights of a mixture begin, and these weights.
+        self._change: tuple[int, MixHistory] | None = None
         # A worker that waits for its turn must not keep a slab that another one needs.
         self._place = session.request.topology
         self._stream = (
             None
             if decoder.is_empty
-            else SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
+            else SlabStream(
+                session, epoch, cursor, first_step, stride, mix=session.mix, ahead=not in_worker
+            )
         )
-        left = job.sample_count - cursor
-        self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
+        self._sample_count = self._step_count = 0
+        self._count()
         self._in_worker, self._copy_stream = in_worker, copy_stream
         self._pid = os.getpid()
         self._ready: list[_Made] = []
@@ -78,6 +83,13 @@ class EpochReader:
         check_process(self._pid)
         if self._stream is None:
             return self._without_columns()
+        if self._change is not None and self.step >= self._change[0]:
+            # What was read ahead is of the weights before.
+            self._ready = []
+            self._stream.change(self._change[1])
+            self._change = None
+            if self.is_complete:
+                return None
         # After an interrupt, the batches in hand may be of another step: request this one again.
         if not self._ready or self._ready[-1][0].step != self.step:
             # Release the slab in hand first: the next one may need its memory.
@@ -95,11 +107,30 @@ class EpochReader:
         self._stream.consumed = self.cursor
         return batch
 
+    def change(self, position: int | None) -> None:
+        """The session has other weights of a mixture: from this position of the epoch on, None if
+        they are in force only in the next one. Steps before that position stay as they are read
+        ahead.
+        """
+        mix = self._session.mix
+        self._count()
+        is_known = self._stream is None or self._stream.mix == mix
+        if is_known or mix is None or position is None:
+            self._change = None
+            return
+        self._change = ((position - self.start_cursor) // self._global_batch, mix)
+
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""
         if self._stream is not None:
             self._stream.close()
         self._ready = []
+
+    def _count(self) -> None:
+        session, spec = self._session, self._session.job.spec
+        self._sample_count = sample_count(session, self.epoch)
+        left = self._sample_count - self.start_cursor
+        self._step_count = step_count(left, spec.global_batch, spec.end)
 
     def _without_columns(self) -> Batch | None:
         if self.is_complete:

@@ -84,6 +84,35 @@ def check_layout(job_id: str, place: Topology, digest: str) -> None:
             )
 
 
+def check_weights(job_id: str, place: Topology, number: int, told: str) -> None:
+    """Check that all ranks of the group have set the same weights of a mixture, at the same place
+    of the job, as this rank with its call of this number.
+
+    Raises:  SpecMismatch: another rank said something else.  PeerLost: the store does not answer.
+    """
+    if place.world_size < 2 or not _is_initialized():
+        return
+    if torch.distributed.get_world_size() != place.world_size:
+        return
+    expected = _first_said(f"dataplane/weights/{job_id}/{number}", told) or told
+    if expected == told:
+        return
+    mine, others = told.split(":"), expected.split(":")
+    where = f"at sample {mine[1]} of epoch {mine[0]}"
+    if mine[:2] == others[:2]:
+        what = f"other weights than another rank, or after others, {where}"
+    else:
+        what = f"weights {where}, and another rank at sample {others[1]} of epoch {others[0]}"
+    raise SpecMismatch(
+        f"rank {place.rank} has set {what}. Every rank must call set_weights with the same weights"
+        " after the same step",
+        field="weights",
+        expected=expected,
+        found=told,
+        rank=place.rank,
+    )
+
+
 def _first_said(key: str, value: str) -> str:
     """The value of the first rank that called this with the key; "" without a usable store."""
     if not _is_initialized() or os.getpid() in _inheritors:

@@ -29,7 +29,7 @@ from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.sampling import epochs_of, make_told
 from dataplane_torch.local.worker_pass import WorkerPass
-from dataplane_torch.mixture import Mixture, Urls
+from dataplane_torch.mixture import MixStep, Mixture, Urls
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
@@ -194,6 +194,19 @@ class DataLoader(LoaderBase[_T_co]):
     def sources(self) -> tuple[str, ...]:
         """The names of a mixture's sources: those that the numbers in `source_column` mean."""
         return () if self._shards is None else self._shards.sources
+
+    def set_weights(self, weights: Mapping[str, float]) -> MixStep:
+        """Read other shares of a mixture's sources: {"web": 0.3, "code": 0.7}, in its unit. They
+        take effect with the first round that begins at the present position or later; its first
+        step is returned. Every rank must call it after the same step, with the same weights. States
+        contain them (docs/mixtures.md).
+
+        Raises:  ConfigError: no loader over a Mixture, or no weights for its sources.
+        SpecMismatch: another rank of the process group has set others.
+        """
+        if self._shards is None:
+            raise ConfigError("only loaders over a Mixture have weights", field="set_weights")
+        return self._shards.set_weights(weights)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes: code i means the i-th value. Values are sorted, and the

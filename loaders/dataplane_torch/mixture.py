@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataplane.errors import ConfigError
 from dataplane.model import Exhausted, MixUnit, View
-from dataplane.rpc.messages import DatasetSource, MixtureAsked, SourceAsked
+from dataplane.rpc.messages import DatasetSource, MixtureAsked, ScheduledWeights, SourceAsked
 from dataplane.units import whole
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _LENGTH_MAX = (1 << 62) - 1
 _PASSES_MAX = (1 << 31) - 1
+_STEP_MAX = (1 << 40) - 1
+_SCHEDULED_MAX = 1 << 16
+_NAMED_MAX = 20
+_PAIR = 2
 _OPTIONS = ("where", "sample", "split", "limit", "map")
 
 
@@ -49,6 +53,15 @@ class Source:
         return {name: value for name, value in given.items() if value is not None}
 
 
+class MixStep(NamedTuple):
+    """A step of an epoch, both counted from 0. It is the first one that may have samples of other
+    weights.
+    """
+
+    epoch: int
+    step: int
+
+
 class Mixture:
     """Datasets that one loader mixes: pass it to DataLoader in place of a url.
 
@@ -60,7 +73,9 @@ class Mixture:
     epoch, "renormalise" goes on with the others until all are read, and "cycle" reads it again,
     until each was read once. With a `length`, in `unit`, the epoch has that length. The next epoch
     goes on with the samples of each source that come next. `source_column` names a column of int32
-    that batches get: the index of each sample's source.
+    that batches get: the index of each sample's source. `schedule` has other weights from given
+    steps on, counted from the first step of the job through all epochs: [(1000, {"web": 0.5,
+    "code": 0.5}), …]. docs/mixtures.md says when they take effect.
 
     Raises:  ConfigError: a name, weight or number is none.
     """
@@ -74,6 +89,7 @@ class Mixture:
         length: int | None = None,
         temperature: float | None = None,
         source_column: str | None = None,
+        schedule: Iterable[tuple[int, Mapping[str, float]]] = (),
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise ConfigError(
@@ -85,6 +101,7 @@ class Mixture:
         self.length = _count("length", length, _LENGTH_MAX)
         self.temperature, self.source_column = temperature, source_column or ""
         self._check_weights()
+        self.schedule = _schedule(tuple(self.sources), schedule)
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.sources)})"
@@ -109,6 +126,7 @@ class Mixture:
             self.length,
             float(self.temperature or 0),
             self.source_column,
+            self.schedule,
         )
 
     def _check_weights(self) -> None:
@@ -144,6 +162,54 @@ class Mixture:
             )
 
 
+def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, ...]:
+    """The weights of sources with these names, in their order.
+
+    Raises:  ConfigError: they are not a weight for each, or all are 0.
+    """
+    example = ", ".join(f"{name!r}: …" for name in names[:_NAMED_MAX])
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{field}: {given!r:.80} are no weights: give {{{example}}}", field=field)
+    unknown = [name for name in given if name not in names]
+    missing = [name for name in names if name not in given]
+    if unknown or missing:
+        wrong = (
+            f"there is no source {unknown[0]!r:.80}" if unknown else f"{missing[0]!r} is missing"
+        )
+        raise ConfigError(
+            f"{field}: {wrong}. Give a weight for each of the sources"
+            f" {', '.join(map(repr, names[:_NAMED_MAX]))}; 0 for one that is not read",
+            field=field,
+        )
+    for name in names:
+        _check_number(name, "weight", given[name], field)
+    if not any(given.values()):
+        raise ConfigError(f"{field}: all weights are 0, so there is nothing to read", field=field)
+    return tuple(float(given[name]) for name in names)
+
+
+def _schedule(names: Sequence[str], given: object) -> tuple[ScheduledWeights, ...]:
+    advice = 'give [(1000, {"web": 0.6, "code": 0.4}), …], with rising steps from 1 on'
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ConfigError(f"schedule={given!r:.80}: {advice}", field="schedule")
+    found: list[ScheduledWeights] = []
+    for each in given:
+        if not isinstance(each, Sequence) or isinstance(each, str) or len(each) != _PAIR:
+            raise ConfigError(f"schedule: {each!r:.80} is no entry: {advice}", field="schedule")
+        step, least = whole(each[0]), found[-1].step + 1 if found else 1
+        if step is None or not least <= step <= _STEP_MAX:
+            after = f" after step {found[-1].step}" if found else ""
+            raise ConfigError(f"schedule: step {each[0]!r:.80}{after}: {advice}", field="schedule")
+        found.append(ScheduledWeights(step, weights_of(names, each[1], f"schedule, step {step}")))
+    if len(found) * len(names) > _SCHEDULED_MAX:
+        raise ConfigError(
+            f"a schedule of {len(found)} steps for {len(names)} sources: {_SCHEDULED_MAX} weights"
+            " at most. Change them less often",
+            field="schedule",
+        )
+    return tuple(found)
+
+
 def _source(name: object, given: object) -> Source:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{name!r:.80} is not a name for a source", field="sources")
@@ -165,13 +231,14 @@ def _count(field: str, given: object, most: int) -> int:
     return found
 
 
-def _check_number(name: str, field: str, value: object) -> None:
-    if value is None:
+def _check_number(name: str, field: str, value: object, where: str = "") -> None:
+    if value is None and not where:
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     least = 0 if field == "weight" else 5e-324
     if is_number and math.isfinite(value) and value >= least:  # type: ignore[arg-type, operator]
         return
-    whose = f"source {name!r}: " if name else ""
+    whose = f"{where}: " if where else ""
+    whose += f"source {name!r}: " if name else ""
     kind = "0 or more" if field == "weight" else "more than 0"
     raise ConfigError(f"{whose}{field}={value!r:.80}: a number, {kind}", field=field)

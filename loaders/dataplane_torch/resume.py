@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dataplane.client.mixing import changed, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import RunState
 
 
 def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> RunState:
-    """The state, if the session's job may resume from it; an empty one means the start.
+    """The state, if the session's job may resume from it; an empty one means the start. The session
+    then has the weights of the state; if the loader's own were edited since it was saved, those,
+    from the first round on that begins at the state's position or later.
 
     Warns on rank 0 if the state was accepted only because of `dataset_moved`. The argument is meant
     for one resume, since it would also accept a later change that keeps all sizes.
@@ -20,7 +23,8 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     ConfigError: it is damaged.
     """
     if isinstance(state_dict, Mapping) and not state_dict:
-        return session.state(0, 0)
+        session.mix = None
+        return state_at(session, 0, 0)
     state = RunState.from_dict(state_dict)
     needed_word = state.check(session.job, dataset_moved=dataset_moved)
     if needed_word and session.request.topology.rank == 0:
@@ -38,4 +42,8 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
             "same",
             stacklevel=4,
         )
-    return state.normalised(session.job.spec)
+    state = state.normalised(session.job.spec)
+    session.mix = state.mix
+    if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
+        session.mix = changed(session, state.epoch, state.cursor, ()).mix
+    return state

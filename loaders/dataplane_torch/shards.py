@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.digest import RowsDigest
+from dataplane.client.mixing import changed, rows_order, rows_reached, sample_count, state_at
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import step_count
@@ -21,6 +22,7 @@ from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
+from dataplane_torch.mixture import MixStep, weights_of
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
@@ -73,6 +75,7 @@ class UrlJob:
         self._last: EpochReader | None = None
         self._digest = RowsDigest()
         self._digested: EpochReader | None = None
+        self._weights_set = 0
 
     def begin(self) -> BatchIterator:
         """The next pass. The previous one is over once it has yielded its whole epoch, even if its
@@ -92,8 +95,7 @@ class UrlJob:
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
-        job = self._session.job
-        rows = job.spec.rows_digest(job.dataset.layout)
+        rows = rows_order(self._session, self._epoch, self._cursor)
         self._digest = self._rows().continued(rows, self._epoch, self._cursor)
         # A state is used by one pass: if that one is left early, the next starts the epoch again.
         self._cursor, self._ended = 0, None
@@ -103,8 +105,9 @@ class UrlJob:
     @property
     def step_count(self) -> int:
         """Steps of a whole epoch."""
-        job = self._session.job
-        return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+        spec = self._session.job.spec
+        count = sample_count(self._session, self.epoch)
+        return step_count(count, spec.global_batch, spec.end)
 
     @property
     def schema(self) -> Schema:
@@ -138,10 +141,41 @@ class UrlJob:
         is kept; if that was the end of the epoch, the pass has no batches.
         """
         if epoch == self._ended:
-            self._cursor = self._session.job.sample_count
+            self._cursor = sample_count(self._session, epoch)
         elif epoch != self._epoch:
             self._cursor = 0
         self._epoch, self._reader = epoch, None
+
+    def set_weights(self, weights: Mapping[str, float]) -> MixStep:
+        """Read other shares of a mixture's sources from the next round on. Returns its first step.
+
+        Raises:  ConfigError: there is no mixture, or these are no weights for it.  SpecMismatch:
+        another rank has set others.
+        """
+        mixture, reader, start = self._job.request.mixture, self._reader, self._cursor
+        if mixture is None:
+            raise ConfigError(
+                "this loader reads one dataset: only loaders over a Mixture have weights",
+                field="set_weights",
+            )
+        asked = weights_of(self.sources, weights, "set_weights")
+        epoch, cursor = self._epoch, start
+        if reader is not None and reader.is_complete:
+            epoch, cursor, start = reader.epoch + 1, 0, 0
+        elif reader is not None:
+            epoch, cursor, start = reader.epoch, reader.cursor, reader.start_cursor
+        found = changed(self._session, epoch, cursor, asked)
+        self._job.check_weights(found, epoch, cursor, self._weights_set)
+        self._weights_set += 1
+        self._session.mix = found.mix
+        if reader is not None and reader.epoch == epoch:
+            reader.change(found.position if found.epoch == epoch else None)
+        if found.epoch != epoch:
+            return MixStep(found.epoch, 0)
+        if found.position >= sample_count(self._session, epoch):
+            return MixStep(epoch + 1, 0)
+        batch = self._job.request.global_batch
+        return MixStep(epoch, -(-start // batch) + (found.position - start) // batch)
 
     def statistics(self) -> Statistics:
         """What was loaded so far, and where the loop's time went."""
@@ -151,11 +185,11 @@ class UrlJob:
         """The position of this run: equal on all ranks after the same number of batches."""
         reader = self._reader
         if reader is None:
-            state = self._session.state(self._epoch, self._cursor)
+            state = state_at(self._session, self._epoch, self._cursor)
             is_told = self._ended == self._epoch - 1 and not self._cursor
             state = dataclasses.replace(state, in_last_step=state.in_last_step or is_told)
         else:
-            state = self._session.state(reader.epoch, reader.cursor)
+            state = state_at(self._session, reader.epoch, reader.cursor)
         return dataclasses.replace(state, digest=self._rows()).to_dict()
 
     def ledger(self) -> str:
@@ -191,7 +225,9 @@ class UrlJob:
     def _rows(self) -> RowsDigest:
         """The digest of the rows of all steps so far."""
         reader = self._digested
-        return self._digest if reader is None else self._digest.reached(reader.cursor)
+        if reader is None:
+            return self._digest
+        return rows_reached(self._session, self._digest, reader.cursor)
 
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:

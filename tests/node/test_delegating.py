@@ -19,8 +19,10 @@ from dataplane.node.delivery import DelegatedJob, DeliveryArena
 from dataplane.rpc import fetches, making, messages, tasks
 from dataplane.rpc.convert import decode, encode
 from dataplane.scheduler import events
+from dataplane.weights import MixHistory, ShareChange
 
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
+WEIGHTS = MixHistory((ShareChange(0, 0, (1, 2)), ShareChange(3, 64, (2, 1))), 90)
 MAKER = fetches.SlabMaker("10.0.0.2:1", "job", 1, bytes(32), "own", "maker")
 OTHER = fetches.SlabMaker("10.0.0.3:1", "job", 1, bytes(32), "own", "other")
 
@@ -65,7 +67,7 @@ class Delegated:
         self.delegating.open(delivery)
 
     def make(self, maker: str = "maker", hedge: str = "") -> None:
-        at = Stream(3, 64, 1, 2, step_stride=2)
+        at = Stream(3, 64, 1, 2, step_stride=2, mix=WEIGHTS)
         steps, coming = making.StepRange(4, 2), (making.StepRange(8, 2),)
         self.delegating.make(
             events.MakeElsewhere(
@@ -112,12 +114,14 @@ def test_a_maker_is_told_all_that_a_slab_depends_on(delegated: Delegated) -> Non
     assert (order.maker, order.hedge) == (MAKER, OTHER)
     asked = decode(making.MakeSlab, order.request)
     assert asked == making.MakeSlab(
-        DIGEST, 3, 64, 1, 2, 2, making.StepRange(4, 2), 8192, "", (making.StepRange(8, 2),)
-    )
+        DIGEST, 3, 64, 1, 2, 2, making.StepRange(4, 2), 8192, "", (making.StepRange(8, 2),),
+        mix=WEIGHTS,
+    )  # fmt: skip
     opening = decode(making.MakeSlab, order.request_opening)
     assert opening.opening is not None
     assert opening.opening.source.urls == ("s3://bucket/data",)
     assert (opening.digest, opening.steps, opening.coming) == (DIGEST, asked.steps, asked.coming)
+    assert opening.mix == WEIGHTS
 
 
 def test_what_describes_a_slab_points_nowhere_else(delegated: Delegated) -> None:

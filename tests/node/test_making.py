@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +17,16 @@ from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, mak
 from msgspec.structs import replace
 
 from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import ColumnOptions, Stream, View
+from dataplane.model import ColumnOptions, Exhausted, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S
 from dataplane.node.making import JOB_IDLE_S
 from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc import tasks
+from dataplane.rpc.convert import decode
 from dataplane.rpc.making import StepRange
+from dataplane.rpc.messages import DatasetSource, Layout, MixtureAsked, OpenJob, SourceAsked
 from dataplane.units import IMPORT_PATH_VARIABLE
+from dataplane.weights import MixHistory, ShareChange
 from dataplane.worker.forking import fork_server
 
 
@@ -70,6 +74,52 @@ def test_batches_of_a_function_are_made_as_for_a_trainer(parquet: str, tmp_path:
 
     view, columns = View(collate="user_functions:noisy_x"), ColumnOptions(columns=("x",))
     play(scene, parquet, tmp_path, view=view, column_options=columns)
+
+
+@pytest.mark.timeout(100)
+def test_slabs_of_a_mixture_are_those_of_the_weights_that_the_asker_names(
+    parquet: str, tmp_path: Path
+) -> None:
+    urls = [f"{parquet[:-9]}/{name}.parquet" for name in "01"]
+
+    def weighted(request: OpenJob, *weights: float) -> OpenJob:
+        sources = tuple(
+            SourceAsked(url, DatasetSource((url,)), weight)
+            for url, weight in zip(urls, weights, strict=True)
+        )
+        return replace(request, mixture=MixtureAsked(sources, exhausted=Exhausted.CYCLE))
+
+    async def rows(node: MakerNode, **wanted: Any) -> list[list[int]]:
+        given = await node.slab(node.wanted(0, 2, **wanted))
+        assert isinstance(given.result, tasks.Assembled)
+        column, count = decode(Layout, given.result.layout).columns[0], node.request.global_batch
+        ids = [np.frombuffer(given.content, np.int32, count, at) for at in column.values]
+        return [batch.tolist() for batch in ids]
+
+    async def scene(node: MakerNode) -> None:
+        first, second = weighted(node.request, 1, 1), weighted(node.request, 2, 1)
+        specs = []
+        for request in (first, second):
+            opened = await node.opener.job(request)
+            specs.append(opened.spec)
+            for dataset in opened.datasets:
+                node.opener.forget_unread(dataset)
+        node.spec, node.request = specs[0], first
+        assert specs[0].digest() == specs[1].digest()
+        assert specs[0].mixture is not None
+        assert specs[1].mixture is not None
+        histories = [specs[0].mixture.history, specs[1].mixture.history]
+        # The job is known with the first weights; each asker says with which its streams are read.
+        own = await rows(node)
+        assert await rows(node, mix=histories[0]) == own
+        assert await rows(node, mix=histories[1]) != own
+        changed = MixHistory((*histories[0].changes, ShareChange(1, 0, (1 << 31, 1))))
+        assert await rows(node, mix=changed) == own
+        assert await rows(node, mix=changed, epoch=1) != await rows(node, epoch=1)
+        wrong = MixHistory((ShareChange(0, 0, (1, 2, 3)),))
+        assert await node.answer(node.ask(node.wanted(0, mix=wrong))) == REFUSED
+
+    play(scene, parquet, tmp_path)
 
 
 @pytest.mark.timeout(100)

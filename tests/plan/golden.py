@@ -95,6 +95,7 @@ COUNTS = {
     (0, 5, 5, 1): "112121212321121212123211",
 }
 THREE_TO_ONE, TWO_ONE_ONE = (3221225472, 1073741824), (2147483648, 1073741824, 1073741824)
+ONE_TO_THREE = (1073741824, 3221225472)
 # (samples, shares, lanes, exhausted, length, epoch), seed 7: source.sample at positions 0, 1, ...
 MIXTURES = {
     ((6, 4), THREE_TO_ONE, 1, "stop", 0, 0): ("0.0 0.4 0.3 0.1 1.0 0.5 0.2 1.1"),
@@ -111,6 +112,19 @@ MIXTURES = {
     ),
     ((5, 9, 3), TWO_ONE_ONE, 2, "cycle", 17, 1): (
         "0.9 1.4 0.11 1.6 0.15 2.7 1.5 0.10 0.13 2.5 2.4 0.14 1.7 0.12 2.6 0.16 0.17"
+    ),
+}
+# (sample counts, shares, lanes, steps a round, exhausted, length, epoch, changes of shares as (epoch,
+# position, shares)), with seed 7: order
+CHANGED_MIXTURES = {
+    ((8, 5), THREE_TO_ONE, 2, 2, "renormalise", 0, 0, ((0, 3, ONE_TO_THREE),)): (
+        "0.0 0.3 0.2 0.1 1.0 1.3 1.2 1.1 0.6 0.5 0.4 0.7 1.4"
+    ),
+    ((8, 5), THREE_TO_ONE, 2, 2, "renormalise", 0, 1, ((0, 3, ONE_TO_THREE),)): (
+        "1.5 1.8 1.7 1.6 0.10 0.9 0.8 0.11 0.14 0.13 0.12 0.15 1.9"
+    ),
+    ((5, 9, 3), TWO_ONE_ONE, 1, 4, "cycle", 16, 0, ((0, 4, (0, 1, 3)), (0, 9, (1, 0, 0)))): (
+        "0.0 2.0 0.1 1.0 2.2 2.3 1.1 2.1 1.2 2.5 2.4 2.6 0.3 0.4 0.5 0.2"
     ),
 }
 # Sources of 10**9 samples a lane, shares 70, 20, 7, 3, seed 7:

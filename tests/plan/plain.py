@@ -239,6 +239,8 @@ def mixture(
     for each in range(epoch + 1):
         served, used = [], [0] * len(sizes)
         pending = [change[1:] for change in changes if change[0] == each]
+        while pending and pending[0][0] == 0:
+            shares, *pending = [pending[0][1], *pending[1:]]
         for width in [lanes] if deals or batch > 1 else [lanes, 1]:
             unit = width * batch
             while True:

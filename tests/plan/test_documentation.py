@@ -12,6 +12,11 @@ def joined(values):
     return ", ".join(map(str, values))
 
 
+def change(told):
+    epoch, position, shares = told
+    return f"{epoch}, {position}: {joined(shares)}"
+
+
 def test_documentation_has_every_golden_vector_and_no_other():
     expected = [
         *((str(word), str(mixed)) for word, mixed in golden.MIX.items()),
@@ -29,6 +34,10 @@ def test_documentation_has_every_golden_vector_and_no_other():
         *(
             (joined(counts), joined(shares), joined(rest), order)
             for (counts, shares, *rest), order in golden.MIXTURES.items()
+        ),
+        *(
+            (joined(counts), joined(shares), joined(rest), "; ".join(map(change, changes)), order)
+            for (counts, shares, *rest, changes), order in golden.CHANGED_MIXTURES.items()
         ),
         *((joined(at), f"{one}.{sample}") for at, (one, sample) in golden.FAR_MIXTURES.items()),
         *(

@@ -20,6 +20,7 @@ from dataplane.model import Region, Stream
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.records import Group, Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs, _Behind, _distance
+from dataplane.weights import MixHistory, ShareChange
 
 SEEDS = st.integers(0, 10**9)
 
@@ -144,7 +145,7 @@ def test_keeping_a_new_slab_evicts_only_memory_that_is_needed_later() -> None:
     shared = SharedSlabs(allocator, streams, Moment())
 
     def slab(position: int) -> SharedSlab:
-        return SharedSlab(group, (0, position, 1, 1), position, Region(0, 8 * PAGE))
+        return SharedSlab(group, (0, position, 1, 1, None), position, Region(0, 8 * PAGE))
 
     for position in (10, 20, 30, 40):
         kept = slab(position)
@@ -165,9 +166,11 @@ def test_keeping_a_new_slab_evicts_only_memory_that_is_needed_later() -> None:
 
 
 def test_a_slab_is_found_by_a_task_of_the_same_steps_and_by_no_other() -> None:
-    def task(epoch: int, position: int, stride: int, batches: int, of: Group) -> Any:
+    def task(
+        epoch: int, position: int, stride: int, batches: int, of: Group, mix: Any = None
+    ) -> Any:
         walk = SimpleNamespace(
-            stream=Stream(epoch, 0, 0, 1, step_stride=stride),
+            stream=Stream(epoch, 0, 0, 1, step_stride=stride, mix=mix),
             sizes=SimpleNamespace(batch_bytes=0),
             position_of=lambda plan: plan.first_position,
         )
@@ -184,6 +187,8 @@ def test_a_slab_is_found_by_a_task_of_the_same_steps_and_by_no_other() -> None:
     assert shared.find(task(1, 40, 2, 3, group)) is slab
     others = [(0, 40, 2, 3), (1, 46, 2, 3), (1, 40, 1, 3), (1, 40, 2, 2)]
     assert not [each for each in others if shared.find(task(*each, group)) is not None]
+    weights = MixHistory((ShareChange(0, 0, (1, 2)),))
+    assert shared.find(task(1, 40, 2, 3, group, weights)) is None
     assert shared.find(task(1, 40, 2, 3, Group("another", is_declared=True))) is None
 
 

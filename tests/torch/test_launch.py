@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed
 from dataplane_torch import DataLoader, ShardedIterableDataset
-from dataplane_torch.group import check_layout, check_pixels, launch_token
+from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataplane.errors import SpecMismatch
@@ -168,6 +168,20 @@ def test_ranks_whose_nodes_share_no_coordinator_compare_layout_and_spec(pair) ->
         check_layout("j", Topology(1, 2, 1, 2), "e" * 32)
     check_layout("k", alone, "e" * 32)
     check_layout("j", Topology(), "e" * 32)  # a loader that one rank makes for itself
+
+
+def test_ranks_compare_the_weights_that_they_set(pair) -> None:
+    first, second = Topology(0, 2, 0, 2), Topology(1, 2, 1, 2)
+    for rank in (first, second):
+        check_weights("j", rank, 0, "0:960:aaaa")
+    check_weights("j", first, 1, "1:0:bbbb")
+    with pytest.raises(
+        SpecMismatch, match=r"other weights than another rank.* at sample 0 of epoch 1"
+    ):
+        check_weights("j", second, 1, "1:0:cccc")
+    with pytest.raises(SpecMismatch, match=r"rank 1 .* sample 96 .* another rank at sample 0"):
+        check_weights("j", second, 1, "1:96:bbbb")
+    check_weights("j", Topology(), 1, "1:0:cccc")  # a loader that one rank makes for itself
 
 
 def test_loaders_compare_their_pixels_with_those_of_other_ranks(group, fake) -> None:

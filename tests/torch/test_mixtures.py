@@ -104,7 +104,9 @@ def test_a_run_goes_on_anywhere_on_another_number_of_ranks(folder, shuffle) -> N
         with ExitStack() as stack:
             loaders = [
                 stack.enter_context(
-                    DataLoader(mixed(folder), name="again", dp_rank=rank, dp_size=2, **options)
+                    DataLoader(
+                        mixed(folder), name=f"again-{shuffle}", dp_rank=rank, dp_size=2, **options
+                    )
                 )
                 for rank in range(2)
             ]

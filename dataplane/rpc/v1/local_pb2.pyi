@@ -20,7 +20,7 @@ MIX_UNIT_TOKENS: MixUnit
 MIX_UNIT_BATCH: MixUnit
 
 class ToNode(_message.Message):
-    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns", "read_categories")
+    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns", "read_categories", "describe_epoch", "change_weights")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_JOB_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,8 @@ class ToNode(_message.Message):
     CLOSE_JOB_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     READ_CATEGORIES_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     hello: Hello
     open_job: OpenJob
@@ -41,10 +43,12 @@ class ToNode(_message.Message):
     close_job: CloseJob
     describe_columns: DescribeColumns
     read_categories: ReadCategories
-    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ..., read_categories: _Optional[_Union[ReadCategories, _Mapping]] = ...) -> None: ...
+    describe_epoch: DescribeEpoch
+    change_weights: ChangeWeights
+    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ..., read_categories: _Optional[_Union[ReadCategories, _Mapping]] = ..., describe_epoch: _Optional[_Union[DescribeEpoch, _Mapping]] = ..., change_weights: _Optional[_Union[ChangeWeights, _Mapping]] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read")
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read", "epoch_described", "weights_changed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +58,8 @@ class FromNode(_message.Message):
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
     CATEGORIES_READ_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     error: _types_pb2.Error
     welcome: Welcome
@@ -63,7 +69,9 @@ class FromNode(_message.Message):
     end_of_stream: EndOfStream
     columns_described: ColumnsDescribed
     categories_read: CategoriesRead
-    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ...) -> None: ...
+    epoch_described: EpochDescribed
+    weights_changed: WeightsChanged
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ..., epoch_described: _Optional[_Union[EpochDescribed, _Mapping]] = ..., weights_changed: _Optional[_Union[WeightsChanged, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "protocol", "pid")
@@ -132,20 +140,30 @@ class OpenJob(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ...) -> None: ...
 
 class MixtureAsked(_message.Message):
-    __slots__ = ("sources", "unit", "exhausted", "length", "temperature", "source_column")
+    __slots__ = ("sources", "unit", "exhausted", "length", "temperature", "source_column", "schedule")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     sources: _containers.RepeatedCompositeFieldContainer[SourceAsked]
     unit: MixUnit
     exhausted: _types_pb2.Exhausted
     length: int
     temperature: float
     source_column: str
-    def __init__(self, sources: _Optional[_Iterable[_Union[SourceAsked, _Mapping]]] = ..., unit: _Optional[_Union[MixUnit, str]] = ..., exhausted: _Optional[_Union[_types_pb2.Exhausted, str]] = ..., length: _Optional[int] = ..., temperature: _Optional[float] = ..., source_column: _Optional[str] = ...) -> None: ...
+    schedule: _containers.RepeatedCompositeFieldContainer[ScheduledWeights]
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceAsked, _Mapping]]] = ..., unit: _Optional[_Union[MixUnit, str]] = ..., exhausted: _Optional[_Union[_types_pb2.Exhausted, str]] = ..., length: _Optional[int] = ..., temperature: _Optional[float] = ..., source_column: _Optional[str] = ..., schedule: _Optional[_Iterable[_Union[ScheduledWeights, _Mapping]]] = ...) -> None: ...
+
+class ScheduledWeights(_message.Message):
+    __slots__ = ("step", "weights")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SourceAsked(_message.Message):
     __slots__ = ("name", "source", "weight", "passes", "passes_max", "mean_length", "view")
@@ -245,19 +263,61 @@ class CategoriesRead(_message.Message):
     value_count: int
     def __init__(self, values: _Optional[bytes] = ..., value_count: _Optional[int] = ...) -> None: ...
 
+class DescribeEpoch(_message.Message):
+    __slots__ = ("job_id", "epoch", "mix")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MIX_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    epoch: int
+    mix: _types_pb2.MixHistory
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ...) -> None: ...
+
+class EpochDescribed(_message.Message):
+    __slots__ = ("sample_count",)
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    sample_count: int
+    def __init__(self, sample_count: _Optional[int] = ...) -> None: ...
+
+class ChangeWeights(_message.Message):
+    __slots__ = ("job_id", "epoch", "cursor", "mix", "weights")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    MIX_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    epoch: int
+    cursor: int
+    mix: _types_pb2.MixHistory
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class WeightsChanged(_message.Message):
+    __slots__ = ("mix", "epoch", "position")
+    MIX_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    mix: _types_pb2.MixHistory
+    epoch: int
+    position: int
+    def __init__(self, mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
 class OpenStream(_message.Message):
-    __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride")
+    __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride", "mix")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    MIX_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     epoch: int
     cursor: int
     first_step: int
     step_stride: int
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., first_step: _Optional[int] = ..., step_stride: _Optional[int] = ...) -> None: ...
+    mix: _types_pb2.MixHistory
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., first_step: _Optional[int] = ..., step_stride: _Optional[int] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ("stream_id", "step_count")

@@ -310,18 +310,50 @@ class JobSpec(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ..., ramp: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureSpec, _Mapping]] = ...) -> None: ...
 
 class MixtureSpec(_message.Message):
-    __slots__ = ("sources", "exhausted", "length", "batch", "source_column")
+    __slots__ = ("sources", "exhausted", "length", "batch", "source_column", "tokens", "schedule", "changes")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     sources: _containers.RepeatedCompositeFieldContainer[SourceSpec]
     exhausted: Exhausted
     length: int
     batch: int
     source_column: str
-    def __init__(self, sources: _Optional[_Iterable[_Union[SourceSpec, _Mapping]]] = ..., exhausted: _Optional[_Union[Exhausted, str]] = ..., length: _Optional[int] = ..., batch: _Optional[int] = ..., source_column: _Optional[str] = ...) -> None: ...
+    tokens: int
+    schedule: _containers.RepeatedCompositeFieldContainer[ScheduledShares]
+    changes: _containers.RepeatedCompositeFieldContainer[ShareChange]
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceSpec, _Mapping]]] = ..., exhausted: _Optional[_Union[Exhausted, str]] = ..., length: _Optional[int] = ..., batch: _Optional[int] = ..., source_column: _Optional[str] = ..., tokens: _Optional[int] = ..., schedule: _Optional[_Iterable[_Union[ScheduledShares, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[ShareChange, _Mapping]]] = ...) -> None: ...
+
+class ScheduledShares(_message.Message):
+    __slots__ = ("step", "shares")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    shares: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., shares: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ShareChange(_message.Message):
+    __slots__ = ("epoch", "position", "shares")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    position: int
+    shares: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., shares: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MixHistory(_message.Message):
+    __slots__ = ("changes", "length")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[ShareChange]
+    length: int
+    def __init__(self, changes: _Optional[_Iterable[_Union[ShareChange, _Mapping]]] = ..., length: _Optional[int] = ...) -> None: ...
 
 class SourceSpec(_message.Message):
     __slots__ = ("name", "fingerprint", "share", "passes_max", "window", "ramp", "view")

@@ -1,0 +1,73 @@
+"""How much a mixture reads of each source, and from which position on.
+
+A position is a place in one epoch; see docs/order.md. Shares are in units of 2**-32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledShares:
+    """Shares that a schedule gives in advance, from this step on. Steps count from the first one of
+    the job, through all of its epochs.
+    """
+
+    step: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareChange:
+    """From the first round on that begins at this position of an epoch or later, other shares."""
+
+    epoch: int
+    position: int
+    shares: tuple[int, ...]
+
+    @property
+    def place(self) -> _Place:
+        """Epoch and position."""
+        return self.epoch, self.position
+
+
+@dataclass(frozen=True, slots=True)
+class MixHistory:
+    """All shares of a job, each from where it takes effect, the first of them from the start. Past
+    and planned ones are alike. `length` is that of an epoch in samples, 0 for none.
+    """
+
+    changes: tuple[ShareChange, ...]
+    length: int = 0
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all of it."""
+        return _digest(self.length, self.changes)
+
+    def digest_at(self, epoch: int, position: int) -> str:
+        """16 hex digits over what decides the samples from this place on, up to the next change."""
+        return _digest(self.length, self.until(epoch, position))
+
+    def until(self, epoch: int, position: int) -> tuple[ShareChange, ...]:
+        """The changes up to this place, and there."""
+        return tuple(change for change in self.changes if change.place <= (epoch, position))
+
+    def between(self, epoch: int, begin: int, end: int) -> tuple[int, ...]:
+        """The positions of an epoch behind `begin` and before `end` at which shares change."""
+        return tuple(
+            change.position
+            for change in self.changes
+            if change.epoch == epoch and begin < change.position < end
+        )
+
+
+def _digest(length: int, changes: tuple[ShareChange, ...]) -> str:
+    told = [length, [[change.epoch, change.position, *change.shares] for change in changes]]
+    text = json.dumps(told, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,218 @@
+"""Where other shares of a mixture take effect."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import assume, given, settings
+from plan import golden
+from plan.test_mixture import everything, mixtures, order_of, twin_of
+
+from dataplane.errors import ConfigError
+from dataplane.model import End, Exhausted
+from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled, steps_before
+from dataplane.plan.counting import CountingTree
+from dataplane.plan.mixture import Mixed, plan_of
+from dataplane.plan.shares import quantised
+from dataplane.plan.slices import steps_of
+from dataplane.weights import ScheduledShares, ShareChange
+
+modest = settings(max_examples=60)
+places = st.tuples(st.integers(0, 2), st.integers(0, 80))
+HALVES, MOST, LEAST = quantised([1, 1]), quantised([9, 1]), quantised([1, 9])
+LONG = Mixed((50, 30), HALVES, (0, 0), 2, Exhausted.CYCLE, 160, round_steps=8)
+
+
+def others(of):
+    """Shares that no drawn mixture has."""
+    return quantised([37 + one for one in range(len(of.counts))])
+
+
+def effective(of, changes):
+    try:
+        return in_effect(of, changes)
+    except ConfigError:
+        assume(False)
+
+
+def boundaries(of, epoch, changes):
+    """The positions of an epoch at which shares can change."""
+    found = {0}  # and where a segment ends
+    for segment in plan_of(of, epoch, changes).segments:
+        unit = segment.lanes * segment.batch * segment.round_steps
+        found |= {*range(segment.start, segment.stop, unit), segment.stop}
+    return found
+
+
+@modest
+@given(mixtures())
+def test_changes_are_placed_where_the_plan_makes_them(drawn):
+    of, rows, epoch, changes = drawn
+    found = effective(of, changes)
+    assert in_effect(of, found) == found
+    for change in found:
+        assert change.position in boundaries(of, change.epoch, found)
+    made = [one for each in range(4) for one in plan_of(of, each, changes).changed]
+    assume(len(made) == len({*made}) == len(found))
+    at = everything(order_of(of, rows, epoch, changes))
+    expected = order_of(of, rows, epoch, changes).samples_at(at)
+    assert np.array_equal(order_of(of, rows, epoch, found).samples_at(at), expected)
+
+
+@modest
+@given(mixtures())
+def test_planned_again_where_they_take_effect_changes_are_what_the_documentation_defines(drawn):
+    of, _rows, epoch, changes = drawn
+    found = effective(of, changes)
+    order = order_of(of, _rows, epoch, found)
+    pairs = np.stack(order.samples_at(everything(order)), axis=1).tolist()
+    assert list(map(tuple, pairs)) == twin_of(of, epoch, found)
+
+
+@modest
+@given(mixtures(), places)
+def test_other_shares_take_effect_at_the_next_boundary_and_leave_what_is_before(drawn, place):
+    of, rows, _, changes = drawn
+    assume(len(rows) > 1)
+    before = effective(of, changes)
+    assume(place[1] < plan_of(of, place[0], before).sample_count)
+    try:
+        found, at = changed(of, before, place, others(of))
+    except ConfigError:
+        assume(False)
+    assert at >= place
+    assert [one for one in found if one.place < at] == [one for one in before if one.place < at]
+    assert ShareChange(*at, others(of)) in found
+    if at[0] == place[0]:
+        assert at[1] == min(
+            each for each in boundaries(of, at[0], [one for one in before if one.place < place])
+            if each >= place[1]
+        )  # fmt: skip
+    end = at[1] if at[0] == place[0] else plan_of(of, place[0], before).sample_count
+    early = np.arange(min(end, 100))
+    kept = [one for one in before if one.place < place]
+    assert np.array_equal(
+        order_of(of, rows, place[0], found).samples_at(early),
+        order_of(of, rows, place[0], kept).samples_at(early),
+    )
+
+
+@modest
+@given(mixtures(), places, st.integers(0, 40))
+def test_ranks_that_ask_anywhere_before_a_boundary_get_the_same(drawn, place, later):
+    of, _, _, changes = drawn
+    before = effective(of, changes)
+    assume(place[1] < plan_of(of, place[0], before).sample_count)
+    kept = tuple(one for one in before if one.place < place)
+    at = next_boundary(of, kept, place)
+    place = min((place[0], place[1] + later), at)
+    assert next_boundary(of, kept, place) == at
+
+
+@modest
+@given(mixtures(), places)
+def test_the_shares_that_are_in_force_anyway_change_nothing(drawn, place):
+    of, _, _, changes = drawn
+    before = tuple(one for one in effective(of, changes) if one.place < place)
+    now = before[-1].shares if before else of.shares
+    found, _ = changed(of, before, place, now)
+    assert found == before
+
+
+def test_taking_back_a_change_before_it_takes_effect_changes_nothing():
+    first, at = changed(LONG, (), (0, 5), MOST)
+    assert (first, at) == ((ShareChange(0, 16, MOST),), (0, 16))
+    assert changed(LONG, first, (0, 9), HALVES) == ((), (0, 16))
+    # At the boundary itself it may be replaced, but not behind it.
+    assert changed(LONG, first, (0, 16), LEAST)[0] == (ShareChange(0, 16, LEAST),)
+    assert changed(LONG, first, (0, 17), LEAST)[0] == (*first, ShareChange(0, 32, LEAST))
+
+
+def test_later_changes_stay_where_they_are():
+    planned = (ShareChange(0, 64, MOST), ShareChange(1, 0, LEAST))
+    found, _ = changed(LONG, planned, (0, 20), others(LONG))
+    assert found == (ShareChange(0, 32, others(LONG)), *planned)
+
+
+def test_a_change_at_the_end_of_an_epoch_takes_effect_at_the_start_of_the_next_one():
+    dealt = Mixed((50, 30), HALVES, (1, 1), 2, Exhausted.RENORMALISE, round_steps=8)
+    for of, change in ((dealt, ShareChange(1, 0, MOST)), (LONG, ShareChange(0, 160, MOST))):
+        end = plan_of(of, 0).sample_count
+        assert changed(of, (), (0, end - 1), MOST)[0] == (change,)
+        assert plan_of(of, 0, (change,)).sample_count == end
+        plan = plan_of(of, 1, (change,))
+        assert plan.segments[0].shares == MOST
+        assert plan.base.tolist() == plan_of(of, 0).counts.tolist()
+
+
+def test_counts_start_at_the_beginning_of_a_segment():
+    order = order_of(LONG, [[50], [30]], 0, (ShareChange(0, 48, MOST),))
+    source, _ = order.samples_at(np.arange(160))
+    for begin, shares in ((0, HALVES), (48, MOST)):
+        tree = CountingTree(shares)
+        for rounds in (1, 2, 3):
+            some = np.bincount(source[begin : begin + 16 * rounds], minlength=2)
+            assert some.tolist() == (2 * tree.counts(np.array([8 * rounds]))[0]).tolist()
+
+
+def test_a_schedule_counts_steps_through_all_epochs():
+    schedule = [ScheduledShares(step, each) for step, each in ((3, MOST), (25, LEAST), (70, MOST))]
+    # 160 samples an epoch: 20 steps of 8. Step 3 begins at 24, and a round at 32.
+    found = scheduled(LONG, (), (0, 0), schedule, 8, End.RAGGED)
+    assert [one.place for one in found] == [(0, 32), (1, 48), (3, 80)]
+    # From step 10 on, what is behind it is left.
+    rest = [ScheduledShares(one.step - 10, one.shares) for one in schedule[1:]]
+    assert scheduled(LONG, found, (0, 80), rest, 8, End.RAGGED) == found
+    assert steps_before(LONG, found, (3, 80), 8, End.RAGGED) == 70
+
+
+@modest
+@given(
+    mixtures(), st.lists(st.integers(1, 90), min_size=1, max_size=3, unique=True).map(sorted),
+    st.integers(1, 20), st.sampled_from(End),
+)  # fmt: skip
+def test_scheduled_shares_take_effect_in_their_step_or_with_the_next_round(
+    drawn, steps, batch, end
+):
+    of, _, _, _ = drawn
+    assume(of.length)  # otherwise the change itself may shorten the epoch of its step
+    shares = [quantised([1 + step + one for one in range(len(of.counts))]) for step in steps]
+    schedule = [ScheduledShares(*one) for one in zip(steps, shares, strict=True)]
+    assume(len({of.shares, *shares}) == len(shares) + 1)
+    try:
+        found = scheduled(of, (), (0, 0), schedule, batch, end)
+    except ConfigError:
+        assume(False)
+    asked = []
+    for one in schedule:  # step by step
+        left, epoch = one.step, 0
+        while (count := steps_of(plan_of(of, epoch, found).sample_count, batch, end)) <= left:
+            left, epoch = left - count, epoch + 1
+            if epoch > 100:
+                return  # there are no more steps
+        asked.append((epoch, left * batch))
+    for change in found:
+        at = asked[shares.index(change.shares)]
+        before = tuple(one for one in found if one.place < change.place)
+        assert change.place == next_boundary(
+            of, before, max(at, *[one.place for one in before], (0, 0))
+        )
+
+
+def test_golden_mixtures_that_change():
+    for (
+        counts,
+        shares,
+        lanes,
+        steps,
+        name,
+        length,
+        epoch,
+        changes,
+    ), expected in golden.CHANGED_MIXTURES.items():
+        exhausted = Exhausted(name)
+        passes = (int(exhausted is not Exhausted.CYCLE),) * len(counts)
+        of = Mixed(counts, shares, passes, lanes, exhausted, length, round_steps=steps)
+        order = order_of(of, [[each] for each in counts], epoch, [ShareChange(*c) for c in changes])
+        pairs = zip(*order.samples_at(everything(order)), strict=True)
+        assert " ".join(f"{a}.{b}" for a, b in pairs) == expected

@@ -1,0 +1,261 @@
+"""Weights of a mixture that change: by a schedule, while a job runs, and at resume."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+from weighted import (
+    BATCH,
+    FIRST,
+    OPTIONS,
+    ROUND,
+    SECOND,
+    THIRD,
+    Rows,
+    changed_at,
+    counts_of,
+    joined,
+    mixed,
+    on_ranks,
+    rows_of,
+    saved,
+    write_sources,
+)
+
+from dataplane.plan.counting import CountingTree
+from dataplane.plan.shares import quantised
+
+
+@pytest.fixture
+def folder(tmp_path: Path, small_node: None) -> Path:
+    return write_sources(tmp_path)
+
+
+def test_a_schedule_takes_effect_with_the_first_round_that_begins_in_its_step_or_later(
+    folder: Path,
+) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        plain = rows_of(loader)
+    with DataLoader(mixed(folder, schedule=[(3, SECOND), (30, THIRD)]), **OPTIONS) as loader:
+        rows = rows_of(loader)
+        assert len(loader) == len(rows) == 60
+        ids = np.array(rows).reshape(-1)
+        assert ids[:ROUND].tolist() == np.array(plain).reshape(-1)[:ROUND].tolist()
+        for begin, weights in ((0, FIRST), (ROUND, SECOND), (2 * ROUND, THIRD)):
+            # The counts of a segment start at its beginning.
+            tree = CountingTree(quantised(list(weights.values())))
+            steps = min(1024, (5760 - begin) // 2)
+            expected = 2 * tree.counts(np.array([steps]))[0]
+            part = ids[begin : begin + 2 * steps] // 10_000
+            assert np.bincount(part, minlength=3).tolist() == expected.tolist()
+        # The next epoch begins with the last weights.
+        assert counts_of(rows_of(loader))[0] == 0
+
+
+def test_weights_set_in_the_loop_are_those_of_a_schedule(folder: Path) -> None:
+    make = lambda: mixed(folder, schedule=[(20, SECOND)])  # noqa: E731
+    with DataLoader(make(), **OPTIONS) as loader:
+        expected, state = rows_of(loader), saved(loader)
+    for steps in (1, 21):
+        with DataLoader(mixed(folder), **OPTIONS) as loader:
+            found: Rows = []
+            for batch in loader:
+                found.append(batch["id"].tolist())
+                if len(found) == steps:
+                    # The round ends within step 21.
+                    assert loader.set_weights(SECOND) == (0, 21)
+            assert found == expected
+            assert saved(loader)["mixture"]["changes"] == state["mixture"]["changes"]
+            assert saved(loader)["digest"] == state["digest"]
+
+
+def test_global_batches_are_the_same_for_every_number_of_ranks(folder: Path) -> None:
+    make = lambda: mixed(folder, schedule=[(30, THIRD)])  # noqa: E731
+    with DataLoader(make(), **OPTIONS) as loader:
+        expected = changed_at(loader, 10, SECOND)
+    for size in (2, 3, 4):
+        with ExitStack() as stack:
+            loaders: list[Any] = [
+                stack.enter_context(
+                    DataLoader(
+                        make(), name=f"ranks-{os.getpid()}", dp_rank=rank, dp_size=size, **OPTIONS
+                    )
+                )
+                for rank in range(size)
+            ]
+            assert joined([changed_at(loader, 10, SECOND) for loader in loaders]) == expected
+
+
+def test_a_run_goes_on_across_changes_on_another_number_of_ranks(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        whole: Rows = []
+        states = {0: saved(loader)}
+        for batch in loader:
+            whole.append(batch["id"].tolist())
+            if len(whole) in (10, 30):
+                loader.set_weights(SECOND if len(whole) == 10 else THIRD)
+            states[len(whole)] = saved(loader)
+    # Before and behind each change, and where a round begins: in step 21 and in step 42.
+    for step, size in ((10, 2), (21, 1), (22, 3), (42, 1), (43, 1)):
+        state = states[step]
+        rest = on_ranks(lambda: mixed(folder), size, lambda one: one.load_state_dict(state))  # noqa: B023
+        # A state of before step 30 does not have the third weights, which begin in step 42.
+        known = len(whole) if step > 30 else 42
+        assert rest[: known - step] == whole[step:known]
+
+
+def test_another_global_batch_leaves_changes_at_their_samples(folder: Path) -> None:
+    make = lambda: mixed(folder, schedule=[(20, SECOND), (25, THIRD)])  # noqa: E731
+    with DataLoader(make(), **OPTIONS) as loader:
+        whole = rows_of(loader)
+    with DataLoader(make(), **OPTIONS) as loader:
+        rows_of(loader, 8)
+        state = saved(loader)
+    with DataLoader(make(), **{**OPTIONS, "global_batch_size": 32}) as loader:
+        loader.load_state_dict(state)
+        rest = [one for row in rows_of(loader) for one in row]
+        assert saved(loader)["mixture"] == state["mixture"]
+    assert rest == [one for row in whole[8:] for one in row]
+
+
+def test_a_run_is_resumed_with_edited_weights(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        first = rows_of(loader, 12)
+        state = saved(loader)
+        whole = [*first, *rows_of_state(folder, state)]
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        expected = changed_at(loader, 12, SECOND)
+    assert expected[:21] == whole[:21]
+    assert expected[22:] != whole[22:]
+
+    edited = on_ranks(lambda: mixed(folder, SECOND), 2, lambda one: one.load_state_dict(state))
+    assert edited == expected[12:]
+
+    def set_at_once(loader: Any) -> None:
+        loader.load_state_dict(state)
+        assert loader.set_weights(SECOND) == (0, 21)
+
+    assert on_ranks(lambda: mixed(folder), 2, set_at_once) == expected[12:]
+    # A schedule that has brought them by now is the same.
+    scheduled = mixed(folder, THIRD, schedule=[(12, SECOND)])
+    assert on_ranks(lambda: scheduled, 1, lambda one: one.load_state_dict(state)) == expected[12:]
+
+
+def rows_of_state(folder: Path, state: dict[str, Any], **options: Any) -> Rows:
+    with DataLoader(mixed(folder, **options), **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        return rows_of(loader)
+
+
+def test_a_resumed_run_keeps_weights_that_were_set(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        loader.set_weights(SECOND)
+        assert saved(loader)["mixture"]["changes"][0] == [0, 0, list(quantised([0.1, 0.6, 0.3]))]
+        expected = [*rows_of(loader), *rows_of(loader)]
+        state = saved(loader)
+    assert expected == [*on_ranks(lambda: mixed(folder, SECOND), 1), *expected[60:]]
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        assert counts_of(rows_of(loader))[1] == pytest.approx(0.6 * 5760, abs=10)
+        loader.load_state_dict({})
+        assert counts_of(rows_of(loader))[1] == pytest.approx(0.2 * 5760, abs=10)
+
+
+def test_the_weights_in_force_change_nothing(folder: Path) -> None:
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        expected, state = rows_of(loader), saved(loader)
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        assert changed_at(loader, 7, {"math": 1, "web": 7, "code": 2}) == expected
+        assert saved(loader) == state
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        found: Rows = []
+        for batch in loader:
+            found.append(batch["id"].tolist())
+            if len(found) in (7, 9):
+                loader.set_weights(SECOND if len(found) == 7 else FIRST)
+        assert found == expected
+        assert saved(loader) == state
+
+
+def test_an_epoch_may_become_longer_or_shorter(folder: Path) -> None:
+    # Until the first of two sources has been read ten times.
+    weights = {"web": 0.5, "code": 0.5}
+    sources = {
+        name: Source(folder / f"{name}.parquet", weight=weight, max_passes=20)
+        for name, weight in weights.items()
+    }
+    with DataLoader(Mixture(sources), **OPTIONS) as loader:
+        short = len(loader)
+        assert short == 2 * 3000 // BATCH
+        found: Rows = []
+        for batch in loader:
+            found.append(batch["id"].tolist())
+            if len(found) == 2:
+                assert loader.set_weights({"web": 0.9, "code": 0.1}) == (0, 21)
+                longer = len(loader)
+                state = saved(loader)
+        assert len(found) == longer > short
+        assert state["sample_count"] > 2 * 3000
+        assert counts_of(found)[0] > 3500
+        after = rows_of(loader)
+        assert len(after) == len(loader)
+    with DataLoader(Mixture(sources), **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        assert rows_of(loader) == found[2:]
+        assert rows_of(loader) == after
+
+
+def test_weights_of_tokens_and_of_batches_change(folder: Path) -> None:
+    sources = {
+        name: Source(folder / f"{name}.parquet", weight=1, mean_length=length)
+        for name, length in {"web": 100, "code": 200, "math": 400}.items()
+    }
+    tokens = lambda: Mixture(sources, unit="tokens", exhausted="cycle", length=10**6)  # noqa: E731
+    with DataLoader(tokens(), **OPTIONS) as loader:
+        count = len(loader)
+        rows = changed_at(loader, 1, {"web": 2, "code": 1, "math": 1})
+        state = saved(loader)
+    assert len(rows) == count
+    found = counts_of(rows[22:])
+    assert found[0] / found[1] == pytest.approx(4, rel=0.02)
+    # The length in samples is that of the first weights, also after a resume with others.
+    sources["web"] = Source(folder / "web.parquet", weight=3, mean_length=100)
+    with DataLoader(tokens(), **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        assert len(loader) == count
+        found = counts_of(rows_of(loader)[22:])
+    assert found[0] / found[1] == pytest.approx(6, rel=0.02)
+
+    batches = mixed(folder, unit="batch", length=1100)
+    with DataLoader(batches, **{**OPTIONS, "global_batch_size": 4}) as loader:
+        found_rows = changed_at(loader, 5, THIRD)
+    assert [len({one // 10_000 for one in row}) for row in found_rows] == [1] * 1100
+    assert counts_of(found_rows[1024:])[0] == 0 < counts_of(found_rows[:1024])[0]
+
+
+def test_datasets_of_torch_workers_follow_a_schedule_and_a_state(folder: Path) -> None:
+    schedule = [(20, SECOND)]
+    with DataLoader(mixed(folder, schedule=schedule), **OPTIONS) as loader:
+        expected = rows_of(loader)
+    with DataLoader(mixed(folder), **OPTIONS) as loader:
+        changed_at(loader, 10, SECOND)
+        loader.set_epoch(0)
+        state = saved(loader)
+
+    def rows(dataset: Any) -> Rows:
+        loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+        return rows_of(loader)
+
+    scheduled = mixed(folder, schedule=schedule)
+    assert rows(ShardedIterableDataset(scheduled, **OPTIONS)) == expected
+    with closing(ShardedIterableDataset(mixed(folder), **OPTIONS)) as dataset:
+        dataset.load_state_dict(state)
+        assert dataset.state_dict()["mixture"] == state["mixture"]
+        assert rows(dataset) == expected
