@@ -56,11 +56,17 @@ def beat(*members, node_id="n0", version=VERSION, known=(), is_short=False, **mo
 
 
 def progress(
-    member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0, began=None
-):
-    """`began` is (epoch, cursor), or None if it has not begun to read."""
+    member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0, began=None,
+    mix=None,
+):  # fmt: skip
+    """`began` is (epoch, cursor), or None if it has not begun to read; so is that of `mix`, which
+    the weights follow.
+    """
     at = None if began is None else LedgerPosition(*began)
-    return MemberProgress(job, member, generation, epoch, cursor, speed, stall, began=at)
+    since, weights = (None, None) if mix is None else (LedgerPosition(*mix[0]), mix[1])
+    return MemberProgress(
+        job, member, generation, epoch, cursor, speed, stall, "", at, weights, since
+    )
 
 
 def leave(member="m0-i1", *, job="j", lost=False):

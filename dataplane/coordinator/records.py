@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry
+from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -20,6 +21,7 @@ from dataplane.rpc.membership import (
     LeaveResponse,
     LedgerRequest,
     LedgerResponse,
+    MemberProgress,
     NodeReads,
     RegisterNodeRequest,
     RegisterNodeResponse,
@@ -27,6 +29,7 @@ from dataplane.rpc.membership import (
     StatusResponse,
     StoreOutage,
 )
+from dataplane.weights import MixHistory
 
 
 class Phase(enum.StrEnum):
@@ -46,7 +49,8 @@ class Job(Struct, frozen=True):
     """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
     this generation has reported; `active_at` is when a member last came or went. `pixels` names the
     software that decodes images on every node of the job, "" without images. `urls`, `format` and
-    `identity` are the dataset as the first member declared it.
+    `identity` are the dataset as the first member declared it. `mix` are the weights of a mixture
+    as members read with them from `mix_from` on: the furthest place that any has told.
     """
 
     job_id: str
@@ -63,6 +67,24 @@ class Job(Struct, frozen=True):
     urls: tuple[str, ...] = ()
     format: str = ""
     identity: DatasetIdentity | None = None
+    mix: MixHistory | None = None
+    mix_from: LedgerPosition | None = None
+
+    def has_other_weights(self, progress: MemberProgress) -> bool:
+        """Whether a member reads with other weights, and from no earlier place: the others follow
+        when they come there.
+        """
+        if progress.mix is None or progress.mix_from is None or progress.mix == self.mix:
+            return False
+        return self.mix_from is None or progress.mix_from >= self.mix_from
+
+    @property
+    def present_spec(self) -> JobSpec:
+        """Its spec, with the weights that its members read with."""
+        mixture = self.spec.mixture
+        if mixture is None or self.mix is None:
+            return self.spec
+        return dataclasses.replace(self.spec, mixture=mixture.with_history(self.mix))
 
 
 class Member(Struct, frozen=True):

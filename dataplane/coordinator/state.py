@@ -270,6 +270,9 @@ class CoordinatorState:
         if reported > (roster.job.epoch, roster.job.cursor):
             roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
             self._writes.append(Keep(roster.job))
+        if roster.job.has_other_weights(progress):
+            roster.job = replace(roster.job, mix=progress.mix, mix_from=progress.mix_from)
+            self._writes.append(Keep(roster.job))
         if member.phase is Phase.JOINED:
             self._writes += roster.ledger.reading(roster.job, progress, member.node_id, self._now)
         if reported < (member.epoch, member.cursor):

@@ -55,8 +55,8 @@ def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
     roster = named(job_id, rosters)
     job = roster.job
     return LedgerResponse(
-        job.job_id, job.urls, job.format, job.spec, job.sample_count, job.dp_size, job.epoch,
-        job.cursor, job.identity, tuple(roster.ledger.entries),
+        job.job_id, job.urls, job.format, job.present_spec, job.sample_count, job.dp_size,
+        job.epoch, job.cursor, job.identity, tuple(roster.ledger.entries),
     )  # fmt: skip
 
 

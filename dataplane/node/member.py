@@ -16,12 +16,14 @@ from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
 from dataplane.rpc.membership import JoinRequest, MemberProgress
 from dataplane.scheduler.walk import SlabSizes
+from dataplane.weights import MixHistory
 
 
 class ServedMember(Struct, eq=False):
     """One rank of one job, as this node serves it; `opened` is what it reads. If `error` is
     set, its requests get that error. `holder` holds its slabs. `joining` is how it asks for its
-    place. `began` is where its first stream began. `is_leaving`: its process is exiting normally.
+    place. `began` is where its first stream began, `mix_from` where its last one did, which has the
+    weights `mix`. `is_leaving`: its process is exiting normally.
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
     slabs of this epoch are consumed.
@@ -39,6 +41,8 @@ class ServedMember(Struct, eq=False):
     epoch: int = 0
     cursor: int = 0
     began: LedgerPosition | None = None
+    mix: MixHistory | None = None
+    mix_from: LedgerPosition | None = None
     stall_s: float = 0.0
     bound: str = ""
     rate: float = 0.0
@@ -96,4 +100,6 @@ def progress_of(member: ServedMember) -> MemberProgress:
         member.stall_s,
         member.bound,
         member.began,
+        member.mix,
+        member.mix_from,
     )

@@ -62,6 +62,8 @@ class Streams:
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)
+        begin = request.cursor + request.first_step * member.spec.global_batch
+        member.mix, member.mix_from = at.mix, LedgerPosition(request.epoch, begin)
         # Not before: the order takes processor time that the first batch needs.
         stream.on_begun = partial(self._start, "next order", self._expect_next, member, stream)
         if request.step_stride == 1:

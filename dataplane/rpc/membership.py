@@ -13,6 +13,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
+from dataplane.weights import MixHistory
 
 
 class RegisterNodeRequest(Struct, frozen=True):
@@ -107,7 +108,9 @@ class JoinResponse(Struct, frozen=True):
 
 
 class MemberProgress(Struct, frozen=True):
-    """What one rank has consumed, from where it `began`: None until it has."""
+    """What one rank has consumed, from where it `began`: None until it has. `mix` are the weights
+    of its last stream over a mixture, which began at `mix_from`.
+    """
 
     job_id: str
     member_id: str
@@ -118,6 +121,8 @@ class MemberProgress(Struct, frozen=True):
     stall_s: float = 0.0
     bound: str = ""
     began: LedgerPosition | None = None
+    mix: MixHistory | None = None
+    mix_from: LedgerPosition | None = None
 
 
 class StoreOutage(Struct, frozen=True):

@@ -87,6 +87,23 @@ def test_the_rows_of_a_mixture_are_traced_found_and_replayed(tmp_path, capsys):
     assert "source" in capsys.readouterr().out
 
 
+def test_rows_are_traced_where_weights_were_set(tmp_path, capsys):
+    written(tmp_path)
+    sources = {name: Source(tmp_path / name, weight=0.5) for name in COUNTS}
+    mixture, ledger = Mixture(sources, exhausted="cycle", length=1200), tmp_path / "ledger.jsonl"
+    with DataLoader(mixture, BATCH, **{**OPTIONS, "lanes": 1}, columns=["id"]) as loader:
+        steps = []
+        for batch in loader:
+            steps.append(batch["id"].tolist())
+            if len(steps) == 3:
+                at = loader.set_weights({"web": 0.9, "code": 0.1})
+        ledger.write_text(loader.ledger())
+    assert 3 <= at.step < len(steps)
+    for step in (2, at.step, len(steps) - 1):
+        found = asked(capsys, "trace", str(ledger), "--epoch", "0", "--step", f"{step}")
+        assert [id_of(row) for row in found] == steps[step]
+
+
 def test_what_names_no_row_of_a_mixture_is_refused(tmp_path, capsys):
     mixture, ledger = written(tmp_path), tmp_path / "ledger.jsonl"
     with DataLoader(mixture, BATCH, **OPTIONS) as loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from machine import LEASE_S, other
@@ -13,7 +14,9 @@ from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
 from dataplane.errors import ConfigError
 from dataplane.ledger import faults
-from dataplane.rpc.membership import LeaveRequest, LedgerRequest
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.rpc.membership import JoinResponse, LeaveRequest, LedgerRequest
+from dataplane.weights import MixHistory, ShareChange
 
 
 def entries(machine):
@@ -109,6 +112,34 @@ def test_an_unknown_job_has_no_ledger(machine):
     answer = machine.ask(LedgerRequest("k"))
     assert isinstance(answer, ConfigError)
     assert "no job is called 'k'; there are: j" in str(answer)
+
+
+def test_a_mixture_has_the_weights_that_its_furthest_member_reads_with(machine):
+    sources = tuple(SourceSpec(name, name, share) for name, share in (("a", 1), ("b", 2)))
+    spec = replace(join(0).spec, mixture=MixtureSpec(sources, length=500))
+    first = MixHistory((ShareChange(0, 0, (1, 2)),), 500)
+    second = MixHistory((*first.changes, ShareChange(0, 64, (2, 1))), 500)
+
+    def history():
+        return machine.ask(LedgerRequest("j")).spec.mixture.history
+
+    for rank in (0, 1):
+        machine.ask(join(rank, spec=spec))
+    assert history() == first
+    machine.verdict(mix=((0, 0), first))
+    machine.verdict(cursor=64, mix=((0, 48), second))
+    assert history() == second
+    # The other one has not come there yet.
+    machine.verdict("m1-i1", cursor=32, mix=((0, 0), first))
+    assert history() == second
+    machine.restart()
+    assert history() == second
+    # What was asked for stays as it was, also for those that join again.
+    assert isinstance(machine.ask(join(0, spec=spec)), JoinResponse)
+    machine.ask(leave("m0-i1"))
+    machine.ask(leave("m1-i1"))
+    machine.ask(join(0, spec=spec, incarnation="i2"))
+    assert history() == first
 
 
 def test_the_dataset_is_told_as_the_first_member_declared_it(machine):

@@ -114,7 +114,7 @@ class KnownNodes(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class MemberProgress(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began")
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began", "mix", "mix_from")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,8 @@ class MemberProgress(_message.Message):
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     BOUND_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
+    MIX_FIELD_NUMBER: _ClassVar[int]
+    MIX_FROM_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -133,7 +135,9 @@ class MemberProgress(_message.Message):
     stall_s: float
     bound: str
     began: _types_pb2.LedgerPosition
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
+    mix: _types_pb2.MixHistory
+    mix_from: _types_pb2.LedgerPosition
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., mix_from: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
 
 class StoreOutage(_message.Message):
     __slots__ = ("store", "away_s", "error")
