@@ -24,6 +24,8 @@ from dataplane.config import VERSION
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLE = re.compile(r"^```(python|sh) test\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BUCKET = "s3://corpus/"
+"""What examples may write to: a bucket of a real S3 server."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -54,11 +56,15 @@ def title(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
-def test_the_examples_of_a_page_run(page, tmp_path):
+def test_the_examples_of_a_page_run(page, tmp_path, request):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["HOME"] = str(tmp_path)
+    if BUCKET in page.read_text():
+        s3_server = request.getfixturevalue("s3_server")
+        environ |= s3_server.environment()
+        s3_server.client.create_bucket(Bucket="corpus")
     environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # or /tmp
     for program, text in programs(page):
         done = subprocess.run(

@@ -85,6 +85,9 @@ def where(
         for one in found
     ]  # fmt: skip
     title = f"row {row} of {source.manifest.shards.urls[shard]}"
+    if not found:
+        output.stdout().print(f"{title} is in no step of epochs {first} to {stop - 1}")
+        return
     output.write_table(("epoch", "step", "dp rank", "position", "seen", "", "tokens"), cells, title)
 
 

@@ -108,6 +108,12 @@ def test_what_names_no_row_of_a_mixture_is_refused(tmp_path, capsys):
     mixture, ledger = written(tmp_path), tmp_path / "ledger.jsonl"
     with DataLoader(mixture, BATCH, **OPTIONS) as loader:
         ledger.write_text(loader.ledger())
+    never = ("--source", "web", "--row", "1:40", "--epochs", "0:1")
+    short = Mixture(mixture.sources, exhausted="cycle", length=4)
+    with DataLoader(short, BATCH, **OPTIONS) as loader:
+        (tmp_path / "short.jsonl").write_text(loader.ledger())
+    assert run(["where", str(tmp_path / "short.jsonl"), *never]) == 0
+    assert "is in no step of epochs 0 to 0" in " ".join(capsys.readouterr().out.split())
     for arguments, why in (
         (("where", "--row", "0:1"), "its sources are web, code"),
         (("where", "--row", "0:1", "--source", "math"), "no source 'math'"),
