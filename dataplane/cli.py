@@ -24,7 +24,9 @@ from dataplane.commands.options import Manner, config_option, is_json_asked
 from dataplane.commands.plan import plan
 from dataplane.commands.replay import replay
 from dataplane.commands.serve import serve
+from dataplane.commands.skip import skip
 from dataplane.commands.status import status
+from dataplane.commands.tombstone import tombstone
 from dataplane.commands.trace import trace as trace_step
 from dataplane.commands.verify import verify
 from dataplane.commands.where import where
@@ -65,7 +67,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
 
 for command in (
     *(index, inspect, verify, plan, doctor, serve, status, config),
-    *(trace_step, where, replay, ledger),
+    *(trace_step, where, replay, ledger, skip, tombstone),
 ):
     cli.add_command(command)
 

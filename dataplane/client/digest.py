@@ -5,6 +5,7 @@
    these, so nothing of them is computed, and a state costs the same after any number of steps.
 2. It is the same on every rank and for any number of ranks, and does not depend on where a run was
    interrupted: a pass that goes on where the one before had come continues its range.
+3. Skipped positions are in no range.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.errors import ConfigError
 from dataplane.units import whole
 
@@ -47,9 +49,13 @@ class RowsDigest:
             return self
         return RowsDigest(order, epoch, cursor, cursor, self.value)
 
-    def reached(self, cursor: int) -> RowsDigest:
-        """The digest when everything up to this cursor of the epoch is consumed."""
-        return dataclasses.replace(self, end=cursor)
+    def reached(self, cursor: int, gaps: Gaps = NO_GAPS) -> RowsDigest:
+        """The digest when everything up to this cursor of the epoch is consumed, but `gaps`."""
+        found = self
+        for begin, end in gaps.pieces(gaps.live(self.end), gaps.live(cursor)):
+            found = found.continued(self.order, self.epoch, begin)
+            found = dataclasses.replace(found, end=end)
+        return found
 
     def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:
         """As a state at this place has it: at the start of an epoch, the one before is over."""

@@ -57,7 +57,7 @@ def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float])
 def rows_order(session: Session, epoch: int, position: int) -> str:
     """16 hex digits over what decides which rows stand at this place."""
     job = session.job
-    rows = job.spec.rows_digest(job.dataset.layout)
+    rows = session.changes.rows_digest(job.spec.rows_digest(job.dataset.layout))
     if session.mix is None:
         return rows
     text = f"{rows}:{session.mix.digest_at(epoch, position)}"
@@ -71,7 +71,7 @@ def rows_reached(session: Session, digest: RowsDigest, cursor: int) -> RowsDiges
     for position in changes:
         order = rows_order(session, epoch, position)
         digest = digest.reached(position).continued(order, epoch, position)
-    return digest.reached(cursor)
+    return digest.reached(cursor, session.changes.gaps(epoch))
 
 
 def _own(session: Session) -> MixHistory | None:

@@ -20,6 +20,7 @@ import warnings
 from msgspec import structs
 
 from dataplane.arena.memfd import Arena
+from dataplane.changes import Changes, changes_of, check_unchanged
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.first_batch import NOT_YET, Opening
@@ -90,6 +91,11 @@ class Session:
         return self.mount().job
 
     @property
+    def changes(self) -> Changes:
+        """The steps and rows that are left out of the job."""
+        return changes_of(self.job.entries)
+
+    @property
     def mix(self) -> MixHistory | None:
         """The weights of a mixture: those of the job's spec, until others are set. None without a
         mixture.
@@ -109,9 +115,10 @@ class Session:
         if state is None or known is not job:
             state = RunState.of(job, 0, 0)
             self._state = job, state
+        gaps = changes_of(job.entries).gaps(epoch)
         return dataclasses.replace(
             state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix
-        ).normalised(job.spec)
+        ).normalised(job.spec, gaps)
 
     def ledger(self, epoch: int, cursor: int) -> str:
         """The job's ledger at this place, as JSON lines."""
@@ -136,6 +143,7 @@ class Session:
                 SourceUrls(each.name, tuple(map(unsigned, each.source.urls)), each.source.format)
                 for each in sources
             ),
+            job.entries,
         ).to_lines()
 
     def tally(self) -> Tally:
@@ -270,6 +278,7 @@ class Session:
 
     def _check_same(self, known: JobOpened, found: JobOpened) -> None:
         """Check that a new node has the same job as the node before it."""
+        check_unchanged(self.request.job_id, known.entries, found.entries)
         if known.digest != found.digest:
             raise DatasetChangedError(
                 "the dataset changed while the node was away, so this is now a different job. "

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mix_state import mix_from_dict, mix_to_dict
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
@@ -93,11 +94,12 @@ class RunState:
         """The epoch in whose last step the state was taken; None for other states."""
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
-    def normalised(self, spec: JobSpec) -> RunState:
-        """The same position in canonical form: after the last step of an epoch comes the start of
-        the next one. Older versions saved the end of the finished epoch.
+    def normalised(self, spec: JobSpec, gaps: Gaps = NO_GAPS) -> RunState:
+        """The same position in canonical form: after the last step of an epoch, of which `gaps` are
+        skipped, comes the start of the next one. Older versions saved the end of the finished
+        epoch.
         """
-        left = self.sample_count - self.cursor
+        left = left_of(self.sample_count, self.cursor, gaps)
         if not self.cursor or step_count(left, spec.global_batch, spec.end):
             return self
         return dataclasses.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
@@ -321,13 +323,19 @@ def _number(saved: Mapping[object, object], key: str) -> int:
     return value
 
 
-def consumed(sample_count: int, cursor: int, global_batch: int, steps: int) -> int:
-    """Samples consumed by all ranks, `steps` steps after `cursor`."""
-    return min(sample_count, cursor + steps * global_batch)
+def left_of(sample_count: int, cursor: int, gaps: Gaps) -> int:
+    """How many samples of an epoch come after this cursor."""
+    return gaps.live(sample_count) - gaps.live(cursor)
+
+
+def consumed(sample_count: int, cursor: int, global_batch: int, steps: int, gaps: Gaps) -> int:
+    """The cursor, `steps` steps after this one."""
+    count = min(left_of(sample_count, cursor, gaps), steps * global_batch)
+    return gaps.after(cursor, count)
 
 
 def step_count(sample_count: int, global_batch: int, end: End) -> int:
-    """Steps of a whole epoch; the same on every rank."""
+    """Steps of so many samples; the same on every rank."""
     if end is End.DROP:
         return sample_count // global_batch
     return -(-sample_count // global_batch)

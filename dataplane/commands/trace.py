@@ -12,6 +12,8 @@ from dataplane.commands.options import Settings
 from dataplane.commands.traced import COUNT, traced, traced_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import StepRows
 
@@ -37,7 +39,8 @@ def trace(
     documents of each pack are shown, for which the tokens of its block are read. The job is one
     over URLs with the given options, that of a LEDGER file, or the JOB of this name at the
     coordinator. A step is one of the plan: step 7 has the positions from 7 global batches on,
-    wherever the run was resumed.
+    wherever the run was resumed. Steps that the job skips are shown as such, and where a row was
+    taken out, the one that stands in its place, as the launch has it that read the step, or will.
 
     \b
     Examples:
@@ -57,6 +60,8 @@ def trace(
             **job.place_of(int(rows.sources[at]), int(rows.shards[at])),
             "row": int(rows.shard_rows[at]),
             "is_padding": bool(rows.is_padding[at]),
+            "is_skipped": bool(rows.is_skipped[at]),
+            "instead_of": int(rows.taken_rows[at]) if rows.taken_rows[at] >= 0 else None,
         }
         for at in range(len(rows.positions))
     ]
@@ -64,14 +69,17 @@ def trace(
         output.write_json(found)
         return
     title = f"{output.counted(len(found), 'row')} of step {step}"
-    padding = {True: "padding", False: ""}
-    cells = [
-        tuple(padding[one] if isinstance(one, bool) else f"{one}" for one in row.values())
-        for row in found
-    ]
+    cells = [(*(f"{row[name]}" for name in list(row)[:-3]), _about(row)) for row in found]
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "")
     output.write_table(headings, cells, title)
+
+
+def _about(row: Mapping[str, Any]) -> str:
+    found = [name for name in ("padding", "skipped") if row[f"is_{name}"]]
+    if row["instead_of"] is not None:
+        found.append(f"instead of row {row['instead_of']}")
+    return ", ".join(found)
 
 
 def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_json: bool) -> None:
@@ -81,7 +89,8 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
     if as_json:
         output.write_json(found)
         return
-    title = f"{output.counted(len(rows.positions), 'pack')} of step {step}"
+    skipped = ", which is skipped" if rows.is_skipped.any() else ""
+    title = f"{output.counted(len(rows.positions), 'pack')} of step {step}{skipped}"
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "first token", "tokens", "place",
                 "padding")  # fmt: skip
@@ -98,6 +107,7 @@ def step_rows(
     from msgspec.structs import asdict
 
     from dataplane.commands.datasets import row_names
+    from dataplane.commands.left_out import LeftOut
     from dataplane.errors import ConfigError
     from dataplane.plan.trail import StepRows, rows_of_step
 
@@ -107,9 +117,15 @@ def step_rows(
             "there are",
             field="dp_rank",
         )
-    order = job.order(job.epoch if epoch is None else epoch)
+    epoch = job.epoch if epoch is None else epoch
+    order, left_out = job.order(epoch), LeftOut(job)
     names = [row_names(source.manifest, source.view) for source in job.sources]
-    rows = rows_of_step(job.spec, order, names, step, cursor=cursor, dp_size=job.dp_size)
+    changes = left_out.changes(epoch, cursor + step * job.spec.global_batch)
+    gaps, rows_for = changes.gaps(epoch), left_out.rows_for(changes)
+    rows = rows_of_step(
+        job.spec, order, names, step, cursor=cursor, dp_size=job.dp_size, gaps=gaps,
+        rows_for=rows_for,
+    )  # fmt: skip
     if dp_rank is None:
         return rows
     own = rows.dp_ranks == dp_rank

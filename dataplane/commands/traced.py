@@ -63,6 +63,7 @@ class Traced:
     spec: JobSpec
     dp_size: int
     reached: tuple[int, int] | None
+    ledger: Ledger | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -160,7 +161,7 @@ def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
             f"--{given[0].replace('_', '-')} is for urls: the ledger of a job says it",
             job=target[0],
         )
-    return _of_ledger(settings, asked, ledger)
+    return of_ledger(settings, asked, ledger)
 
 
 def is_a_ledger(target: Sequence[str]) -> bool:
@@ -212,7 +213,11 @@ def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
     return Traced((source,), spec, asked["dp_size"] or 1, None)
 
 
-def _of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
+def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
+    """The job of this ledger.
+
+    Raises:  As `traced`.
+    """
     from dataplane.plan.views import rows_only
 
     mixture, whole = ledger.spec.mixture, []
@@ -237,7 +242,8 @@ def _of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> 
         for place, manifest, (_, view) in zip(places, whole, known, strict=True)
     ]
     dp_size = asked["dp_size"] or ledger.dp_size
-    return Traced(tuple(sources), ledger.spec, dp_size, (ledger.epoch, ledger.cursor))
+    reached = ledger.epoch, ledger.cursor
+    return Traced(tuple(sources), ledger.spec, dp_size, reached, ledger)
 
 
 def _source(
@@ -336,6 +342,17 @@ def _opened(
     from dataplane.settings import node_config
 
     return opened(urls, format_name, asked["workers"], node_config(settings), view)
+
+
+def split_row(name: str) -> tuple[str, int]:
+    """A shard's name, and a row of it.
+
+    Raises:  ConfigError: it is not SHARD:ROW.
+    """
+    shard, _, row = name.rpartition(":")
+    if not shard or not row.isdecimal():
+        raise ConfigError(f"--row {name}: give SHARD:ROW, such as 17:4 or part-17.parquet:4")
+    return shard, int(row)
 
 
 def live_ledger(settings: Settings, job: str) -> Ledger:

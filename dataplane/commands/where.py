@@ -11,11 +11,11 @@ import msgspec
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import Settings
-from dataplane.commands.traced import traced, traced_options
+from dataplane.commands.traced import split_row, traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place
@@ -51,7 +51,8 @@ def where(
     """Show at which steps of which epochs a row was seen, and will be, and by which rank.
 
     Only the plan is computed, backwards; no sample is read, except for packs the tokens of the
-    row's block. A job is named as for `dataplane trace`.
+    row's block. Of a row that was taken out, the one that stands in its place is named. A job is
+    named as for `dataplane trace`.
 
     \b
     Examples:
@@ -61,18 +62,18 @@ def where(
     """  # fmt: skip
     from dataplane.commands.datasets import row_names
 
-    shard_name, _, row = row_name.rpartition(":")
-    if not shard_name or not row.isdecimal():
-        raise ConfigError(f"--row {row_name}: give SHARD:ROW, such as 17:4 or part-17.parquet:4")
+    shard_name, row = split_row(row_name)
     job = traced(settings, asked)
     first, stop = _epochs(epochs, job)
     number, shard = _shard(job, source_name, shard_name)
     source = job.sources[number]
-    at = row_names(source.of_rows, source.view).block_of(shard, int(row))
+    at = row_names(source.of_rows, source.view).block_of(shard, row)
+    spans = range(first, stop), asked["cursor"]
     found = [
-        {"epoch": epoch, **msgspec.structs.asdict(place), "seen": _seen(job, epoch, place), **more}
-        for epoch, place, more in _places(job, number, at, range(first, stop), asked["cursor"])
-    ]
+        {"epoch": epoch, **msgspec.structs.asdict(place), "seen": _seen(job, epoch, place, more),
+         **more}
+        for epoch, place, more in _changed(job, number, at, *spans)
+    ]  # fmt: skip
     if as_json:
         output.write_json(found)
         return
@@ -80,7 +81,7 @@ def where(
     cells = [
         (f"{one['epoch']}", None if one["step"] is None else f"{one['step']}", f"{one['dp_rank']}",
          f"{one['position']}", said[one["seen"]],
-         "padding" if one["is_padding"] else "not in any step" if one["step"] is None else "",
+         _about(one),
          f"{one['first_token']}+{one['tokens']}" if "tokens" in one else "")
         for one in found
     ]  # fmt: skip
@@ -109,6 +110,37 @@ def _shard(job: Traced, source_name: str | None, name: str) -> tuple[int, int]:
     return number, shard_named(job.sources[number].manifest, name)
 
 
+def _about(found: Mapping[str, Any]) -> str:
+    said = ["padding"] if found["is_padding"] else []
+    if found["step"] is None:
+        said = ["not in any step"]
+    if found["is_skipped"]:
+        said.append("skipped")
+    if found["instead_of"] is not None:
+        said.append(f"instead of row {found['instead_of']}")
+    if found["taken_out_for"] is not None:
+        said.append(f"taken out: row {found['taken_out_for']} stands here")
+    return ", ".join(said)
+
+
+def _changed(
+    job: Traced, source: int, at: tuple[int, int], epochs: range, cursor: int
+) -> list[tuple[int, Place, dict[str, Any]]]:
+    """As `_places`, with what is left out of the job, and where the row stands for others that were
+    taken out.
+    """
+    from dataplane.commands.left_out import LeftOut
+
+    left_out, (block, row) = LeftOut(job), at
+    found = []
+    for stood in dict.fromkeys((row, *([] if job.is_packed else left_out.taken_rows(block)))):
+        for epoch, place, more in _places(job, source, (block, stood), epochs, cursor):
+            about = left_out.about(epoch, place, block, stood, row)
+            if about is not None:
+                found.append((epoch, place, {**about, **more}))
+    return sorted(found, key=lambda one: one[0])
+
+
 def _places(
     job: Traced, source: int, at: tuple[int, int], epochs: Iterable[int], cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, object]]]:
@@ -131,10 +163,12 @@ def _places(
             yield epoch, place, {}
 
 
-def _seen(job: Traced, epoch: int, place: Place) -> bool | None:
+def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:
     """Whether the run has consumed it; None without a run."""
     if job.reached is None:
         return None
+    if about["is_skipped"] or about["taken_out_for"] is not None:
+        return False
     return place.step is not None and (epoch, place.position) < job.reached
 
 

@@ -26,6 +26,8 @@ from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY
 from dataplane.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
+    ChangeRequest,
+    ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     JobNodes,
@@ -154,6 +156,10 @@ class Coordinator:
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
         """As `Coordination.ledger`."""
         return await self._ask(request, LedgerResponse)
+
+    async def change(self, request: ChangeRequest) -> ChangeResponse:
+        """As `Coordination.change`."""
+        return await self._ask(request, ChangeResponse)
 
     async def tick(self) -> None:
         """Let time pass: end expired leases, and write progress that has waited long enough."""

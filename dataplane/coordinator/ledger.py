@@ -2,19 +2,35 @@
 
 Invariants:
 1. Entries are only appended. Their number is bounded: of too many, the oldest starts and ends of
-   launches are left out, and nothing else ever is.
+   launches are left out, and nothing else ever is. Changes are refused beyond their own bounds.
 2. A launch that reads has a start, and an end once its last member went, or a newer one took over.
+3. A generation has the changes that were there when it began, whatever was changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from dataplane.changes import (
+    SKIP,
+    TOMBSTONE,
+    Skip,
+    Tombstone,
+    changes_of,
+    in_force,
+    layout_of,
+    skip_payload,
+    tombstone_payload,
+)
 from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
+from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
-from dataplane.rpc.membership import MemberProgress
+from dataplane.model import End
+from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
+CHANGES_MAX = 512
+TOMBSTONES_MAX = 1024
 _OF_LAUNCHES = ("start", "end")
 
 
@@ -48,9 +64,88 @@ class JobLedger:
         at = max(begun, LedgerPosition(job.epoch, job.cursor))
         return self._append("end", at, canonical({"why": why}), "coordinator", now)
 
+    @property
+    def last_change(self) -> int:
+        """The number of the last change; 0 without any."""
+        found = (entry.seq for entry in reversed(self.entries) if entry.kind in (SKIP, TOMBSTONE))
+        return next(found, 0)
+
+    def changes(self, job: Job) -> tuple[LedgerEntry, ...]:
+        """The changes that the job's present generation has."""
+        return in_force(self.entries, job.spec, layout_of(job.spec, job.identity), job.last_change)
+
+    def check_layout(self, job: Job) -> None:
+        """Check that rows which were taken out stay out in a new generation.
+
+        Raises:  ConfigError: it reads another dataset, in which they have other names, or none.
+        """
+        layout = layout_of(job.spec, job.identity)
+        taken = [one for one in self.entries if one.kind == TOMBSTONE]
+        if len(in_force(taken, job.spec, layout)) < len(taken):
+            raise ConfigError(
+                f"job {job.job_id!r} reads another dataset than the one of which rows were taken "
+                "out (`dataplane ledger show`): other shards, sizes or blocks. Start it under "
+                "another name, and take out the rows of this dataset",
+                job=job.job_id,
+            )
+
+    def change(
+        self, job: Job, asked: ChangeRequest, now: float, *, is_idle: bool
+    ) -> tuple[LedgerEntry, list[Write]]:
+        """Append a change, unless an equal one is there; it is returned in either case.
+
+        Raises:  ConfigError: it is not possible, or not any more; says why.
+        """
+        layout = layout_of(job.spec, job.identity)
+        if asked.skip is not None and asked.tombstones is None:
+            skip = _skipped(job, asked.skip, is_idle=is_idle)
+            kind, payload = SKIP, skip_payload(skip, job.spec, layout)
+            at = LedgerPosition(skip.epoch, skip.begin)
+        elif asked.tombstones is not None and asked.skip is None:
+            rows = self._taken(job, asked.tombstones, layout)
+            kind, payload = TOMBSTONE, tombstone_payload(rows, layout)
+            at = LedgerPosition(job.epoch, job.cursor)
+        else:
+            raise ConfigError("ask for one change: steps or rows", field="skip")
+        for entry in self.entries:
+            is_there = kind == TOMBSTONE or entry.position == at
+            if (entry.kind, entry.payload) == (kind, payload) and is_there:
+                return entry, []
+        changes = [one for one in self.entries if one.kind in (SKIP, TOMBSTONE)]
+        if len(changes) >= CHANGES_MAX:
+            raise ConfigError(
+                f"job {job.job_id!r} was changed {len(changes)} times already, the most that it "
+                "may be: start it under another name, and write the shards anew without the rows",
+                job=job.job_id,
+            )
+        writes = self._append(kind, at, payload, asked.by, now)
+        return self.entries[-1], writes
+
     def remove(self) -> list[Write]:
         """Forget the job."""
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
+
+    def _taken(self, job: Job, asked: RowsTaken, layout: str) -> list[Tombstone]:
+        """These rows, of which too many cannot be taken out.
+
+        Raises:  ConfigError: too many, or of another dataset.
+        """
+        if asked.layout != layout:
+            raise ConfigError(
+                f"the rows to take out are of another dataset than that of job {job.job_id!r}: "
+                "other shards, sizes or blocks. Pass its place with --data",
+                field="data",
+            )
+        gone = changes_of(in_force(self.entries, job.spec, layout)).tombstones
+        count = len({*gone, *asked.rows})
+        if not asked.rows or count > TOMBSTONES_MAX:
+            raise ConfigError(
+                f"{count} rows would be taken out of job {job.job_id!r}, and a job may lack 1 to "
+                f"{TOMBSTONES_MAX}: leave them out with where= on a column that names them, or "
+                "write the shards anew without them",
+                field="rows",
+            )
+        return sorted(set(asked.rows))
 
     def _append(
         self, kind: str, at: LedgerPosition, payload: str, by: str, now: float
@@ -67,11 +162,49 @@ class JobLedger:
 
 
 def _launch(job: Job) -> str:
-    facts: Mapping[str, object] = {
+    facts: dict[str, object] = {
         "dp_size": job.dp_size,
         "generation": job.generation,
         "global_batch": job.spec.global_batch,
         "launch": job.incarnation,
         "spec": job.spec.digest(),
     }
+    if job.last_change:
+        facts["last_change"] = job.last_change
     return canonical(facts)
+
+
+def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
+    """The positions of these steps.
+
+    Raises:  ConfigError: there are no such steps, or a running job has begun them.
+    """
+    if job.spec.mixture is not None:
+        raise ConfigError(
+            f"job {job.job_id!r} reads a mixture, whose steps cannot be skipped: resume from an "
+            "older checkpoint with other weights for a while (loader.set_weights)",
+            field="steps",
+        )
+    batch, epoch = job.spec.global_batch, job.epoch if asked.epoch is None else asked.epoch
+    count = job.sample_count // batch
+    if job.spec.end is not End.DROP:
+        count = -(-job.sample_count // batch)
+    if not 0 <= asked.first < asked.stop <= count:
+        raise ConfigError(
+            f"there are no steps {asked.first}:{asked.stop}: an epoch of job {job.job_id!r} has "
+            f"steps 0:{count}, of {batch} samples each; the second number is the first step that "
+            "is not skipped",
+            field="steps",
+        )
+    # What a member consumes now, it has not reported yet.
+    following = -(-job.cursor // batch) + 1
+    free = (job.epoch, following) if following < count else (job.epoch + 1, 0)
+    if not is_idle and (epoch, asked.first) < free:
+        raise ConfigError(
+            f"job {job.job_id!r} is running and has begun some of the steps "
+            f"{asked.first}:{asked.stop} of epoch {epoch}: the first step that can be skipped is "
+            f"step {free[1]} of epoch {free[0]}. To leave out steps that it has begun, stop it, "
+            f"skip them, and resume it from a checkpoint at step {asked.first} or before",
+            field="steps",
+        )
+    return Skip(epoch, asked.first * batch, min(asked.stop * batch, job.sample_count))

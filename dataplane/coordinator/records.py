@@ -12,6 +12,8 @@ from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
 from dataplane.rpc.membership import (
+    ChangeRequest,
+    ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,
@@ -50,7 +52,8 @@ class Job(Struct, frozen=True):
     this generation has reported; `active_at` is when a member last came or went. `pixels` names the
     software that decodes images on every node of the job, "" without images. `urls`, `format` and
     `identity` are the dataset as the first member declared it. `mix` are the weights of a mixture
-    as members read with them from `mix_from` on: the furthest place that any has told.
+    as members read with them from `mix_from` on: the furthest place that any has told. The
+    generation has those changes of its ledger whose number is `last_change` or less.
     """
 
     job_id: str
@@ -69,6 +72,7 @@ class Job(Struct, frozen=True):
     identity: DatasetIdentity | None = None
     mix: MixHistory | None = None
     mix_from: LedgerPosition | None = None
+    last_change: int = 0
 
     def has_other_weights(self, progress: MemberProgress) -> bool:
         """Whether a member reads with other weights, and from no earlier place: the others follow
@@ -189,6 +193,7 @@ Event = (
     | LeaveRequest
     | StatusRequest
     | LedgerRequest
+    | ChangeRequest
     | Tick
 )
 Answer = (
@@ -198,6 +203,7 @@ Answer = (
     | LeaveResponse
     | StatusResponse
     | LedgerResponse
+    | ChangeResponse
     | DataplaneError
     | None
 )

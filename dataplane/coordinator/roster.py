@@ -78,6 +78,11 @@ class Roster:
         """Whether no member is joined."""
         return not self._joined
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the next generation will have changes that this one lacks."""
+        return self.ledger.last_change != self.job.last_change
+
     def joined(self) -> Iterator[Member]:
         """The joined members, in the order of joining."""
         return (self.members[member_id] for member_id in self._joined)
@@ -105,7 +110,12 @@ class Roster:
         return older and not self.is_idle
 
     def begin(self, job: Job, now: float) -> list[Write]:
-        """Start a new generation: no member of the old one remains."""
+        """Start a new generation: no member of the old one remains.
+
+        Raises:  ConfigError: rows were taken out of another dataset.
+        """
+        self.ledger.check_layout(job)
+        job = replace(job, last_change=self.ledger.last_change)
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes += self.ledger.ended(self.job, "a newer launch", now)
         writes.append(Keep(job))

@@ -16,8 +16,8 @@ Invariants:
    DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
    progress is a maximum, so several members do no harm, and a dead one expires. Only a newer launch
    fences others.
-5. The answer to a join or a leave is durable. A restart gives every joined member a full lease, so
-   it stops no member.
+5. The answer to a join, a leave or a change is durable. A restart gives every joined member a full
+   lease, so it stops no member.
 6. A lease ends when its member's node says so, or after `lease_s` in which the coordinator was
    awake: a clock jump, a suspended machine or a blocked disk never ends a lease.
 7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget
@@ -55,7 +55,10 @@ from dataplane.coordinator.records import (
 )
 from dataplane.coordinator.roster import Roster, restored
 from dataplane.errors import DataplaneError
+from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import (
+    ChangeRequest,
+    ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,
@@ -113,7 +116,7 @@ class CoordinatorState:
             answer = self._answer(event)
         except DataplaneError as refusal:
             answer = refusal
-        durable = isinstance(event, JoinRequest | LeaveRequest)
+        durable = isinstance(event, JoinRequest | LeaveRequest | ChangeRequest)
         return Decision(answer, tuple(self._writes), durable)
 
     def _answer(self, event: Event) -> Answer:
@@ -130,6 +133,8 @@ class CoordinatorState:
                 return self._status(event)
             case LedgerRequest():
                 return view.ledger(event.job_id, self._jobs)
+            case ChangeRequest():
+                return self._change(event)
             case Tick():
                 self._tick()
                 return None
@@ -165,7 +170,8 @@ class CoordinatorState:
         # Further members of a node would make a launch of n nodes cost n^2 for each of them.
         is_first = roster.neighbours.has_one_of(request.node_id)
         nodes = self._nodes.of(roster, self._clock) if is_first else None
-        return JoinResponse(roster.job.generation, self._lease_s, nodes)
+        changes = roster.ledger.changes(roster.job)
+        return JoinResponse(roster.job.generation, self._lease_s, nodes, changes)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""
@@ -178,7 +184,9 @@ class CoordinatorState:
             left_s = max(member.deadline for member in roster.joined()) - self._clock
             table = self._who_said_what(roster, request, [holder])
             raise refusals.spec_mismatch(job, holder, request, differences, left_s, table)
-        if differences or request.incarnation != job.incarnation:
+        # A launcher may give two launches one name: then its first process shows the second one.
+        is_new = roster.is_idle and request.member_id not in roster.members
+        if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):
             following = _first_generation(request, self._now)
             following = replace(following, generation=job.generation + 1)
             self._writes += roster.begin(following, self._now)
@@ -321,6 +329,18 @@ class CoordinatorState:
                 self._writes += roster.remove()
                 del self._jobs[job_id]
         self._nodes.forget_silent(self._now)
+
+    # -- changing --------------------------------------------------------------------------------
+
+    def _change(self, request: ChangeRequest) -> ChangeResponse:
+        check_name("by", request.by)
+        roster = view.named(request.job_id, self._jobs)
+        self._expire(roster)
+        job, is_idle = roster.job, roster.is_idle
+        entry, writes = roster.ledger.change(job, request, self._now, is_idle=is_idle)
+        self._writes += writes
+        batch = job.spec.global_batch
+        return ChangeResponse(entry, not is_idle, job.epoch, job.cursor, batch)
 
     # -- looking ---------------------------------------------------------------------------------
 

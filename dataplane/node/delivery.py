@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout
+from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.node.dataset import Dataset
@@ -21,7 +22,7 @@ from dataplane.transforms.functions import CollatedColumns
 
 class DelegatedJob(Struct, frozen=True):
     """What a node has to know to make slabs of a job for another one: how to open it, the digest of
-    its spec, and the software that decodes its images, "" without any.
+    its spec and its changes, and the software that decodes its images, "" without any.
     """
 
     opening: OpenJob
@@ -93,7 +94,8 @@ def delegated_job(
             "the nodes that make slabs, or give this node workers",
             field="url",
         )
-    return None if signed else DelegatedJob(request, spec.digest(), pixels)
+    digest = changes_of(request.entries).job_digest(spec.digest())
+    return None if signed else DelegatedJob(request, digest, pixels)
 
 
 def delivery_bytes_max(config: NodeConfig) -> int:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 
+from msgspec.structs import replace
+
 from dataplane.arena.slots import plan_slots
+from dataplane.changes import changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.machine import numa_node_of, numa_nodes
@@ -37,6 +40,7 @@ from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import Shuffle
 from dataplane.plan.slices import Slice
+from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.scheduler.walk import SlabSizes
@@ -120,6 +124,7 @@ class Jobs:
             index_s=indexed - began,
             plan_s=time.monotonic() - indexed,
             advice=_advice(opened, member, self._config.block_arena_bytes),
+            entries=member.entries,
         )
 
     async def _admit(
@@ -141,9 +146,12 @@ class Jobs:
         sizes = slab_sizes(
             opened.largest, spec, place.dp_size, slab_bytes, samples, opened.collated
         )
+        request = replace(request, entries=joined.entries)
         try:
+            gone = changes_of(joined.entries).tombstones
+            await asyncio.to_thread(check_tombstones, spec, opened.manifests, gone)
             delivery = self._delivery(request, opened, sizes, pid, joining.pixels)
-        except DataplaneError:
+        except (DataplaneError, asyncio.CancelledError):
             self.places.leave(request.job_id, request.member_id, lost=False)
             raise
         delivery.users += 1
@@ -199,6 +207,7 @@ class Jobs:
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""
         joined = await self.places.rejoin(member.joining)
+        check_unchanged(member.job_id, member.entries, joined.entries)
         member.generation = joined.generation
         if not member.closed:
             self.tables.joined(joined.nodes)
@@ -231,7 +240,7 @@ class Jobs:
         spec, place, has_workers = opened.spec, request.topology, self._config.has_workers
         key = (
             request.job_id, request.incarnation, request.sharing, spec,
-            place.dp_rank, place.dp_size,
+            place.dp_rank, place.dp_size, request.entries,
         )  # fmt: skip
         delivery = self._deliveries.get(key)
         if delivery is None:
@@ -266,7 +275,9 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
     place = request.topology
     if not spec.transforms:
         return None
-    return (request.sharing, spec, place.dp_rank, place.dp_size) if request.sharing else alone
+    changes = changes_of(request.entries)
+    shared = request.sharing, spec, place.dp_rank, place.dp_size, changes
+    return shared if request.sharing else alone
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:

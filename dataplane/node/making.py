@@ -20,8 +20,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from dataplane import background
+from dataplane.changes import Changes, changes_of
 from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
 from dataplane.model import Stream
@@ -60,6 +62,7 @@ class _Opened(Struct, frozen=True):
 
     job: OpenedJob
     pixels: str
+    changes: Changes
 
 
 class _Job(Struct, eq=False):
@@ -243,7 +246,8 @@ class Making:
         try:
             for dataset in opened.datasets:
                 check_blocks(dataset, self._config.block_arena_bytes)
-            return _Opened(opened, await pixels_of(opened.spec))
+            changes = changes_of(opening.entries)
+            return _Opened(opened, await pixels_of(opened.spec), changes)
         finally:
             for dataset in opened.datasets:
                 self._opener.forget_unread(dataset)  # until it is read
@@ -278,7 +282,9 @@ class Making:
             wanted.step_stride,
             mix,
         )
-        own = Slice(samples, at.cursor, spec.global_batch, spec.end, at.dp_rank, at.dp_size)
+        gaps = opened.changes.gaps(at.epoch)
+        ranks = at.dp_rank, at.dp_size
+        own = Slice(samples, at.cursor, spec.global_batch, spec.end, *ranks, gaps)
         own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
         place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
         if not 1 <= wanted.steps.count <= place.sizes.batches_max:
@@ -307,7 +313,7 @@ class Making:
                     "slab_bytes to one value on all nodes"
                 )
             self._places.leave(job.places.pop(left[0]))
-        job.opened = _Opened(self._opener.keep(opened.job), opened.pixels)
+        job.opened = replace(opened, job=self._opener.keep(opened.job))
         place = self._places.open(job.opened.job, dp_size, slot_bytes, now)
         job.places[key] = place
         return place
@@ -333,10 +339,12 @@ class Making:
         self, job: _Job, opened: _Opened, place: MakingPlace, stream: AskedStream, at: Stream
     ) -> None:
         try:
-            job_spec, manifests = opened.job.spec, opened.job.manifests
-            order = await self._orders.of(job_spec, manifests, at.epoch, at.mix)
+            gone, made = opened.changes.tombstones, opened.job
+            order = await self._orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
         except Exception as error:  # noqa: BLE001 - one asker's nonsense is not another's loss
             self._tell(job, _NOT_MADE, repr(error))
             place.drop(stream)
         else:
-            stream.begin(lambda: Walk(opened.job.spec, order, at, place.sizes, is_fed=True))
+            gaps = opened.changes.gaps(at.epoch)
+            spec, sizes = opened.job.spec, place.sizes
+            stream.begin(lambda: Walk(spec, order, at, sizes, is_fed=True, gaps=gaps))

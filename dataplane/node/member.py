@@ -6,9 +6,10 @@ import time
 
 from msgspec import Struct, field
 
+from dataplane.changes import Changes, changes_of
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerPosition
+from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.opener import OpenedJob
@@ -56,6 +57,16 @@ class ServedMember(Struct, eq=False):
     def spec(self) -> JobSpec:
         """The spec of its job."""
         return self.opened.spec
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The entries of its launch's changes."""
+        return self.request.entries
+
+    @property
+    def changes(self) -> Changes:
+        """What people have changed of its job, as its launch knows it."""
+        return changes_of(self.entries)
 
     @property
     def dataset(self) -> Dataset:

@@ -17,6 +17,7 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, SpecMismatch
 from dataplane.index.viewing import canonical_view
@@ -224,15 +225,16 @@ class DatasetOpener:
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
-        if digest and spec.digest() != digest:
+        found = changes_of(request.entries).job_digest(spec.digest())
+        if digest and found != digest:
             self.forget_manifests(request.job_id)
             raise SpecMismatch(
                 f"another node has a job of digest {digest}, and here its spec has "
-                f"{spec.digest()}: fingerprint {spec.fingerprint}, {spec.lanes} lanes, window "
+                f"{found}: fingerprint {spec.fingerprint}, {spec.lanes} lanes, window "
                 f"{spec.window}. The dataset was changed, or its shards are others here",
                 field="digest",
                 expected=digest,
-                found=spec.digest(),
+                found=found,
             )
 
     def keep(self, job: OpenedJob) -> OpenedJob:

@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
+from dataplane.changes import Tombstone
 from dataplane.config import JobSpec
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
-from dataplane.plan.orders import job_order, with_mix
+from dataplane.plan.orders import delivered_order, with_mix
 from dataplane.plan.views import samples_of
 from dataplane.weights import MixHistory
 
@@ -29,18 +30,21 @@ class Orders:
         manifests: Sequence[Manifest],
         epoch: int,
         mix: MixHistory | None = None,
+        tombstones: Sequence[Tombstone] = (),
     ) -> SampleOrder:
-        """The order of an epoch of a job over these datasets, with the weights of `mix`.
+        """The order of an epoch of a job over these datasets, with the weights of `mix`, and
+        without the rows that were taken out.
 
         Raises:  DataplaneError: it cannot be made; the next call tries again.
         """
         spec = with_mix(spec, mix)
         shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
-        key = (spec.fingerprint, *samples_of(spec.view, spec.seed), *shape, spec.mixture)
+        rows = (*samples_of(spec.view, spec.seed), spec.mixture, tuple(tombstones))
+        key = (spec.fingerprint, *rows, *shape)
         future = self._orders.get(key)
         if future is None:
             loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(None, job_order, spec, manifests, epoch)
+            future = loop.run_in_executor(None, delivered_order, spec, manifests, epoch, tombstones)
             self._orders[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
             if len(self._orders) > _ORDERS_MAX:

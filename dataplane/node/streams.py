@@ -131,7 +131,8 @@ class Streams:
     async def _order(
         self, member: ServedMember, epoch: int, mix: MixHistory | None = None
     ) -> SampleOrder:
-        return await self.orders.of(member.spec, member.opened.manifests, epoch, mix)
+        gone = member.changes.tombstones
+        return await self.orders.of(member.spec, member.opened.manifests, epoch, mix, gone)
 
 
 def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:
@@ -144,4 +145,5 @@ def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: boo
         is_ahead=is_ahead,
         is_aligned=delivery.group is not None,
         is_light=delivery.is_light,
+        gaps=member.changes.gaps(at.epoch),
     )

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dataplane.changes import Tombstone
 from dataplane.config import JobSpec
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
-from dataplane.plan.order import Order, TracedOrder
+from dataplane.plan.order import Order, SampleOrder, TracedOrder
+from dataplane.plan.tombstones import Substitutes, TombstonedOrder
 from dataplane.weights import MixHistory, ShareChange
 
 _PLANS_MAX = 64
@@ -68,6 +70,19 @@ def _plan_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> EpochP
 @functools.lru_cache(_PLANS_MAX)
 def _planned(mixed: Mixed, epoch: int, changes: tuple[ShareChange, ...]) -> EpochPlan:
     return plan_of(mixed, epoch, changes)
+
+
+def delivered_order(
+    spec: JobSpec, manifests: Sequence[Manifest], epoch: int, tombstones: Sequence[Tombstone]
+) -> SampleOrder:
+    """The order of an epoch of a job out of which rows were taken.
+
+    Raises:  ConfigError: as `job_order`; these rows cannot be taken out.
+    """
+    order = job_order(spec, manifests, epoch)
+    if not tombstones:
+        return order
+    return TombstonedOrder(order, Substitutes(manifests[0], spec.seed, tombstones))
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:

@@ -42,6 +42,7 @@ class Domain(enum.IntEnum):
     ROUND_LANES = 6
     SOURCE = 7
     PACK = 8
+    TOMBSTONE = 9
     SHARE = 11
     MAP = 15
     COLLATE = 16

@@ -1,6 +1,7 @@
 """The batches of one data-parallel rank: the positions of an epoch that each of its steps reads.
 
-1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N.
+1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N; where some are
+   skipped, the next G positions that are not.
 2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
    owner's batches joined by rising t are the global batch, whatever dp_size is.
 3. The number of steps depends only on (N, cursor, G, end): it is the same on every rank.
@@ -12,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.order import SAMPLE_COUNT_MAX
@@ -52,6 +54,7 @@ class Slice(Struct, frozen=True):
     end: End
     dp_rank: int = 0
     dp_size: int = 1
+    gaps: Gaps = NO_GAPS
 
     def __post_init__(self) -> None:
         _check_ranks(self.dp_rank, self.dp_size)
@@ -78,7 +81,19 @@ class Slice(Struct, frozen=True):
     @property
     def step_count(self) -> int:
         """Steps from the cursor to the end of the epoch: the same on every rank."""
-        return steps_of(self.sample_count - self.cursor, self.global_batch, self.end)
+        left = self.live_index(self.sample_count) - self.live_index(self.cursor)
+        return steps_of(left, self.global_batch, self.end)
+
+    def live_index(self, position: int) -> int:
+        """How many positions before this one are not skipped."""
+        return self.gaps.live(position) if self.gaps.ranges else position
+
+    def position_of(self, step: int) -> int:
+        """Where a step begins in the epoch; also of a step beyond the last one."""
+        begin = self.cursor + step * self.global_batch
+        if not self.gaps.ranges:
+            return begin
+        return self.gaps.place(self.live_index(self.cursor) + step * self.global_batch)
 
     def positions(self, step: int) -> Int64:
         """The positions of one step of this rank, in batch order.
@@ -97,8 +112,14 @@ class Slice(Struct, frozen=True):
         if not count:
             return Steps(*(np.empty(0, np.int64) for _ in range(3)))
         last = first + (count - 1) * stride
-        begin = np.array(range(first, last + 1, stride), np.int64) * self.global_batch
+        steps = range(first, last + 1, stride)
+        begin = np.array(steps, np.int64) * self.global_batch
         begin += self.cursor
+        if self.gaps.ranges:
+            begin = np.array([self.position_of(step) for step in steps], np.int64)
+            stop = self.position_of(last) + self.global_batch
+            if any(begin[0] < gap < stop for gap, _ in self.gaps.ranges):
+                return self._over_gaps(steps)
         end = begin + self.global_batch
         bounded = np.minimum(end, self.sample_count)
         owned = begin + (self.dp_rank - begin) % self.dp_size
@@ -110,6 +131,27 @@ class Slice(Struct, frozen=True):
         if self.end is End.PAD:
             positions %= self.sample_count
         return Steps(positions, rows, valid)
+
+    def _over_gaps(self, steps: range) -> Steps:
+        """Steps of which some go on behind a gap."""
+        found, rows, valid = [], [], []
+        live_count, before = self.live_index(self.sample_count), self.live_index(self.cursor)
+        for step in steps:
+            first = before + step * self.global_batch
+            stop = min(first + self.global_batch, live_count)
+            pieces = [self._owned_range(*piece) for piece in self.gaps.pieces(first, stop)]
+            valid.append(sum(map(len, pieces)))
+            if self.end is End.PAD:
+                padded = first + self.global_batch - stop
+                pieces.append(self._owned_range(self.sample_count, self.sample_count + padded))
+            rows.append(sum(map(len, pieces)))
+            found += pieces
+        positions = np.concatenate(found) % self.sample_count
+        return Steps(positions, np.array(rows, np.int64), np.array(valid, np.int64))
+
+    def _owned_range(self, begin: int, end: int) -> Int64:
+        owned = begin + (self.dp_rank - begin) % self.dp_size
+        return np.arange(owned, end, self.dp_size, dtype=np.int64)
 
     def check_steps(self, first: int, count: int, stride: int) -> None:
         """Raises:  ConfigError: there are no steps first, first + stride, …, `count` of them."""

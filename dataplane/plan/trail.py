@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import End
@@ -26,16 +27,19 @@ from dataplane.plan.slices import Slice
 Int64 = NDArray[np.int64]
 
 RowsLeft = Callable[[int], Int64]
+RowsFor = Callable[[Int64, Int64], Int64]
 
 _SHOWN_MAX = 5
 
 
 class StepRows(Struct, frozen=True):
     """The rows of one global batch, in its order. Blocks and shards are counted in the dataset of
-    their source, which is the first one if the job mixes none.
+    their source, which is the first one if the job mixes none. Where a row was taken out of the
+    job, another one of its block stands, and `taken_rows` is the one that was, in its shard; -1
+    elsewhere.
 
-    Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows: int64[rows].
-    is_padding: bool[rows].
+    Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows, taken_rows:
+    int64[rows].   is_padding, is_skipped: bool[rows].
     """
 
     positions: Int64
@@ -46,6 +50,8 @@ class StepRows(Struct, frozen=True):
     block_rows: Int64
     shards: Int64
     shard_rows: Int64
+    taken_rows: Int64
+    is_skipped: NDArray[np.bool_]
 
 
 class Place(Struct, frozen=True):
@@ -160,9 +166,12 @@ def rows_of_step(
     *,
     cursor: int = 0,
     dp_size: int = 1,
+    gaps: Gaps = NO_GAPS,
+    rows_for: RowsFor | None = None,
 ) -> StepRows:
     """The global batch of a step, and the rank that gets each of its rows. `names` are those of
-    each source.
+    each source. `gaps` are skipped, and `rows_for` gives the rows that stand for those that were
+    taken out, if any were; then there is one source.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
@@ -176,13 +185,19 @@ def rows_of_step(
     first = starts_of([each.block_count for each in names])
     sources = first.searchsorted(blocks, side="right") - 1
     blocks = blocks - first[sources]
-    shards, shard_rows = np.empty_like(blocks), np.empty_like(blocks)
+    shards, shard_rows, taken = (np.empty_like(blocks) for _ in range(3))
+    stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
     for at in np.unique(sources).tolist():
         own = sources == at
         shards[own], shard_rows[own] = names[at].of(blocks[own], rows[own])
+        taken[own] = shard_rows[own] if rows is stood else names[at].of(blocks[own], stood[own])[1]
+    taken[rows == stood] = -1
+    is_skipped = np.zeros(len(positions), bool)
+    for gap, stop in gaps.ranges:
+        is_skipped |= (gap <= positions) & (positions < stop)
     return StepRows(
         positions, positions >= count, positions % dp_size, sources, blocks, rows, shards,
-        shard_rows,
+        shard_rows, taken, is_skipped,
     )  # fmt: skip
 
 

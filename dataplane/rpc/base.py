@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from dataplane.rpc.membership import (
+    ChangeRequest,
+    ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,
@@ -59,4 +61,11 @@ class Coordination(Protocol):
         """A job's ledger.
 
         Raises:  ConfigError: no job has that name.
+        """
+
+    async def change(self, request: ChangeRequest) -> ChangeResponse:
+        """Leave steps or rows out of a job, from its next start on. When the answer arrives, the
+        change survives a restart of the coordinator.
+
+        Raises:  ConfigError: no job has that name; it is not possible, or not any more.
         """

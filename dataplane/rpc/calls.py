@@ -19,6 +19,8 @@ from dataplane.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.membership import (
+    ChangeRequest,
+    ChangeResponse,
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,
@@ -121,6 +123,10 @@ class CoordinatorClient:
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
         """As `Coordination.ledger`."""
         return cast(LedgerResponse, await self._call("ledger", request))
+
+    async def change(self, request: ChangeRequest) -> ChangeResponse:
+        """As `Coordination.change`."""
+        return cast(ChangeResponse, await self._call("change", request))
 
     async def close(self) -> None:
         """Close the connection; may be called twice."""

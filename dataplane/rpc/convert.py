@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from dataplane import config, errors, ledger, mixture, model, weights
+from dataplane import changes, config, errors, ledger, mixture, model, weights
 from dataplane.rpc import fetches, lending, making, messages, tasks
 from dataplane.rpc.v1 import (
     fetcher_pb2,
@@ -58,6 +58,7 @@ _SHARED: dict[str, type] = {
     "PeerTls": config.PeerTls,
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerPosition": ledger.LedgerPosition,
+    "Tombstone": changes.Tombstone,
 }
 _ENVELOPE = "body"
 # Messages that are pairs: a column's name, and its value in this field.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from dataplane.changes import Tombstone
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
@@ -99,12 +100,13 @@ class KnownNodes(Struct, frozen=True):
 
 class JoinResponse(Struct, frozen=True):
     """The place was taken. `nodes`: None if the node has other members in this job, so that it has
-    been told, or if it is too early to tell.
+    been told, or if it is too early to tell. `entries` are the changes of the launch.
     """
 
     generation: int
     lease_s: float
     nodes: JobNodes | None = None
+    entries: tuple[LedgerEntry, ...] = ()
 
 
 class MemberProgress(Struct, frozen=True):
@@ -287,3 +289,39 @@ class LedgerResponse(Struct, frozen=True):
     cursor: int
     identity: DatasetIdentity | None = None
     entries: tuple[LedgerEntry, ...] = ()
+
+
+class StepsSkipped(Struct, frozen=True):
+    """The steps of an epoch from `first` up to `stop`; without an epoch, of the present one."""
+
+    first: int
+    stop: int
+    epoch: int | None = None
+
+
+class RowsTaken(Struct, frozen=True):
+    """Rows of a dataset with this layout."""
+
+    rows: tuple[Tombstone, ...]
+    layout: str
+
+
+class ChangeRequest(Struct, frozen=True):
+    """Leave steps or rows out of a job, from its next start on. `by` says who wants it."""
+
+    job_id: str
+    by: str
+    skip: StepsSkipped | None = None
+    tombstones: RowsTaken | None = None
+
+
+class ChangeResponse(Struct, frozen=True):
+    """The entry that was made, or one that says the same already; and how far the job is, if it has
+    members now or not.
+    """
+
+    entry: LedgerEntry
+    is_running: bool
+    epoch: int
+    cursor: int
+    global_batch: int

@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
+from dataplane.ledger import LedgerEntry
 from dataplane.model import (
     ColumnOptions,
     ColumnSpec,
@@ -89,7 +90,7 @@ class MixtureAsked(Struct, frozen=True):
 
 class OpenJob(Struct, frozen=True):
     """A rank asks its node to open a job. With a `mixture`, `source` names the urls of all of its
-    datasets.
+    datasets. `entries` are the changes of the launch, which a node tells a maker.
     """
 
     job_id: str
@@ -108,12 +109,13 @@ class OpenJob(Struct, frozen=True):
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
     view: View = field(default_factory=View)
     mixture: MixtureAsked | None = None
+    entries: tuple[LedgerEntry, ...] = ()
 
 
 class JobOpened(Struct, frozen=True):
     """The job, equal on every rank but for its advice; sent with the delivery arena's
     descriptor. The node spent `index_s` on the dataset's index and `plan_s` on everything after
-    that, both in seconds.
+    that, both in seconds. `entries` are the changes of the launch.
     """
 
     spec: JobSpec
@@ -129,6 +131,7 @@ class JobOpened(Struct, frozen=True):
     index_s: float = 0.0
     plan_s: float = 0.0
     advice: tuple[str, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
 
 
 class DescribeColumns(Struct, frozen=True):

@@ -28,6 +28,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks
@@ -55,6 +56,7 @@ class _Behind(Struct, frozen=True):
     stride: int
     sample_count: int
     goes_on: bool
+    gaps: Gaps = NO_GAPS
 
     @classmethod
     def of(cls, stream: StreamState, *, goes_on: bool) -> Self:
@@ -62,15 +64,15 @@ class _Behind(Struct, frozen=True):
         first, span = at.first_step * walk.global_batch, at.step_stride * walk.global_batch
         return cls(
             at.epoch, stream.wanted_position, at.cursor, first, span, at.step_stride,
-            walk.order.sample_count, goes_on,
+            walk.order.sample_count, goes_on, walk.gaps,
         )  # fmt: skip
 
     def comes_to(self, epoch: int, position: int, stride: int) -> bool:
         """Whether its consumer will need these steps."""
         is_now = self.epoch == epoch
         is_behind = self.position <= position if is_now else self.epoch < epoch and self.goes_on
-        start = self.first + (self.cursor if is_now else 0)
-        return is_behind and stride == self.stride and (position - start) % self.span == 0
+        away = self.gaps.live(position) - self.gaps.live(self.cursor) if is_now else position
+        return is_behind and stride == self.stride and (away - self.first) % self.span == 0
 
 
 class SharedSlabs:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from dataplane.changes import NO_GAPS, Gaps
 from dataplane.config import JobSpec
 from dataplane.model import Stream
 from dataplane.plan.order import SampleOrder
@@ -139,6 +140,7 @@ class Walk:
         is_aligned: bool = False,
         is_light: bool = False,
         is_fed: bool = False,
+        gaps: Gaps = NO_GAPS,
     ) -> None:
         self.is_light = is_light
         self.order = order
@@ -155,7 +157,9 @@ class Walk:
             spec.end,
             stream.dp_rank,
             stream.dp_size,
+            gaps,
         )
+        self.gaps = gaps
         self.sizes = sizes
         self._next_step = stream.first_step
         self.is_aligned = is_aligned
@@ -195,11 +199,11 @@ class Walk:
     @property
     def position(self) -> int:
         """Where the next plan starts in the epoch."""
-        return self.stream.cursor + self._next_step * self.global_batch
+        return self._slice.position_of(self._next_step)
 
     def position_of(self, plan: Plan) -> int:
         """Where a plan of this walk starts in the epoch."""
-        return self.stream.cursor + plan.batches[0].step * self.global_batch
+        return self._slice.position_of(plan.batches[0].step)
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
         """As SlabSizes.fitted; a walk that is aligned or fed keeps its first value."""
@@ -222,7 +226,7 @@ class Walk:
         left = -(-(self.step_count - self._next_step) // stride)
         count = min(self._batch_count, left)
         if self.is_aligned:
-            ordinal = self.position // (self.global_batch * stride)
+            ordinal = self._slice.live_index(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
         self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return self._plan(StepRange(self._next_step, count))

@@ -20,6 +20,7 @@ class Role(enum.Enum):
 
 NODE_ONLY = frozenset({Role.NODE})
 READERS = frozenset({Role.TRAINER, Role.ADMIN})
+ADMIN_ONLY = frozenset({Role.ADMIN})
 EVERYONE = frozenset(Role)
 ANYBODY: frozenset[Role] = frozenset()
 """No token is asked for."""
@@ -33,6 +34,7 @@ CALLS: Mapping[str, frozenset[Role]] = {
     f"{_COORDINATOR}/Leave": NODE_ONLY,
     f"{_COORDINATOR}/Status": READERS,
     f"{_COORDINATOR}/Ledger": READERS,
+    f"{_COORDINATOR}/Change": ADMIN_ONLY,
     # Probes of Kubernetes cannot send a token, and learn only whether the service is ready.
     f"{_HEALTH}/Check": ANYBODY,
     f"{_HEALTH}/Watch": EVERYONE,

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.mixing import sample_count, state_at
 from dataplane.client.session import Session
-from dataplane.client.state import consumed, step_count
+from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
 from dataplane.units import whole
 from dataplane.weights import MixHistory
@@ -100,11 +100,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return self._pass(reader, worker, count)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch of this rank, over all DataLoader workers."""
+        """Steps of the next pass's whole epoch, over all DataLoader workers."""
         session = self._session_of_process()
         epoch = int(self._next_epochs.min())
         spec = session.job.spec
-        return step_count(sample_count(session, epoch), spec.global_batch, spec.end)
+        left = left_of(sample_count(session, epoch), 0, session.changes.gaps(epoch))
+        return step_count(left, spec.global_batch, spec.end)
 
     @property
     def schema(self) -> Schema:
@@ -140,8 +141,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             state = state_at(session, epoch, start).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
-            whole_epoch = sample_count(session, epoch)
-            cursor = consumed(whole_epoch, cursor, session.job.spec.global_batch, batches)
+            whole_epoch, gaps = sample_count(session, epoch), session.changes.gaps(epoch)
+            batch = session.job.spec.global_batch
+            cursor = consumed(whole_epoch, cursor, batch, batches, gaps)
         elif reader is not None:
             cursor = reader.cursor
         found = state_at(session, epoch, cursor)

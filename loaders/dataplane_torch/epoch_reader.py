@@ -9,7 +9,7 @@ from functools import partial
 
 from dataplane.client.mixing import sample_count
 from dataplane.client.session import Session
-from dataplane.client.state import consumed, step_count
+from dataplane.client.state import consumed, left_of, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.errors import ConfigError
 from dataplane.rpc import messages
@@ -58,6 +58,7 @@ class EpochReader:
                 session, epoch, cursor, first_step, stride, mix=session.mix, ahead=not in_worker
             )
         )
+        self._gaps = session.changes.gaps(epoch)
         self._sample_count = self._step_count = 0
         self._count()
         self._in_worker, self._copy_stream = in_worker, copy_stream
@@ -67,8 +68,7 @@ class EpochReader:
     @property
     def cursor(self) -> int:
         """How many samples all ranks together have consumed after the last batch returned here."""
-        steps = max(0, self.step - self.stride + 1)
-        return consumed(self._sample_count, self.start_cursor, self._global_batch, steps)
+        return self._after(max(0, self.step - self.stride + 1))
 
     @property
     def is_complete(self) -> bool:
@@ -129,19 +129,24 @@ class EpochReader:
     def _count(self) -> None:
         session, spec = self._session, self._session.job.spec
         self._sample_count = sample_count(session, self.epoch)
-        left = self._sample_count - self.start_cursor
+        left = left_of(self._sample_count, self.start_cursor, self._gaps)
         self._step_count = step_count(left, spec.global_batch, spec.end)
 
     def _without_columns(self) -> Batch | None:
         if self.is_complete:
             return None
-        at = self.start_cursor + self.step * self._global_batch
-        end = min(at + self._global_batch, self._sample_count)
-        size = self._place.dp_size
-        owned = at + (self._place.dp_rank - at) % size
-        self.valid_count = max(-((owned - end) // size), 0)
+        live = self._gaps.live
+        first, stop = live(self._after(self.step)), live(self._after(self.step + 1))
+        pieces = self._gaps.pieces(first, stop)
+        size, rank = self._place.dp_size, self._place.dp_rank
+        self.valid_count = sum(len(range(at + (rank - at) % size, end, size)) for at, end in pieces)
         self.step += self.stride
         return {}
+
+    def _after(self, steps: int) -> int:
+        """The cursor after so many steps."""
+        start, batch = self.start_cursor, self._global_batch
+        return consumed(self._sample_count, start, batch, steps, self._gaps)
 
     def _look_ahead(self, step: int) -> None:
         stream = self._stream

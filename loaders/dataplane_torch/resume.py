@@ -42,7 +42,7 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
             "same",
             stacklevel=4,
         )
-    state = state.normalised(session.job.spec)
+    state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))
     session.mix = state.mix
     if state.mix is not None and state.asked_weights != session.job.spec.asked_weights:
         session.mix = changed(session, state.epoch, state.cursor, ()).mix

@@ -16,7 +16,7 @@ from dataplane.client.digest import RowsDigest
 from dataplane.client.mixing import changed, rows_order, rows_reached, sample_count, state_at
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
-from dataplane.client.state import step_count
+from dataplane.client.state import left_of, step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
@@ -104,10 +104,10 @@ class UrlJob:
 
     @property
     def step_count(self) -> int:
-        """Steps of a whole epoch."""
-        spec = self._session.job.spec
-        count = sample_count(self._session, self.epoch)
-        return step_count(count, spec.global_batch, spec.end)
+        """Steps of the whole of the present epoch."""
+        spec, gaps = self._session.job.spec, self._session.changes.gaps(self.epoch)
+        left = left_of(sample_count(self._session, self.epoch), 0, gaps)
+        return step_count(left, spec.global_batch, spec.end)
 
     @property
     def schema(self) -> Schema:

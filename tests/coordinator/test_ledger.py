@@ -10,13 +10,24 @@ from machine import LEASE_S, other
 from membership import join, leave, progress
 from msgspec import structs
 
+from dataplane.changes import Changes, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
 from dataplane.errors import ConfigError
 from dataplane.ledger import faults
 from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.rpc.membership import JoinResponse, LeaveRequest, LedgerRequest
+from dataplane.model import DatasetIdentity
+from dataplane.rpc.membership import (
+    ChangeRequest,
+    JoinResponse,
+    LeaveRequest,
+    LedgerRequest,
+    RowsTaken,
+    StepsSkipped,
+)
 from dataplane.weights import MixHistory, ShareChange
+
+HERE, ELSEWHERE = DatasetIdentity("c", "here"), DatasetIdentity("c", "elsewhere")
 
 
 def entries(machine):
@@ -146,3 +157,125 @@ def test_the_dataset_is_told_as_the_first_member_declared_it(machine):
     machine.ask(structs.replace(join(0), urls=("s3://b/",), format="parquet"))
     found = machine.ask(LedgerRequest("j"))
     assert (found.urls, found.format, found.sample_count) == (("s3://b/",), "parquet", 1000)
+
+
+def skip(first, stop, epoch=None):
+    return ChangeRequest("j", "me@here", skip=StepsSkipped(first, stop, epoch))
+
+
+def take(*rows, layout="here"):
+    return ChangeRequest("j", "me@here", tombstones=RowsTaken(rows, layout))
+
+
+def arrive(machine, incarnation="i1", *, dp_rank=0, identity=HERE, member=None, **more):
+    """The changes that a member is told when it joins."""
+    request = join(dp_rank, 2, incarnation=incarnation, member=member, **more)
+    answer = machine.ask(structs.replace(request, identity=identity))
+    return answer if isinstance(answer, Exception) else changes_of(answer.entries)
+
+
+SKIPPED = Changes((Skip(0, 16, 48),))
+
+
+def test_3_a_generation_has_the_changes_that_were_there_when_it_began(machine):
+    assert arrive(machine) == Changes()
+    made = machine.ask(skip(1, 3))
+    assert (made.is_running, made.entry.kind, made.entry.by) == (True, "skip", "me@here")
+    for restarts in (False, True):
+        if restarts:
+            machine.restart()
+        assert arrive(machine) == arrive(machine, dp_rank=1) == Changes()
+    assert arrive(machine, "i2") == SKIPPED
+    machine.ask(take(Tombstone(0, 3)))
+    machine.restart()
+    assert arrive(machine, "i2", dp_rank=1) == SKIPPED
+    assert arrive(machine, "i3") == Changes(SKIPPED.skips, (Tombstone(0, 3),))
+    assert [one.kind for one in entries(machine)] == ["skip", "tombstone"]
+
+
+def test_3_a_second_launch_of_the_same_name_has_them_but_a_member_that_comes_back_does_not(machine):
+    arrive(machine)
+    machine.verdict(epoch=0, cursor=16, began=(0, 0))
+    machine.ask(skip(4, 5))
+    machine.wait(LEASE_S + 1)
+    assert arrive(machine) == Changes()
+    machine.ask(leave("m0-i1"))
+    assert arrive(machine, member="new") == Changes((Skip(0, 64, 80),))
+    assert machine.job().generation == 2
+    machine.verdict("new", generation=2, epoch=0, cursor=32, began=(0, 16))
+    start = [one for one in entries(machine) if one.kind == "start"][-1]
+    assert json.loads(start.payload)["last_change"] == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "free"),
+    [((0, 0), (0, 2), (1, 0)), ((0, 32), (2, 5), (3, 0)), ((1, 40), (4, 6, 0), (4, 1)),
+     ((1, 990), (61, 62), (0, 2))],
+)  # fmt: skip
+def test_of_a_running_job_only_steps_are_skipped_that_it_has_not_begun(machine, at, steps, free):
+    arrive(machine)
+    machine.verdict(epoch=at[0], cursor=at[1], began=(0, 0))
+    refused = machine.ask(skip(*steps))
+    assert isinstance(refused, ConfigError)
+    assert f"the first step that can be skipped is step {free[0]} of epoch {free[1]}" in str(
+        refused
+    )
+    assert machine.ask(skip(free[0], free[0] + 1, free[1])).entry.seq == 2
+    machine.ask(leave("m0-i1"))
+    assert not machine.ask(skip(*steps)).is_running
+
+
+def test_a_repeated_change_changes_nothing(machine):
+    arrive(machine)
+    for request in (skip(5, 7), take(Tombstone(1, 2), Tombstone(0, 3))):
+        first = machine.ask(request)
+        assert machine.ask(request) == first
+        assert machine.writes == ()
+    assert machine.ask(skip(5, 7, 1)).entry.seq == 3
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [skip(5, 5), skip(6, 5), skip(60, 64), ChangeRequest("j", "me"), take(), take(layout="x"),
+     take(Tombstone(0, 0), layout="elsewhere"), structs.replace(skip(5, 6), job_id="k"),
+     structs.replace(skip(5, 6), by=""), structs.replace(take(Tombstone(0, 0)), skip=StepsSkipped(5, 6)),
+     take(*(Tombstone(0, row) for row in range(ledger.TOMBSTONES_MAX + 1)))],
+)  # fmt: skip
+def test_what_cannot_be_changed_is_refused(machine, request_):
+    arrive(machine)
+    assert isinstance(machine.ask(request_), ConfigError)
+    assert entries(machine) == ()
+
+
+def test_steps_of_a_mixture_are_not_skipped(machine):
+    sources = (SourceSpec("web", "f", 1 << 32),)
+    arrive(machine, spec=other(mixture=MixtureSpec(sources)))
+    assert "reads a mixture, whose steps cannot be skipped" in str(machine.ask(skip(5, 7)))
+
+
+def test_1_changes_are_bounded_and_never_left_out(machine, monkeypatch):
+    monkeypatch.setattr(ledger, "ENTRIES_MAX", 6)
+    monkeypatch.setattr(ledger, "CHANGES_MAX", 3)
+    arrive(machine)
+    for first in (3, 5, 7):
+        machine.ask(skip(first, first + 1))
+    assert "was changed 3 times already" in str(machine.ask(skip(9, 10)))
+    for launch in range(2, 9):
+        arrive(machine, f"i{launch}")
+        machine.verdict(f"m0-i{launch}", launch, cursor=launch, began=(0, launch))
+    kinds = [one.kind for one in entries(machine)]
+    assert kinds.count("skip") == 3
+    assert len(kinds) == 6
+
+
+def test_rows_stay_out_and_skips_hold_for_their_order_alone(machine):
+    arrive(machine)
+    machine.ask(skip(5, 7))
+    machine.ask(take(Tombstone(0, 1)))
+    machine.ask(leave("m0-i1"))
+    refused = arrive(machine, "i2", identity=ELSEWHERE)
+    assert "reads another dataset than the one of which rows were taken out" in str(refused)
+    assert arrive(machine, "i3", spec=other(seed=9)) == Changes((), (Tombstone(0, 1),))
+    machine.ask(leave("m0-i3"))
+    moved = other(fingerprint="moved", global_batch=24)
+    assert arrive(machine, "i4", spec=moved) == Changes((Skip(0, 80, 112),), (Tombstone(0, 1),))

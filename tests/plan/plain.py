@@ -76,6 +76,32 @@ def order(block_rows, seed, lanes, window, epoch, ramp=0):
     return [served[position % lanes][position // lanes] for position in range(len(samples))]
 
 
+TOMBSTONE = 9
+
+
+def substitute(seed, shard, row, count, gone):
+    """The row of a block of `count` rows that stands for a row of a shard that was taken out;
+    `gone` are the rows of the block that were, counted in the block.
+    """
+    keyed = key(seed, TOMBSTONE, shard, row)
+    while True:
+        found = mix(keyed) % count
+        if found not in gone:
+            return found
+        keyed = (keyed + GAMMA) & MASK
+
+
+def skipping(count, cursor, batch, end, skipped):
+    """The positions of each step from a cursor on, with skipped ranges of positions left out."""
+    live = [at for at in range(cursor, count) if not any(a <= at < b for a, b in skipped)]
+    steps = [live[at : at + batch] for at in range(0, len(live), batch)]
+    if end == "drop" and steps and len(steps[-1]) < batch:
+        del steps[-1]
+    if end == "pad" and steps:
+        steps[-1] += range(count, count + batch - len(steps[-1]))
+    return steps
+
+
 PACK = 8
 
 

@@ -27,7 +27,7 @@ class Refusing:
     async def join(self, _):
         raise self.error
 
-    register_node = heartbeat = leave = status = ledger = join
+    register_node = heartbeat = leave = status = ledger = change = join
 
 
 def refused(every):

@@ -15,6 +15,7 @@ from scheduler_world import PAGE
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import SlotLayout
+from dataplane.changes import NO_GAPS
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.model import Region, Stream
 from dataplane.rpc.tasks import Assembled
@@ -132,7 +133,8 @@ class _Consumers:
 
     def __init__(self, position: int) -> None:
         order = SimpleNamespace(sample_count=1000)
-        walk = SimpleNamespace(stream=Stream(0, 0, 0, 1), global_batch=1, order=order)
+        at = Stream(0, 0, 0, 1)
+        walk = SimpleNamespace(stream=at, global_batch=1, order=order, gaps=NO_GAPS)
         self._stream = SimpleNamespace(walk=walk, wanted_position=position, after=None)
 
     def of_group(self, group: Group) -> list[Any]:
@@ -207,6 +209,7 @@ def test_a_consumer_needs_exactly_the_steps_that_it_has_not_reached(
         stream=Stream(epoch, cursor, 0, 1, first, stride),
         global_batch=batch,
         order=SimpleNamespace(sample_count=count),
+        gaps=NO_GAPS,
     )
     stream: Any = SimpleNamespace(walk=walk, wanted_position=wanted)
     behind = _Behind.of(stream, goes_on=goes_on)

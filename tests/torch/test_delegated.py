@@ -94,6 +94,24 @@ def _plain(values: Any) -> Any:
     return values if isinstance(values, list) else values.tolist()
 
 
+def test_slabs_made_elsewhere_are_without_what_was_left_out(url: str, cluster: Cluster) -> None:
+    cluster.make(1)
+    job = {"service": cluster.service, "name": "j", **OPTIONS}
+
+    def read() -> list[list[int]]:
+        with DataLoader(url, 16, **job) as loader:
+            return [batch["id"].tolist() for batch in loader]
+
+    whole, at = read(), ("--join", cluster.coordinator.address)
+    assert run(["skip", "j", "--steps", "2:5", "--epoch", "0", *at]) == 0
+    assert run(["tombstone", "j", "--row", f"{whole[0][0] // 256}:{whole[0][0] % 256}", *at]) == 0
+    found = read()
+    assert found[1:] == [whole[1], *whole[5:]]
+    assert found[0][1:] == whole[0][1:]
+    assert found[0][0] != whole[0][0]
+    assert found[0][0] // BLOCK_ROWS == whole[0][0] // BLOCK_ROWS
+
+
 def test_slabs_made_elsewhere_are_those_of_a_node_with_workers(url: str, cluster: Cluster) -> None:
     expected = batches(url)
     with DataLoader(url, 16, service=cluster.service, **OPTIONS) as loader:

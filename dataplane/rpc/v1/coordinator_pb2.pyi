@@ -68,14 +68,16 @@ class JoinRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("generation", "lease_s", "nodes")
+    __slots__ = ("generation", "lease_s", "nodes", "entries")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     generation: int
     lease_s: float
     nodes: JobNodes
-    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ..., nodes: _Optional[_Union[JobNodes, _Mapping]] = ...) -> None: ...
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ..., nodes: _Optional[_Union[JobNodes, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class NeighbourNode(_message.Message):
     __slots__ = ("node_id", "address", "arena_bytes", "worker_count", "disk_id")
@@ -362,3 +364,47 @@ class LedgerResponse(_message.Message):
     identity: _types_pb2.DatasetIdentity
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
     def __init__(self, job_id: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+
+class StepsSkipped(_message.Message):
+    __slots__ = ("first", "stop", "epoch")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    stop: int
+    epoch: int
+    def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RowsTaken(_message.Message):
+    __slots__ = ("rows", "layout")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.Tombstone]
+    layout: str
+    def __init__(self, rows: _Optional[_Iterable[_Union[_types_pb2.Tombstone, _Mapping]]] = ..., layout: _Optional[str] = ...) -> None: ...
+
+class ChangeRequest(_message.Message):
+    __slots__ = ("job_id", "by", "skip", "tombstones")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    by: str
+    skip: StepsSkipped
+    tombstones: RowsTaken
+    def __init__(self, job_id: _Optional[str] = ..., by: _Optional[str] = ..., skip: _Optional[_Union[StepsSkipped, _Mapping]] = ..., tombstones: _Optional[_Union[RowsTaken, _Mapping]] = ...) -> None: ...
+
+class ChangeResponse(_message.Message):
+    __slots__ = ("entry", "is_running", "epoch", "cursor", "global_batch")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
+    entry: _types_pb2.LedgerEntry
+    is_running: bool
+    epoch: int
+    cursor: int
+    global_batch: int
+    def __init__(self, entry: _Optional[_Union[_types_pb2.LedgerEntry, _Mapping]] = ..., is_running: bool = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ...) -> None: ...

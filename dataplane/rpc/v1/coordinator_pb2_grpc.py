@@ -64,6 +64,11 @@ class CoordinatorStub(object):
                 request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
                 _registered_method=True)
+        self.Change = channel.unary_unary(
+                '/dataplane.rpc.v1.Coordinator/Change',
+                request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeRequest.SerializeToString,
+                response_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -113,6 +118,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Change(self, request, context):
+        """Leaves steps or rows out of a job, from its next start on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.FromString,
                     response_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Change': grpc.unary_unary_rpc_method_handler(
+                    servicer.Change,
+                    request_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeRequest.FromString,
+                    response_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class Coordinator(object):
             '/dataplane.rpc.v1.Coordinator/Ledger',
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Change(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataplane.rpc.v1.Coordinator/Change',
+            dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeRequest.SerializeToString,
+            dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

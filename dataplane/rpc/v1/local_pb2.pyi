@@ -104,7 +104,7 @@ class DatasetSource(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
 
 class OpenJob(_message.Message):
-    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options", "view", "mixture")
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options", "view", "mixture", "entries")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class OpenJob(_message.Message):
     COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MIXTURE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     incarnation: str
     member_id: str
@@ -137,7 +138,8 @@ class OpenJob(_message.Message):
     column_options: _types_pb2.ColumnOptions
     view: _types_pb2.View
     mixture: MixtureAsked
-    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ...) -> None: ...
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class MixtureAsked(_message.Message):
     __slots__ = ("sources", "unit", "exhausted", "length", "temperature", "source_column", "schedule")
@@ -184,7 +186,7 @@ class SourceAsked(_message.Message):
     def __init__(self, name: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., weight: _Optional[float] = ..., passes: _Optional[float] = ..., passes_max: _Optional[int] = ..., mean_length: _Optional[float] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice")
+    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice", "entries")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +200,7 @@ class JobOpened(_message.Message):
     INDEX_S_FIELD_NUMBER: _ClassVar[int]
     PLAN_S_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.JobSpec
     digest: str
     sample_count: int
@@ -211,7 +214,8 @@ class JobOpened(_message.Message):
     index_s: float
     plan_s: float
     advice: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ..., advice: _Optional[_Iterable[str]] = ...) -> None: ...
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ..., advice: _Optional[_Iterable[str]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class DescribeColumns(_message.Message):
     __slots__ = ("job_id", "first")

@@ -407,6 +407,14 @@ class LedgerEntry(_message.Message):
     previous: str
     def __init__(self, seq: _Optional[int] = ..., kind: _Optional[str] = ..., position: _Optional[_Union[LedgerPosition, _Mapping]] = ..., payload: _Optional[str] = ..., by: _Optional[str] = ..., at: _Optional[float] = ..., previous: _Optional[str] = ...) -> None: ...
 
+class Tombstone(_message.Message):
+    __slots__ = ("shard", "row")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    row: int
+    def __init__(self, shard: _Optional[int] = ..., row: _Optional[int] = ...) -> None: ...
+
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "source")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]

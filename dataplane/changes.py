@@ -1,0 +1,230 @@
+"""What people change of a job while it exists: skipped steps, and rows that are taken out.
+
+1. Changes are entries of the job's ledger. A launch has those that were there when it began, so
+   that all of its ranks have the same.
+2. A skip holds for one order of rows, and a tombstone for one layout of the dataset: they say
+   nothing about others.
+3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
+from dataplane.model import DatasetIdentity
+
+SKIP, TOMBSTONE = "skip", "tombstone"
+
+Range = tuple[int, int]
+
+
+class Gaps(Struct, frozen=True):
+    """The skipped positions of one epoch, as ranges (begin, end) that rise and do not touch. All
+    other positions are *live*, and counted from 0 by their live index.
+    """
+
+    ranges: tuple[Range, ...] = ()
+
+    def live(self, position: int) -> int:
+        """How many live positions are before this one."""
+        return position - sum(min(position, end) - begin for begin, end in self._before(position))
+
+    def place(self, live: int) -> int:
+        """The position with this live index."""
+        for begin, end in self.ranges:
+            if live < begin:
+                break
+            live += end - begin
+        return live
+
+    def after(self, position: int, count: int) -> int:
+        """Where the next `count` live positions end, from this one on."""
+        return self.place(self.live(position) + count - 1) + 1 if count else position
+
+    def pieces(self, first: int, stop: int) -> list[Range]:
+        """The positions with the live indices from `first` up to `stop`, as ranges."""
+        found: list[Range] = []
+        while first < stop:
+            begin = self.place(first)
+            gap = next((gap for gap, _ in self.ranges if gap > begin), None)
+            end = begin + stop - first if gap is None else min(begin + stop - first, gap)
+            found.append((begin, end))
+            first += end - begin
+        return found
+
+    def _before(self, position: int) -> Iterator[Range]:
+        return (each for each in self.ranges if each[0] < position)
+
+
+NO_GAPS = Gaps()
+
+
+class Skip(Struct, frozen=True, order=True):
+    """The positions from `begin` up to `end` of an epoch are skipped."""
+
+    epoch: int
+    begin: int
+    end: int
+
+
+class Tombstone(Struct, frozen=True, order=True):
+    """A row of a shard that was taken out; both count from 0."""
+
+    shard: int
+    row: int
+
+
+class Changes(Struct, frozen=True):
+    """All changes of a launch, sorted."""
+
+    skips: tuple[Skip, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
+
+    def gaps(self, epoch: int) -> Gaps:
+        """What is skipped of an epoch."""
+        found: list[Range] = []
+        for skip in self.skips:
+            if skip.epoch != epoch or skip.begin >= skip.end:
+                continue
+            if found and skip.begin <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], skip.end)
+            else:
+                found.append((skip.begin, skip.end))
+        return Gaps(tuple(found))
+
+    def rows_digest(self, digest: str) -> str:
+        """16 hex digits over what decides which rows stand where: `digest` if no row was taken out.
+        Skips do not count, since a digest covers the ranges that were read.
+        """
+        if not self.tombstones:
+            return digest
+        rows = canonical([[one.shard, one.row] for one in self.tombstones])
+        return hashlib.blake2b(f"{digest}:{rows}".encode(), digest_size=8).hexdigest()
+
+    def job_digest(self, digest: str) -> str:
+        """A name for a job with this digest and these changes; `digest` without any."""
+        if not self.skips and not self.tombstones:
+            return digest
+        skips = canonical([[one.epoch, one.begin, one.end] for one in self.skips])
+        text = f"{digest}:{skips}:{self.rows_digest('')}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def order_key(spec: JobSpec, layout: str) -> str:
+    """What a skip holds for: all that decides which row stands at each position."""
+    return dataclasses.replace(spec, global_batch=1).rows_digest(layout)
+
+
+def layout_of(spec: JobSpec, identity: DatasetIdentity | None) -> str:
+    """What tombstones hold for: shards, their order, and their blocks."""
+    return spec.fingerprint if identity is None else identity.layout
+
+
+def skip_payload(skip: Skip, spec: JobSpec, layout: str) -> str:
+    """The payload of a skip's entry."""
+    first, stop = skip.begin // spec.global_batch, -(-skip.end // spec.global_batch)
+    facts = {"begin": skip.begin, "end": skip.end, "order": order_key(spec, layout)}
+    return canonical({**facts, "steps": f"{first}:{stop}", "global_batch": spec.global_batch})
+
+
+def tombstone_payload(rows: Iterable[Tombstone], layout: str) -> str:
+    """The payload of an entry that takes these rows out."""
+    return canonical({"rows": [[one.shard, one.row] for one in rows], "layout": layout})
+
+
+def in_force(
+    entries: Iterable[LedgerEntry], spec: JobSpec, layout: str, last: int | None = None
+) -> tuple[LedgerEntry, ...]:
+    """The changes among these entries that a launch of this job has; with `last`, those up to the
+    entry with this number.
+    """
+    some = [one for one in entries if one.kind in (SKIP, TOMBSTONE)]
+    if not some:
+        return ()
+    holds_for = {SKIP: ("order", order_key(spec, layout)), TOMBSTONE: ("layout", layout)}
+
+    def holds(entry: LedgerEntry) -> bool:
+        name, value = holds_for[entry.kind]
+        return bool(_facts(entry).get(name) == value)
+
+    return tuple(one for one in some if (last is None or one.seq <= last) and holds(one))
+
+
+def changes_at(
+    entries: Sequence[LedgerEntry],
+    spec: JobSpec,
+    layout: str,
+    reached: LedgerPosition,
+    place: LedgerPosition,
+) -> Changes:
+    """The changes of the launch that read this place last, or that will read it: the present one
+    of a running job, or else the next one. `reached` is how far the job is.
+    """
+    launches = [one for one in entries if one.kind in ("start", "end")]
+    is_running = bool(launches) and launches[-1].kind == "start"
+    last: int | None = None
+    if launches and (is_running or place < reached):
+        starts = [one for one in launches if one.kind == "start" and one.position <= place]
+        last = int(_facts(starts[-1]).get("last_change", 0)) if starts else 0
+    return changes_of(in_force(entries, spec, layout, last))
+
+
+def check_unchanged(
+    job_id: str, known: tuple[LedgerEntry, ...], found: tuple[LedgerEntry, ...]
+) -> None:
+    """Check that a member that joins again finds the changes that it had.
+
+    Raises:  ConfigError: it began before a change that its job has now.
+    """
+    if changes_of(known) != changes_of(found):
+        raise ConfigError(
+            f"steps or rows of job {job_id!r} were taken out (`dataplane ledger show`) while this "
+            "rank was away, and it has begun without knowing: stop this launch, and resume the job "
+            "from its checkpoint",
+            job=job_id,
+        )
+
+
+@functools.lru_cache(64)
+def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
+    """The changes that these entries say.
+
+    Raises:  ConfigError: an entry is damaged.
+    """
+    skips: list[Skip] = []
+    tombstones: set[Tombstone] = set()
+    for entry in entries:
+        facts = _facts(entry)
+        try:
+            if entry.kind == SKIP:
+                skips.append(Skip(entry.position.epoch, int(facts["begin"]), int(facts["end"])))
+            elif entry.kind == TOMBSTONE:
+                tombstones |= {Tombstone(int(shard), int(row)) for shard, row in facts["rows"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(entry) from error
+    return Changes(tuple(sorted(skips)), tuple(sorted(tombstones)))
+
+
+def _facts(entry: LedgerEntry) -> dict[str, Any]:
+    facts = json.loads(entry.payload)
+    if not isinstance(facts, dict):
+        raise _damaged(entry)
+    return facts
+
+
+def _damaged(entry: LedgerEntry) -> ConfigError:
+    return ConfigError(
+        f"entry {entry.seq} of the ledger ({entry.kind}) is damaged: {entry.payload:.160}: "
+        "`dataplane ledger verify` checks all of them",
+        field="entries",
+    )

@@ -1,0 +1,197 @@
+"""Skipped steps and rows that were taken out, as docs/order.md defines them."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from plan import golden, plain
+from plan.test_trail import manifest_of, shards
+
+from dataplane.changes import Changes, Gaps, Skip, Tombstone
+from dataplane.client.digest import RowsDigest
+from dataplane.client.state import consumed, left_of, step_count
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.model import End, Stream, View
+from dataplane.plan.orders import delivered_order, job_order
+from dataplane.plan.slices import Slice
+from dataplane.plan.tombstones import check_tombstones, substitute
+from dataplane.plan.trail import RowNames
+from dataplane.scheduler.walk import SlabSizes, Walk
+
+modest = settings(max_examples=150)
+ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=3)
+
+
+@st.composite
+def epochs(draw):
+    count = draw(st.integers(1, 120))
+    end = draw(st.sampled_from(End))
+    batch = draw(st.integers(4, 30))
+    if end is End.DROP and batch > count:
+        end = End.RAGGED
+    cursor = draw(st.integers(0, count))
+    skips = [Skip(0, min(a, count), min(a + size, count)) for a, size in draw(ranges)]
+    return count, cursor, batch, end, Changes(tuple(sorted(skips))).gaps(0)
+
+
+@modest
+@given(epochs())
+def test_live_indices_number_the_positions_that_are_not_skipped(epoch):
+    count, cursor, _, _, gaps = epoch
+    assert all(a < b for a, b in gaps.ranges)
+    assert all(one[1] < other[0] for one, other in zip(gaps.ranges, gaps.ranges[1:], strict=False))
+    live = [at for at in range(count) if not any(a <= at < b for a, b in gaps.ranges)]
+    assert [gaps.place(index) for index in range(len(live))] == live
+    assert [gaps.live(at) for at in live] == list(range(len(live)))
+    assert left_of(count, cursor, gaps) == sum(at >= cursor for at in live)
+    pieces = gaps.pieces(gaps.live(cursor), len(live))
+    assert [at for piece in pieces for at in range(*piece)] == [at for at in live if at >= cursor]
+
+
+@modest
+@given(epochs())
+def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch):
+    count, cursor, batch, end, gaps = epoch
+    expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
+    for size in (1, 2, 3, 4):
+        own = [Slice(count, cursor, batch, end, rank, size, gaps) for rank in range(size)]
+        assert {each.step_count for each in own} == {len(expected)}
+        for step, positions in enumerate(expected):
+            for rank, each in enumerate(own):
+                mine = [at for at in positions if at % size == rank]
+                found = each.positions_of_steps(step, 1)
+                assert found.positions.tolist() == [at % count for at in mine]
+                assert found.valid.tolist() == [sum(at < count for at in mine)]
+            assert own[0].position_of(step) == positions[0]
+    many = own[-1].positions_of_steps(0, len(expected))
+    singly = [own[-1].positions(step).tolist() for step in range(len(expected))]
+    assert many.positions.tolist() == [at for each in singly for at in each]
+    assert many.rows.tolist() == [len(each) for each in singly]
+
+
+@modest
+@given(epochs(), st.integers(0, 40))
+def test_a_run_that_is_resumed_after_any_step_has_the_rest(epoch, step):
+    count, cursor, batch, end, gaps = epoch
+    steps = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
+    step = min(step, len(steps))
+    at = consumed(count, cursor, batch, step, gaps)
+    assert at == (max(one for one in steps[step - 1] if one < count) + 1 if step else cursor)
+    assert step_count(left_of(count, at, gaps), batch, end) == len(steps) - step
+    assert plain.skipping(count, at, batch, end.value, gaps.ranges) == steps[step:]
+
+
+@modest
+@given(epochs(), st.lists(st.integers(0, 40), max_size=3))
+def test_a_digest_covers_the_positions_that_were_read_however_often_it_was_resumed(epoch, stops):
+    count, cursor, batch, end, gaps = epoch
+    steps = len(plain.skipping(count, cursor, batch, end.value, gaps.ranges))
+    last = consumed(count, cursor, batch, steps, gaps)
+    whole = RowsDigest().continued("o", 0, cursor).reached(last, gaps)
+    found = RowsDigest().continued("o", 0, cursor)
+    for stop in sorted(min(stop, steps) for stop in stops):
+        at = consumed(count, cursor, batch, stop, gaps)
+        found = found.reached(at, gaps)
+        found = RowsDigest.from_dict(found.to_dict(0, at), 0, at).continued("o", 0, at)
+    assert found.reached(last, gaps).value == whole.value
+    read = left_of(last, cursor, gaps)
+    plainly = RowsDigest().continued("o", 0, cursor).reached(last)
+    assert (plainly.value == whole.value) == (read == last - cursor)
+
+
+@settings(max_examples=60)
+@given(epochs(), st.integers(1, 4), st.integers(1, 5))
+def test_a_walk_plans_exactly_the_steps_that_are_not_skipped(epoch, size, most):
+    count, cursor, batch, end, gaps = epoch
+    spec = JobSpec("f", global_batch=batch, end=end)
+    order = job_order(spec, (manifest_of([[count]]),), 0)
+    walk = Walk(spec, order, Stream(0, cursor, 0, size), SlabSizes(most, most, 0), gaps=gaps)
+    expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
+    plans = walk.next_plans(200)
+    rows = [plan.row_index[:, 1].tolist() for plan in plans]
+    mine = [at % count for positions in expected for at in positions if at % size == 0]
+    assert [row for some in rows for row in some] == mine
+    for plan in plans:
+        assert walk.position_of(plan) == expected[plan.batches[0].step][0]
+
+
+@st.composite
+def taken(draw):
+    shard_blocks = draw(shards)
+    manifest = manifest_of(shard_blocks)
+    names = RowNames(manifest)
+    rows = [
+        Tombstone(shard, row)
+        for shard in range(len(shard_blocks))
+        for row in range(names.row_count(shard))
+    ]
+    some = draw(st.sets(st.sampled_from(rows)))
+    by_block: dict[int, list[Tombstone]] = {}
+    for one in sorted(some):
+        by_block.setdefault(names.block_of(one.shard, one.row)[0], []).append(one)
+    for block, gone in by_block.items():
+        if len(gone) == manifest.block_rows[block]:
+            some.discard(gone[draw(st.integers(0, len(gone) - 1))])
+    spec = JobSpec(
+        "f", draw(st.integers(0, 2**64 - 1)), draw(st.booleans()), draw(st.integers(1, 4)),
+        draw(st.integers(1, 30)), 8, ramp=draw(st.integers(0, 2)),
+    )  # fmt: skip
+    return manifest, spec, draw(st.integers(0, 2)), tuple(sorted(some))
+
+
+@modest
+@given(taken())
+def test_only_positions_of_rows_that_were_taken_out_change_and_stay_in_their_block(found):
+    manifest, spec, epoch, tombstones = found
+    names = RowNames(manifest)
+    plainly = job_order(spec, (manifest,), epoch)
+    order = delivered_order(spec, (manifest,), epoch, tombstones)
+    positions = np.arange(plainly.sample_count)
+    assert order.sample_count == plainly.sample_count
+    gone = {}
+    for one in tombstones:
+        block, row = names.block_of(one.shard, one.row)
+        gone.setdefault(block, {})[row] = one
+    blocks, rows = plainly.locate(positions)
+    expected = []
+    for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
+        one, count = gone.get(block, {}).get(row), int(manifest.block_rows[block])
+        given_row = row
+        if one is not None:
+            given_row = plain.substitute(spec.seed, one.shard, one.row, count, gone[block])
+        expected.append((block, given_row))
+    given_blocks, given_rows = order.locate(positions)
+    assert list(zip(given_blocks.tolist(), given_rows.tolist(), strict=True)) == expected
+    assert not any(row in gone.get(block, ()) for block, row in expected)
+    every = np.arange(manifest.block_count)
+    for mine, others in zip(order.block_span(every), plainly.block_span(every), strict=True):
+        assert mine.tolist() == others.tolist()
+
+
+def test_substitutes_are_the_golden_ones():
+    for (seed, shard, row, count, *gone), expected in golden.SUBSTITUTES.items():
+        assert plain.substitute(seed, shard, row, count, gone) == expected
+        assert substitute(seed, Tombstone(shard, row), count, gone) == expected
+
+
+def test_a_block_keeps_a_row_and_views_keep_theirs():
+    manifest, spec = manifest_of([[3], [4, 2]]), JobSpec("f")
+    rows = tuple(Tombstone(1, row) for row in (4, 5))
+    with pytest.raises(ConfigError, match=r"rows 4 to 5 of mem://part-1, a whole block"):
+        check_tombstones(spec, (manifest,), rows)
+    with pytest.raises(ConfigError, match=r"mem://part-1 has no row 6"):
+        check_tombstones(spec, (manifest,), (Tombstone(1, 6),))
+    check_tombstones(spec, (manifest,), rows[:1])
+    check_tombstones(JobSpec("f", view=View(map="m:f", collate="m:g")), (manifest,), rows[:1])
+    with pytest.raises(ConfigError, match="a view of the rows"):
+        check_tombstones(JobSpec("f", view=View(limit=3)), (manifest,), rows[:1])
+    check_tombstones(JobSpec("f", view=View(limit=3)), (manifest,), ())
+
+
+def test_ranges_that_touch_or_overlap_are_one_and_other_epochs_have_none():
+    skips = (Skip(0, 0, 8), Skip(0, 8, 16), Skip(0, 12, 14), Skip(0, 20, 24), Skip(1, 0, 4))
+    assert Changes(skips).gaps(0) == Gaps(((0, 16), (20, 24)))
+    assert Changes(skips).gaps(2) == Gaps()

@@ -1,0 +1,273 @@
+"""Steps and rows that are left out of a job, over a real service and real trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from fleet import Run, Service
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from dataplane.cli import run
+from dataplane.errors import ConfigError
+from dataplane.model import Topology
+
+SHARDS, ROWS, GROUP, BATCH = 3, 100, 20, 24
+STEPS = -(-SHARDS * ROWS // BATCH)
+OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 3, "lanes": 2, "window": 40}
+SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
+         "--delivery-bytes-per-rank", "2MiB")  # fmt: skip
+
+Ids = list[list[int]]
+Command = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(SHARDS):
+        ids = np.arange(shard * ROWS, (shard + 1) * ROWS)
+        pq.write_table(pa.table({"id": ids}), folder / f"s{shard}.parquet", row_group_size=GROUP)
+    return str(folder)
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    name = f"changes-{os.getpid()}:7077"
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DATAPLANE_SERVICE", name)
+    with Service("--listen", "127.0.0.1:0", "--service", name, *SMALL) as made:
+        yield made
+
+
+@pytest.fixture
+def command(service: Service, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The JSON that a command prints, or, if a status is expected, its error."""
+
+    def asked(*arguments: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        as_json = () if status else ("--json",)
+        assert run([*arguments, "--join", service.address, *as_json]) == status
+        told = capsys.readouterr()
+        return told.err if status else json.loads(told.out)
+
+    return asked
+
+
+@contextlib.contextmanager
+def ranks(url: str, size: int = 1, state: Any = None, **more: Any) -> Iterator[list[Any]]:
+    """The loaders of all ranks of one launch."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for rank in range(size):
+            place = Topology(rank, size, rank, size, rank, size)
+            options = {"topology": place, "name": "j", "global_batch_size": BATCH, **OPTIONS}
+            made.append(stack.enter_context(DataLoader(url, **{**options, **more})))
+        for loader in made if state else ():
+            loader.load_state_dict(state)
+        yield made
+
+
+def joined(passes: Sequence[Ids]) -> Ids:
+    """Global batches, from the batches of each rank."""
+    return [
+        [one for turn in itertools.zip_longest(*step) for one in turn if one is not None]
+        for step in zip(*passes, strict=True)
+    ]
+
+
+def read(url: str, size: int = 1, state: Any = None, **more: Any) -> tuple[Ids, list[Any]]:
+    """The global batches of a pass, and the states of all ranks after it."""
+    with ranks(url, size, state, **more) as loaders:
+        passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
+        return joined(passes), [loader.state_dict() for loader in loaders]
+
+
+def states_of(url: str, **more: Any) -> tuple[Ids, list[Any]]:
+    """The global batches of a pass, and the state before each and after the last."""
+    with ranks(url, **more) as (loader,):
+        batches, states = [], [loader.state_dict()]
+        for batch in loader:
+            batches.append(batch["id"].tolist())
+            states.append(loader.state_dict())
+        return batches, states
+
+
+def test_skipped_steps_are_passed_over_on_any_number_of_ranks_and_at_any_resume(
+    shards: str, command: Command
+) -> None:
+    whole, before = states_of(shards)
+    told = command("skip", "j", "--steps", "4:7", "--epoch", "0")
+    assert (told["is_running"], told["entry"]["position"]) == (False, {"cursor": 96, "epoch": 0})
+    left = [*whole[:4], *whole[7:]]
+    found, states = states_of(shards)
+    assert found == left
+    assert [state["cursor"] for state in states[:6]] == [0, 24, 48, 72, 96, 192]
+    for size in (2, 3, 4):
+        batches, after = read(shards, size)
+        assert batches == left
+        assert {state["digest"]["value"] for state in after} == {states[-1]["digest"]["value"]}
+    for at, state in enumerate(before[:-1]):  # before, inside and after
+        batches, _ = read(shards, 1 + at % 3, state)
+        assert batches == (left[at:] if at < 4 else whole[max(at, 7) :])
+    for at in (3, 4, 5):
+        batches, after = read(shards, 2, states[at])
+        assert (batches, after[0]["digest"]) == (left[at:], states[-1]["digest"])
+    with ranks(shards) as (loader,):
+        assert len(loader) == STEPS - 3
+        assert len(list(loader)) == STEPS - 3
+        loader.set_epoch(1)
+        assert len(loader) == STEPS
+
+
+def test_another_global_batch_goes_round_the_same_positions(shards: str, command: Command) -> None:
+    whole, _ = read(shards)
+    flat = [one for batch in whole for one in batch]
+    command("skip", "j", "--steps", "2:3")
+    left = flat[: 2 * BATCH] + flat[3 * BATCH :]
+    found, _ = read(shards, 2, global_batch_size=20)
+    assert found == [left[at : at + 20] for at in range(0, len(left), 20)]
+    traced = command("trace", "j", "--epoch", "0", "--step", "2")
+    assert [one["is_skipped"] for one in traced] == [at >= 48 for at in range(40, 60)]
+
+
+def test_a_running_job_refuses_what_it_has_begun_and_goes_on_as_it_is(
+    shards: str, command: Command
+) -> None:
+    with ranks(shards) as (loader,):
+        passing = iter(loader)
+        batches = [next(passing)["id"].tolist() for _ in range(3)]
+        while command("ledger", "show", "j") == []:
+            threading.Event().wait(0.05)
+        for steps in ("0:2", "0:9"):
+            said = command("skip", "j", "--steps", steps, status=2)
+            assert "the first step that can be skipped is step" in said
+            assert "stop it, skip them, and resume it from a checkpoint at step 0" in said
+        told = command("skip", "j", "--steps", "9:11")
+        assert told["is_running"]
+        batches += [batch["id"].tolist() for batch in passing]
+        assert len(batches) == STEPS
+    found, _ = read(shards)
+    assert found == [*batches[:9], *batches[11:]]
+    for wrong, why in (("5", "FIRST:STOP"), ("7:7", "has steps 0:13"), ("9:14", "has steps 0:13")):
+        assert why in command("skip", "j", "--steps", wrong, status=2)
+    assert "no job is called 'k'" in command("skip", "k", "--steps", "0:1", status=2)
+
+
+def test_runs_are_compared_by_what_they_skip(shards: str, command: Command) -> None:
+    _, plain = states_of(shards)
+    command("skip", "j", "--steps", "4:5")
+    _, one = states_of(shards)
+    command("skip", "j", "--steps", "6:7")
+    _, two = states_of(shards)
+    digests = [[state["digest"]["value"] for state in each] for each in (plain, one, two)]
+    assert digests[0][:5] == digests[1][:5] == digests[2][:5]
+    assert digests[0][5] != digests[1][5] == digests[2][5]
+    assert len({each[6] for each in digests}) == len({each[-1] for each in digests}) == 3
+
+
+def test_a_killed_trainer_goes_on_round_the_skip_from_an_older_checkpoint(
+    shards: str, command: Command, tmp_path: Path
+) -> None:
+    options = {"name": "j", "global_batch_size": BATCH, **OPTIONS}
+    with Run(tmp_path / "one", shards, 1, options) as first:
+        (saved,) = first.go(3)
+        first.go(5)
+        whole = [[one for (one,) in batch] for batch in first.trainers[0].batches()]
+        first.kill()
+    wait_until_idle(command)
+    command("skip", "j", "--steps", "4:7", "--epoch", "0")
+    with Run(tmp_path / "two", shards, 1, options, state=saved["state"]) as second:
+        (saved,) = second.go(1)
+        second.go(1)
+        found = [[one for (one,) in batch] for batch in second.trainers[0].batches()]
+        assert found == [whole[3], whole[7]]
+        second.kill()
+    with Run(tmp_path / "three", shards, 1, options, state=saved["state"]) as third:
+        (ended,) = third.finish()
+        assert ended["steps"] == STEPS - 7
+        found = [[one for (one,) in batch] for batch in third.trainers[0].batches()]
+    assert found[0] == whole[7]
+    _, states = states_of(shards)
+    assert states[-1]["digest"] == ended["state"]["digest"]
+
+
+def wait_until_idle(command: Command) -> None:
+    while command("ledger", "show", "j")[-1]["kind"] != "end":
+        threading.Event().wait(0.05)
+
+
+def test_workers_of_torchs_loader_take_their_turns_round_a_skip(
+    shards: str, command: Command
+) -> None:
+    whole, _ = read(shards)
+    command("skip", "j", "--steps", "3:6")
+    options = {"name": "j", "batch_size": BATCH, **OPTIONS}
+    dataset = ShardedIterableDataset(shards, **options)
+    loader = TorchDataLoader(dataset, batch_size=None, num_workers=2)
+    assert len(dataset) == STEPS - 3
+    assert [batch["id"].tolist() for batch in loader] == [*whole[:3], *whole[6:]]
+    dataset.close()
+
+
+def test_a_row_that_is_taken_out_is_replaced_by_one_of_its_block_and_nothing_else_moves(
+    shards: str, command: Command
+) -> None:
+    whole, before = states_of(shards)
+    told = command("tombstone", "j", "--row", "s0.parquet:7", "--row", "2:99")
+    assert told["entry"]["payload"]["rows"] == [[0, 7], [2, 99]]
+    found, states = states_of(shards)
+    flat, after = [[one for batch in each for one in batch] for each in (whole, found)]
+    moved = {one: other for one, other in zip(flat, after, strict=True) if one != other}
+    assert moved.keys() == {7, 299}
+    assert all(one // GROUP == other // GROUP for one, other in moved.items())
+    for size in (2, 3, 4):
+        batches, ends = read(shards, size)
+        assert batches == found
+        assert {end["digest"]["value"] for end in ends} == {states[-1]["digest"]["value"]}
+    assert states[-1]["digest"] != before[-1]["digest"]
+    batches, _ = read(shards, 2, before[5])
+    assert batches == found[5:]
+    step = next(step for step, batch in enumerate(whole) if 7 in batch)
+    traced = command("trace", "j", "--epoch", "0", "--step", str(step))
+    at = whole[step].index(7)
+    assert (traced[at]["row"], traced[at]["instead_of"]) == (moved[7], 7)
+    replayed = command("replay", "j", "--epoch", "0", "--step", str(step))
+    assert [row["values"]["id"] for row in replayed] == found[step]
+    (gone,) = command("where", "j", "--row", "0:7", "--epochs", "0")
+    assert (gone["step"], gone["taken_out_for"], gone["seen"]) == (step, moved[7], False)
+    both = command("where", "j", "--row", f"0:{moved[7]}", "--epochs", "0")
+    assert {one["instead_of"] for one in both} == {None, 7}
+    assert command("ledger", "verify", "j")["ok"]
+    shown = command("ledger", "show", "j")
+    assert [one["payload"]["rows"] for one in shown if one["kind"] == "tombstone"] == [
+        [[0, 7], [2, 99]]
+    ]
+
+
+def test_what_cannot_be_taken_out_is_refused(shards: str, command: Command) -> None:
+    read(shards)
+    some = [part for row in range(20, 39) for part in ("--row", f"1:{row}")]
+    command("tombstone", "j", *some)
+    said = command("tombstone", "j", "--row", "s1.parquet:39", status=2)
+    assert "rows 20 to 39 of file://" in said
+    assert "a whole block" in said
+    assert "SHARD:ROW" in command("tombstone", "j", "--row", "7", status=2)
+    assert "has no row 100" in command("tombstone", "j", "--row", "0:100", status=2)
+    ids = sorted({one for batch in read(shards)[0] for one in batch})
+    assert ids == [one for one in range(300) if not 120 <= one < 139]
+    with pytest.raises(ConfigError, match="has a view of the rows"):
+        read(shards, where="id > 3")
+    read(shards, name="k", where="id > 3")
+    assert "where= on a column" in command("tombstone", "k", "--row", "0:1", status=2)
