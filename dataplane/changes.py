@@ -155,7 +155,7 @@ def in_force(
 
     def holds(entry: LedgerEntry) -> bool:
         name, value = holds_for[entry.kind]
-        return bool(_facts(entry).get(name) == value)
+        return bool(facts_of(entry).get(name) == value)
 
     return tuple(one for one in some if (last is None or one.seq <= last) and holds(one))
 
@@ -175,7 +175,7 @@ def changes_at(
     last: int | None = None
     if launches and (is_running or place < reached):
         starts = [one for one in launches if one.kind == "start" and one.position <= place]
-        last = int(_facts(starts[-1]).get("last_change", 0)) if starts else 0
+        last = last_change_of(starts[-1]) if starts else 0
     return changes_of(in_force(entries, spec, layout, last))
 
 
@@ -204,7 +204,7 @@ def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
     skips: list[Skip] = []
     tombstones: set[Tombstone] = set()
     for entry in entries:
-        facts = _facts(entry)
+        facts = facts_of(entry)
         try:
             if entry.kind == SKIP:
                 skips.append(Skip(entry.position.epoch, int(facts["begin"]), int(facts["end"])))
@@ -215,7 +215,27 @@ def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
     return Changes(tuple(sorted(skips)), tuple(sorted(tombstones)))
 
 
-def _facts(entry: LedgerEntry) -> dict[str, Any]:
+def last_change_of(start: LedgerEntry) -> int:
+    """The number of the last change that a launch has, from the entry of its start."""
+    return number_of(start, "last_change", 0)
+
+
+def number_of(entry: LedgerEntry, name: str, least: int) -> int:
+    """A number that an entry says, which has to be at least this; this, if it does not say it.
+
+    Raises:  ConfigError: the entry is damaged.
+    """
+    found = facts_of(entry).get(name, least)
+    if not isinstance(found, int) or found < least:
+        raise _damaged(entry)
+    return found
+
+
+def facts_of(entry: LedgerEntry) -> dict[str, Any]:
+    """What an entry says.
+
+    Raises:  ConfigError: it is damaged.
+    """
     facts = json.loads(entry.payload)
     if not isinstance(facts, dict):
         raise _damaged(entry)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from dataplane.commands import output
 from dataplane.commands.options import (
@@ -96,6 +97,46 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
         noun = "entry" if count == 1 else "entries"
         output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}")
     return output.EXIT_BAD_DATA if wrong else output.EXIT_OK
+
+
+@ledger.command("diff")
+@_of_job
+@click.argument("second", metavar="JOB|LEDGER")
+@json_option
+def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
+    """Name the first step at which two runs had other rows or batches, and what made them differ.
+
+    What decides which rows stand in which global batches is compared: dataset, options of the
+    order and of views and packs, weights, batches of each launch, skipped steps, rows that were
+    taken out. The form of the columns and the number of ranks do not count. The exit status is 1
+    if they differ.
+
+    \b
+    Examples:
+      dataplane ledger diff checkpoints/a.jsonl checkpoints/b.jsonl
+      dataplane ledger diff pretrain-7 checkpoints/ledger.jsonl --join head:7077 --json
+    """
+    from dataplane.ledger_diff import ledger_differences
+
+    ledgers = [Ledger.from_lines(_text(settings, one), one) for one in (job, second)]
+    found = ledger_differences(ledgers[0], ledgers[1])
+    reached = [{"epoch": one.epoch, "cursor": one.cursor} for one in ledgers]
+    if as_json:
+        told = [msgspec.to_builtins(one) for one in found]
+        output.write_json({"equal": not found, "differences": told, "reached": reached})
+    elif not found:
+        output.stdout().print("no difference: every step has the same rows in both")
+    else:
+        at = found[0]
+        title = f"first difference: epoch {at.epoch}, step {at.step} (position {at.position})"
+        cells = [
+            (f"{one.epoch}", f"{one.step}", f"{one.position}", one.what, one.first, one.second)
+            for one in found
+        ]
+        output.write_table(("epoch", "step", "position", "what", job, second), cells, title)
+        if any((one.epoch, one.cursor) <= (at.epoch, at.position) for one in ledgers):
+            output.stdout().print("not both runs have come so far")
+    return output.EXIT_BAD_DATA if found else output.EXIT_OK
 
 
 def _text(settings: Settings, job: str) -> str:

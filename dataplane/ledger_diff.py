@@ -1,0 +1,247 @@
+"""How two ledgers differ: from which step on two runs had other rows, or other batches, and why.
+
+1. Only what decides which rows stand in which global batches is compared, and not the form of their
+   columns, where the dataset is, or how many ranks a run had.
+2. A run that went back to an older position has read what follows it anew: the launch counts that
+   read a position last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from msgspec import Struct
+
+from dataplane.changes import (
+    Changes,
+    changes_of,
+    in_force,
+    last_change_of,
+    layout_of,
+    number_of,
+)
+from dataplane.config import JobSpec
+from dataplane.ledger import Ledger, LedgerPosition
+from dataplane.model import ColumnOptions
+
+_START = LedgerPosition(0, 0)
+_FORM = {
+    *(field.name for field in dataclasses.fields(ColumnOptions)),
+    *("transforms", "map", "collate", "fingerprint", "weights", "schedule"),
+}
+"""Options that decide no rows, or are compared otherwise."""
+
+T = TypeVar("T")
+
+
+class Difference(Struct, frozen=True):
+    """An input in which two runs differ. It changes the rows, or the batches, of the runs from this
+    place on, and not before; `step` counts from 0 in the epoch, in batches of the first run.
+    """
+
+    what: str
+    epoch: int
+    position: int
+    step: int
+    first: str
+    second: str
+
+
+class _Launch(Struct, frozen=True):
+    """What was read from a place on, until the next one."""
+
+    at: LedgerPosition
+    global_batch: int
+    changes: Changes
+
+
+def ledger_differences(first: Ledger, second: Ledger) -> tuple[Difference, ...]:
+    """All differences, in the order of the steps that they change.
+
+    Raises:  ConfigError: an entry is damaged.
+    """
+    both = _launches(first), _launches(second)
+    found = [
+        *_of_options(first, second),
+        *_of_weights(first, second),
+        *_of_batches(*both),
+        *_of_skips(*both),
+        *_of_rows(*both),
+    ]
+    told = []
+    for what, place, values in found:
+        at = _read_from(both, place)
+        step = at.cursor // _launch_at(both[0], at).global_batch
+        told.append(Difference(what, at.epoch, at.cursor, step, *values))
+    return tuple(sorted(told, key=lambda one: (one.epoch, one.position)))
+
+
+_Found = tuple[str, LedgerPosition, tuple[str, str]]
+
+
+def _of_options(first: Ledger, second: Ledger) -> Iterator[_Found]:
+    layouts = [layout_of(one.spec, one.dataset) for one in (first, second)]
+    if layouts[0] != layouts[1]:
+        yield "dataset", _START, (layouts[0], layouts[1])
+    if _rows_of(first.spec) == _rows_of(second.spec):
+        return
+    for name, one, other in first.spec.differences(second.spec):
+        if name not in _FORM:
+            yield name, _START, (one, other)
+
+
+def _rows_of(spec: JobSpec) -> str:
+    """What decides the rows, beside the dataset and the batches."""
+    return spec.rows_digest("")
+
+
+def _of_weights(first: Ledger, second: Ledger) -> Iterator[_Found]:
+    mixed = [one.spec.mixture for one in (first, second)]
+    if mixed[0] is None or mixed[1] is None:
+        return
+    names = [[source.name for source in one.sources] for one in mixed if one is not None]
+    if names[0] != names[1]:
+        return  # said as an option
+    histories = [
+        [(LedgerPosition(*change.place), change.shares) for change in one.history.changes]
+        for one in mixed
+        if one is not None
+    ]
+    at = _parting(*histories)
+    if at is not None:
+        shown = [_shares_at(one, names[0], at) for one in histories]
+        yield "weights", at, (shown[0], shown[1])
+
+
+def _shares_at(
+    history: Sequence[tuple[LedgerPosition, tuple[int, ...]]],
+    names: Sequence[str],
+    at: LedgerPosition,
+) -> str:
+    shares = next(each for place, each in reversed(history) if place <= at)
+    return ", ".join(
+        f"{name} {share / sum(shares):.4g}" for name, share in zip(names, shares, strict=True)
+    )
+
+
+def _of_batches(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_Found]:
+    at = _parting(_phases(first), _phases(second))
+    if at is not None:
+        shown = [
+            f"{one.global_batch} from epoch {one.at.epoch}, position {one.at.cursor}"
+            for one in (_launch_at(first, at), _launch_at(second, at))
+        ]
+        yield "global_batch", at, (shown[0], shown[1])
+
+
+def _phases(launches: Sequence[_Launch]) -> list[tuple[LedgerPosition, int]]:
+    """The places from which on steps are counted, and their batches: a launch that goes on where a
+    step began, with the same batch, has no place of its own.
+    """
+    found: list[tuple[LedgerPosition, int]] = []
+    for launch in launches:
+        if found:
+            at, batch = found[-1]
+            begun = at.cursor if at.epoch == launch.at.epoch else 0
+            if batch == launch.global_batch and (launch.at.cursor - begun) % batch == 0:
+                continue
+        found.append((launch.at, launch.global_batch))
+    return found
+
+
+def _of_skips(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_Found]:
+    skips = [_skipped(one) for one in (first, second)]
+    differing = sorted(set(skips[0]) ^ set(skips[1]))
+    if not differing:
+        return
+    epoch = differing[0][0]
+    mine = [[one[1:] for one in each if one[0] == epoch] for each in skips]
+    pair = next((one, other) for one, other in itertools.zip_longest(*mine) if one != other)
+    begins = [range_[0] for range_ in pair if range_ is not None]
+    ends = [range_[1] for range_ in pair if range_ is not None]
+    cursor = min(ends) if len(set(begins)) == 1 and len(begins) > 1 else min(begins)
+    shown = ["no" if one is None else f"positions {one[0]}:{one[1]}" for one in pair]
+    yield "skip", LedgerPosition(epoch, cursor), (shown[0], shown[1])
+
+
+def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
+    """(epoch, begin, end) of what a run passed over: each launch from where it began, and until the
+    next one began.
+    """
+    found: list[tuple[int, int, int]] = []
+    for at, launch in enumerate(launches):
+        until = launches[at + 1].at if at + 1 < len(launches) else None
+        for epoch in sorted({skip.epoch for skip in launch.changes.skips}):
+            for begin, end in launch.changes.gaps(epoch).ranges:
+                low = launch.at.cursor if epoch == launch.at.epoch else 0
+                if epoch < launch.at.epoch or (until is not None and epoch > until.epoch):
+                    continue
+                # A launch that begins behind skipped positions has passed over them, too.
+                high = until.cursor if until is not None and epoch == until.epoch else end
+                if max(begin, low) < min(end, high):
+                    found.append((epoch, max(begin, low), min(end, high)))
+    return found
+
+
+def _of_rows(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_Found]:
+    rows = [[(launch.at, launch.changes.tombstones) for launch in one] for one in (first, second)]
+    at = _parting(*(_merged(one) for one in rows))
+    if at is not None:
+        shown = [
+            ", ".join(f"{one.shard}:{one.row}" for one in _launch_at(each, at).changes.tombstones)
+            for each in (first, second)
+        ]
+        yield "tombstone", at, (shown[0] or "no row", shown[1] or "no row")
+
+
+def _merged(found: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:
+    return [each for at, each in enumerate(found) if at == 0 or found[at - 1][1] != each[1]]
+
+
+def _parting(
+    first: Sequence[tuple[LedgerPosition, T]], second: Sequence[tuple[LedgerPosition, T]]
+) -> LedgerPosition | None:
+    """Where two lists of places and values part; None if they are equal."""
+    for one, other in itertools.zip_longest(first, second):
+        if one != other:
+            return min(each[0] for each in (one, other) if each is not None)
+    return None
+
+
+def _launches(ledger: Ledger) -> list[_Launch]:
+    """The launches whose reading counts, by place. The first one that is known counts from the
+    beginning on.
+    """
+    layout = layout_of(ledger.spec, ledger.dataset)
+    starts = [entry for entry in ledger.entries if entry.kind == "start"]
+    if not starts:  # as a loader saved it: changes, and no launches
+        changes = changes_of(in_force(ledger.entries, ledger.spec, layout))
+        return [_Launch(_START, ledger.spec.global_batch, changes)]
+    found = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
+    for entry in starts:
+        last = last_change_of(entry)
+        changes = changes_of(in_force(ledger.entries, ledger.spec, layout, last))
+        while found and found[-1].at >= entry.position:
+            found.pop()
+        found.append(_Launch(entry.position, number_of(entry, "global_batch", 1), changes))
+    return found
+
+
+def _launch_at(launches: Sequence[_Launch], at: LedgerPosition) -> _Launch:
+    return next(one for one in reversed(launches) if one.at <= at)
+
+
+def _read_from(both: Sequence[Sequence[_Launch]], at: LedgerPosition) -> LedgerPosition:
+    """The same place, or the first one behind it that one of the runs has not passed over."""
+    skipped = [_skipped(launches) for launches in both]
+    while True:
+        ends = [
+            [end for epoch, begin, end in each if epoch == at.epoch and begin <= at.cursor < end]
+            for each in skipped
+        ]
+        if not all(ends):
+            return at
+        at = LedgerPosition(at.epoch, min(end for each in ends for end in each))
