@@ -15,6 +15,7 @@ from fake_node import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.changes import NO_GAPS
 from dataplane.client.state import RunState, consumed, step_count
 from dataplane.errors import ClosedError, ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, End, ListPolicy
@@ -180,7 +181,7 @@ def test_an_iterator_that_ended_stays_ended(fake) -> None:
 def test_the_cursor_counts_what_the_steps_cover(count, batch, end, steps) -> None:
     total = step_count(count, batch, end)
     assert total == (count // batch if end is End.DROP else math.ceil(count / batch))
-    assert consumed(count, 0, batch, steps) == min(count, steps * batch)
+    assert consumed(count, 0, batch, steps, NO_GAPS) == min(count, steps * batch)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
