@@ -337,6 +337,10 @@ class NodeConfig:
         """Whether it makes slabs itself. A node without workers has other nodes make them."""
         return self.worker_count_most > 0
 
+    def allows_function(self, name: str) -> bool:
+        """Whether its operator lists the function of this name."""
+        return any(name.startswith(each) for each in self.allowed_functions.split())
+
     @property
     def task_timeout_s(self) -> float:
         """How long one task may take. It is less than `stall_timeout_s`, so that a stuck task is

@@ -57,7 +57,7 @@ class BatchKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadPart:
-    """A source of a mixture: `sample_count` samples, of which a batch has the share `weight`."""
+    """A source of a mixture. It has `sample_count` samples, and the share `weight` of a batch."""
 
     name: str
     weight: float

@@ -95,9 +95,9 @@ class RunState:
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
     def normalised(self, spec: JobSpec, gaps: Gaps = NO_GAPS) -> RunState:
-        """The same position in canonical form: after the last step of an epoch, of which `gaps` are
-        skipped, comes the start of the next one. Older versions saved the end of the finished
-        epoch.
+        """The same position in canonical form: after the last step of an epoch comes the start of
+        the next one. `gaps` are the positions of the epoch that are skipped. Older versions saved
+        the end of the finished epoch.
         """
         left = left_of(self.sample_count, self.cursor, gaps)
         if not self.cursor or step_count(left, spec.global_batch, spec.end):

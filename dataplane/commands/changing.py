@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import json
 import socket
 from typing import TYPE_CHECKING
 
 from dataplane.commands import output
-from dataplane.commands.options import Settings, security_given
+from dataplane.commands.options import Settings
+from dataplane.commands.traced import asked_coordinator
 
 if TYPE_CHECKING:
     from dataplane.rpc.membership import ChangeRequest, ChangeResponse
@@ -20,18 +20,7 @@ def changed(settings: Settings, request: ChangeRequest) -> ChangeResponse:
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
-    return asyncio.run(_asked(settings, request))
-
-
-async def _asked(settings: Settings, request: ChangeRequest) -> ChangeResponse:
-    from dataplane.rpc.calls import CoordinatorClient
-
-    address = str(settings["join"].value or settings["listen"].value)
-    client = CoordinatorClient(address, security_given(settings, listens=False))
-    try:
-        return await client.change(request)
-    finally:
-        await client.close()
+    return asked_coordinator(settings, lambda client: client.change(request))
 
 
 def who() -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dataplane.commands.options import Settings
-from dataplane.commands.own_node import own_session
-from dataplane.errors import DatasetChangedError
+from dataplane.commands.own_node import opened_again
 from dataplane.plan.manifest import Manifest
 
 
@@ -17,33 +16,12 @@ def with_codes(
 
     Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
     """
-    from dataplane.client import identity
     from dataplane.client.describe import category_values
-    from dataplane.model import Topology
-    from dataplane.rpc.messages import DatasetSource, OpenJob
+    from dataplane.model import View
     from dataplane.transforms.codes import stored_values
     from dataplane.transforms.options import column_options
 
-    launch = identity.launch_identity({})
-    request = OpenJob(
-        identity.job_id(launch, manifest.urls, None),
-        launch.incarnation,
-        "",
-        DatasetSource(manifest.urls, format_name),
-        Topology(),
-        column_options=column_options(columns=columns, codes=columns),
-    )
-    session = own_session(request, settings)
-    try:
-        found = session.job.spec.fingerprint
-        if found != manifest.fingerprint:
-            raise DatasetChangedError(
-                "the dataset has changed since this manifest was made: index it again",
-                shard=", ".join(manifest.urls),
-                expected=manifest.fingerprint,
-                found=found,
-            )
+    options = column_options(columns=columns, codes=columns)
+    with opened_again(manifest, format_name, settings, options, View()) as session:
         values = {name: stored_values(category_values(session, name)) for name in columns}
-    finally:
-        session.close()
     return manifest.with_categories(values)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dataplane.commands.options import Settings
+from dataplane.errors import DatasetChangedError
 
 if TYPE_CHECKING:
     from dataplane.client.session import Session
+    from dataplane.model import ColumnOptions, View
+    from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
 
 
@@ -36,3 +41,41 @@ def own_session(request: OpenJob, settings: Settings) -> Session:
     name = names.embedded_name(os.getuid(), VERSION, run)
     node = Embedded(name, ("env", *given, *node_command()))
     return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def opened_again(
+    manifest: Manifest, format_name: str, settings: Settings, options: ColumnOptions, view: View
+) -> Iterator[Session]:
+    """A session with a node started here, which has opened a job with these options and this view
+    over the dataset of a manifest, and has read what opening it takes.
+
+    Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
+    """
+    from dataplane.client import identity
+    from dataplane.model import Topology
+    from dataplane.rpc.messages import DatasetSource, OpenJob
+
+    launch = identity.launch_identity({})
+    request = OpenJob(
+        identity.job_id(launch, manifest.urls, None),
+        launch.incarnation,
+        "",
+        DatasetSource(manifest.urls, format_name),
+        Topology(),
+        column_options=options,
+        view=view,
+    )
+    session = own_session(request, settings)
+    try:
+        found = session.job.spec.fingerprint
+        if found != manifest.fingerprint:
+            raise DatasetChangedError(
+                "the dataset has changed since this manifest was made: index it again",
+                shard=", ".join(manifest.urls),
+                expected=manifest.fingerprint,
+                found=found,
+            )
+        yield session
+    finally:
+        session.close()

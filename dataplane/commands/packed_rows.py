@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 
 from dataplane.commands.datasets import read_block, row_names, schema_of
 from dataplane.errors import ConfigError
-from dataplane.node.pack_counts import remembered_counts
-from dataplane.plan.packed_blocks import counts_name, known_counts, packed
+from dataplane.node.pack_counts import counted_before
+from dataplane.plan.packed_blocks import counts_name, packed
 from dataplane.plan.packs import Int64, Packs, packs_of
 from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
-from dataplane.worker.functions import CalledAt, UserFunction, block_generator, loaded, mapped
+from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
 
 if TYPE_CHECKING:
     from dataplane.commands.traced import Traced, TracedSource
@@ -39,9 +39,7 @@ def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manif
     assert pack is not None
     code = _allowed(view.map, config).code if view.map else ""
     name = counts_name(rows, view, seed, code)
-    counts = known_counts(rows, name)
-    if counts is None:
-        counts = remembered_counts(config.cache_dir, name, rows.block_count)
+    counts = counted_before(rows, name, config.cache_dir)
     if counts is not None:
         return packed(rows, np.ascontiguousarray(counts[:, 1]))
     if view.map:
@@ -62,7 +60,7 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
 
     Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
     """
-    if not any(name.startswith(each) for each in config.allowed_functions.split()):
+    if not config.allows_function(name):
         raise ConfigError(
             f"the tokens of this job's packs are made by {name!r}. To import and call it here, pass"
             f" --allowed-functions {name}",
@@ -129,7 +127,6 @@ def packs_with(
     source: int,
     at: tuple[int, int],
     epochs: Iterable[int],
-    order_of: Callable[[int], TracedOrder],
     cursor: int,
 ) -> Iterator[tuple[int, Place, dict[str, object]]]:
     """Where the packs that have tokens of a row stand, epoch after epoch, and which tokens lie
@@ -148,7 +145,7 @@ def packs_with(
         return  # it fills no pack
     lengths, number = _lengths(job, of, block), int(job.first_blocks[source]) + of_packs
     for epoch in epochs:
-        order = order_of(epoch)
+        order = job.order(epoch)
         for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
             packs = packs_of(lengths, of.view.pack, keyed)
             for piece in np.flatnonzero(packs.pieces[0] == row).tolist():
@@ -184,14 +181,10 @@ def _lengths(job: Traced, source: TracedSource, block: int) -> Int64:
         batch = read_block(rows, block, schema, [column], view=rows_only(view))
     else:
         function, shard = loaded("map", view.map), int(rows.block_shard[block])
-        index = rows.block_in_shard(block)
         names = schema.names if function.reads is None else function.reads
         batch = read_block(rows, block, schema, names, view=rows_only(view))
-        generator = None
-        if function.takes_generator:
-            generator = block_generator(job.spec.seed, shard, index)
-        at = CalledAt("map", view.map, rows.shards.urls[shard], index)
-        batch = mapped(function, batch, generator, at, None)
+        at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
+        batch = mapped_block(function, batch, job.spec.seed, shard, at)
     lengths = pc.fill_null(pc.list_value_length(batch.column(column)), 0).cast(pa.int64())
     found: Int64 = lengths.to_numpy(zero_copy_only=False)
     return found

@@ -8,9 +8,9 @@ import numpy as np
 from msgspec import Struct
 
 from dataplane.commands.options import Settings
-from dataplane.commands.own_node import own_session
+from dataplane.commands.own_node import opened_again
 from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError, DatasetChangedError
+from dataplane.errors import DataplaneError
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packs import Packing
@@ -58,19 +58,20 @@ def with_packs(
 
     Raises:  ConfigError: the text is wrong, or a column cannot be packed.  The errors of a job.
     """
-    from dataplane.node.pack_counts import remembered_counts
+    from dataplane.node.pack_counts import counted_before
     from dataplane.plan import packed_blocks as blocks
     from dataplane.settings import node_config
     from dataplane.transforms.pack_options import pack_of_text
 
     view = replace(rows, pack=pack_of_text(asked))
     name, cache_dir = blocks.counts_name(manifest, view, 0, ""), node_config(settings).cache_dir
-    counts = blocks.known_counts(manifest, name)
+    counts = counted_before(manifest, name, cache_dir)
     if counts is None:
-        counts = remembered_counts(cache_dir, name, manifest.block_count)
-    if counts is None:
-        _count(manifest, view, format_name, settings)
-        counts = remembered_counts(cache_dir, name, manifest.block_count)
+        assert view.pack is not None
+        options = only((view.pack.column,))
+        with opened_again(manifest, format_name, settings, options, view):
+            pass  # the node has counted them, or it would not have opened the job
+        counts = counted_before(manifest, name, cache_dir)
     if counts is None:
         raise DataplaneError(f"packs were counted, and are not in the cache folder {cache_dir}")
     return CountedPacks(
@@ -79,34 +80,3 @@ def with_packs(
         view,
         blocks.packing_in(counts),
     )
-
-
-def _count(manifest: Manifest, view: View, format_name: str, settings: Settings) -> None:
-    """Open a job with this view in a node of our own, which counts the packs."""
-    from dataplane.client import identity
-    from dataplane.model import Topology
-    from dataplane.rpc.messages import DatasetSource, OpenJob
-
-    assert view.pack is not None
-    launch = identity.launch_identity({})
-    request = OpenJob(
-        identity.job_id(launch, manifest.urls, None),
-        launch.incarnation,
-        "",
-        DatasetSource(manifest.urls, format_name),
-        Topology(),
-        column_options=only((view.pack.column,)),
-        view=view,
-    )
-    session = own_session(request, settings)
-    try:
-        found = session.job.spec.fingerprint
-        if found != manifest.fingerprint:
-            raise DatasetChangedError(
-                "the dataset has changed since this manifest was made: index it again",
-                shard=", ".join(manifest.urls),
-                expected=manifest.fingerprint,
-                found=found,
-            )
-    finally:
-        session.close()

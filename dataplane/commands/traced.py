@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
     from dataplane.plan.windows import Int64
+    from dataplane.rpc.calls import CoordinatorClient
 
+_Answer = TypeVar("_Answer")
 POSITIVE = click.IntRange(min=1)
 COUNT = click.IntRange(min=0)
 _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
@@ -249,7 +251,7 @@ def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> T
 def _source(
     settings: Settings, spec: JobSpec, name: str, rows: Manifest, view: View
 ) -> TracedSource:
-    """A source of which `rows` are the rows of this view."""
+    """A source, from the manifest of the rows that its view leaves."""
     if view.pack is None:
         return TracedSource(name, rows, view)
     from dataplane.commands.packed_rows import packs_in
@@ -360,20 +362,30 @@ def live_ledger(settings: Settings, job: str) -> Ledger:
 
     Raises:  ConfigError: no job has that name.  PeerLost, AccessDenied: as the call.
     """
-    return asyncio.run(_asked(settings, job))
-
-
-async def _asked(settings: Settings, job: str) -> Ledger:
-    from dataplane.rpc.calls import CoordinatorClient
     from dataplane.rpc.membership import LedgerRequest
 
-    address = str(settings["join"].value or settings["listen"].value)
-    client = CoordinatorClient(address, security_given(settings, listens=False))
-    try:
-        found = await client.ledger(LedgerRequest(job))
-    finally:
-        await client.close()
+    found = asked_coordinator(settings, lambda client: client.ledger(LedgerRequest(job)))
     return Ledger(
         found.job_id, found.urls, found.spec, found.sample_count, found.dp_size, found.format,
         found.epoch, found.cursor, found.identity, entries=found.entries,
     )  # fmt: skip
+
+
+def asked_coordinator(
+    settings: Settings, call: Callable[[CoordinatorClient], Awaitable[_Answer]]
+) -> _Answer:
+    """What the coordinator that the command line names answers to a call.
+
+    Raises:  PeerLost, AccessDenied, or another error, as the call.
+    """
+    from dataplane.rpc.calls import CoordinatorClient
+
+    async def asked() -> _Answer:
+        address = str(settings["join"].value or settings["listen"].value)
+        client = CoordinatorClient(address, security_given(settings, listens=False))
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(asked())

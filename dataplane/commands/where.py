@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,7 @@ from dataplane.commands.traced import split_row, traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place
@@ -48,7 +47,7 @@ def where(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Show at which steps of which epochs a row was seen, and will be, and by which rank.
+    """Show when a row was or will be seen: the epoch, the step, and the rank that gets it.
 
     Only the plan is computed, backwards; no sample is read, except for packs the tokens of the
     row's block. Of a row that was taken out, the one that stands in its place is named. A job is
@@ -125,42 +124,44 @@ def _about(found: Mapping[str, Any]) -> str:
 
 def _changed(
     job: Traced, source: int, at: tuple[int, int], epochs: range, cursor: int
-) -> list[tuple[int, Place, dict[str, Any]]]:
+) -> Iterator[tuple[int, Place, dict[str, Any]]]:
     """As `_places`, with what is left out of the job, and where the row stands for others that were
     taken out.
     """
     from dataplane.commands.left_out import LeftOut
 
     left_out, (block, row) = LeftOut(job), at
-    found = []
-    for stood in dict.fromkeys((row, *([] if job.is_packed else left_out.taken_rows(block)))):
-        for epoch, place, more in _places(job, source, (block, stood), epochs, cursor):
-            about = left_out.about(epoch, place, block, stood, row)
-            if about is not None:
-                found.append((epoch, place, {**about, **more}))
-    return sorted(found, key=lambda one: one[0])
+    others = [] if job.is_packed else left_out.taken_rows(block)
+    rows = list(dict.fromkeys((row, *others)))
+    for epoch, stood, place, more in _places(job, source, block, rows, epochs, cursor):
+        about = left_out.about(epoch, place, block, stood, row)
+        if about is not None:
+            yield epoch, place, {**about, **more}
 
 
 def _places(
-    job: Traced, source: int, at: tuple[int, int], epochs: Iterable[int], cursor: int
-) -> Iterator[tuple[int, Place, dict[str, object]]]:
-    """Where the row `at` stands, a block and its row, epoch after epoch: itself, or the packs that
-    have it, with which of its tokens they have.
+    job: Traced, source: int, block: int, rows: Sequence[int], epochs: Iterable[int], cursor: int
+) -> Iterator[tuple[int, int, Place, dict[str, object]]]:
+    """Where these rows of a block stand, epoch after epoch: the rows themselves, or the packs that
+    have them, with which of their tokens they have.
     """
     from dataplane.plan.trail import places_of
 
-    order = functools.lru_cache(maxsize=1)(job.order)
     if job.is_packed:
         from dataplane.commands.packed_rows import packs_with
 
-        yield from packs_with(job, source, at, epochs, order, cursor)
+        for row in rows:
+            for epoch, place, more in packs_with(job, source, (block, row), epochs, cursor):
+                yield epoch, row, place, more
         return
-    block, row = int(job.first_blocks[source]) + at[0], at[1]
+    number = int(job.first_blocks[source]) + block
     for epoch in epochs:
-        for place in places_of(
-            job.spec, order(epoch), block, row, cursor=cursor, dp_size=job.dp_size
-        ):
-            yield epoch, place, {}
+        order = job.order(epoch)
+        for row in rows:
+            for place in places_of(
+                job.spec, order, number, row, cursor=cursor, dp_size=job.dp_size
+            ):
+                yield epoch, row, place, {}
 
 
 def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:

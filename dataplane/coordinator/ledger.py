@@ -126,7 +126,7 @@ class JobLedger:
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
 
     def _taken(self, job: Job, asked: RowsTaken, layout: str) -> list[Tombstone]:
-        """These rows, of which too many cannot be taken out.
+        """The rows of a request, sorted, if they may be taken out.
 
         Raises:  ConfigError: too many, or of another dataset.
         """

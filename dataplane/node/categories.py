@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +29,7 @@ from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, digest, publish
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
-from dataplane.node.engine import Engine
-from dataplane.node.own_slabs import own_slabs
+from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.sealed import sealed, unsealed
@@ -63,12 +61,9 @@ class CategoryReader:
     def __init__(
         self,
         config: NodeConfig,
-        engine: Engine,
-        arena_ids: itertools.count[int],
-        new_dataset_id: Callable[[], int],
+        reads: OwnReads,
     ) -> None:
-        self._config, self._engine = config, engine
-        self._arena_ids, self._new_dataset_id = arena_ids, new_dataset_id
+        self._config, self._reads = config, reads
         self._passes: dict[tuple[str, tuple[str, ...]], _Pass] = {}
 
     async def of_job(self, manifest: Manifest, spec: JobSpec, check: Check) -> Categories:
@@ -141,7 +136,7 @@ class CategoryReader:
         worker_bytes = WorkerBytes.of(self._config)
         spec = JobSpec(manifest.fingerprint, column_options=options)
         dataset = await asyncio.to_thread(
-            dataset_of, self._new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
+            dataset_of, self._reads.new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
         )
         specs = [each for each in dataset.columns.specs if each.name in set(columns)]
         leaves = dataset.columns.leaves.leaves
@@ -152,7 +147,7 @@ class CategoryReader:
         rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
         spec = dataclasses.replace(spec, global_batch=rows)
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
-        reading = own_slabs(self._engine, next(self._arena_ids), dataset, spec, order)
+        reading = self._reads.slabs(dataset, spec, order)
         async with contextlib.aclosing(reading) as slabs:
             async for slab, content in slabs:
                 await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)

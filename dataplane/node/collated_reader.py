@@ -11,25 +11,21 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, End
 from dataplane.node.categories import Categories
 from dataplane.node.dataset import dataset_of
-from dataplane.node.engine import Engine
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.job_columns import columns_of
 from dataplane.node.mapped_reader import check_allowed, check_has_workers
-from dataplane.node.own_slabs import own_slabs
+from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.packed_blocks import row_counts
@@ -57,12 +53,9 @@ class CollatedReader:
     def __init__(
         self,
         config: NodeConfig,
-        engine: Engine,
-        numbers: itertools.count[int],
-        new_dataset_id: Callable[[], int],
+        reads: OwnReads,
     ) -> None:
-        self._config, self._engine = config, engine
-        self._numbers, self._new_dataset_id = numbers, new_dataset_id
+        self._config, self._reads = config, reads
         self._found = FoundOnce[CollatedColumns]("collate")
 
     async def of_job(
@@ -96,7 +89,7 @@ class CollatedReader:
     async def _read(self, spec: JobSpec, rows: int, first: FirstSource) -> CollatedColumns:
         dataset = await asyncio.to_thread(
             dataset_of,
-            self._new_dataset_id(),
+            self._reads.new_dataset_id(),
             first.manifest,
             first.spec,
             worker_bytes=WorkerBytes.of(self._config),
@@ -106,13 +99,10 @@ class CollatedReader:
         )
         _check_columns(delivered_columns(dataset.columns.specs, spec))
         order = Order(_first_rows(first.manifest, rows), 0, False, 1, 1, 0)
-        reading = own_slabs(self._engine, next(self._numbers), dataset, spec, order)
-        async with contextlib.aclosing(reading) as slabs:
-            async for slab, content in slabs:
-                column = decode(Layout, slab.layout).columns[0]
-                begin, length = column.values[0], column.width[0]
-                return msgspec.json.decode(content[begin : begin + length], type=CollatedColumns)
-        raise DataplaneError("the first batch has no rows")
+        slab, content = await self._reads.first_slab(dataset, spec, order)
+        column = decode(Layout, slab.layout).columns[0]
+        begin, length = column.values[0], column.width[0]
+        return msgspec.json.decode(content[begin : begin + length], type=CollatedColumns)
 
 
 def _first_rows(manifest: Manifest, rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -11,21 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable
 
 import numpy as np
 
 from dataplane.arena.slab_layout import texts
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.errors import ConfigError
 from dataplane.node.dataset import dataset_of
-from dataplane.node.engine import Engine
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.job_columns import columns_to_find
-from dataplane.node.own_slabs import own_slabs
+from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.rpc.convert import decode
@@ -41,12 +37,9 @@ class MappedReader:
     def __init__(
         self,
         config: NodeConfig,
-        engine: Engine,
-        numbers: itertools.count[int],
-        new_dataset_id: Callable[[], int],
+        reads: OwnReads,
     ) -> None:
-        self._config, self._engine = config, engine
-        self._numbers, self._new_dataset_id = numbers, new_dataset_id
+        self._config, self._reads = config, reads
         self._found = FoundOnce[MappedColumns]("map")
 
     async def of_job(self, manifest: Manifest, spec: JobSpec) -> MappedColumns | None:
@@ -82,7 +75,7 @@ class MappedReader:
         own = JobSpec(manifest.fingerprint, seed=spec.seed, view=view)
         dataset = await asyncio.to_thread(
             dataset_of,
-            self._new_dataset_id(),
+            self._reads.new_dataset_id(),
             manifest,
             own,
             worker_bytes=WorkerBytes.of(self._config),
@@ -90,13 +83,10 @@ class MappedReader:
         )
         # An order of one row: the first of the first block.
         order = Order(np.ones(1, np.int64), 0, False, 1, 1, 0)
-        reading = own_slabs(self._engine, next(self._numbers), dataset, own, order)
-        async with contextlib.aclosing(reading) as slabs:
-            async for slab, content in slabs:
-                column = decode(Layout, slab.layout).columns[0]
-                found = texts(np.frombuffer(content, np.uint8), column, 0, 1)
-                return MappedColumns.from_bytes(found.values.tobytes())
-        raise DataplaneError("the first block has no rows")
+        slab, content = await self._reads.first_slab(dataset, own, order)
+        column = decode(Layout, slab.layout).columns[0]
+        found = texts(np.frombuffer(content, np.uint8), column, 0, 1)
+        return MappedColumns.from_bytes(found.values.tobytes())
 
 
 def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
@@ -111,11 +101,10 @@ def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
 
 def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
     """Raises:  ConfigError: this node does not run the function of this name."""
-    if config.embedded:  # its trainer has started it, and may run the same itself
+    # The trainer that has started an embedded one may run the same itself.
+    if config.embedded or config.allows_function(name):
         return
     allowed = config.allowed_functions.split()
-    if any(name.startswith(each) for each in allowed):
-        return
     listed = f"only those that start with {', '.join(allowed)}" if allowed else "no functions"
     raise ConfigError(
         f"{argument}={name!r}: this node runs {listed}. Its operator allows more with "

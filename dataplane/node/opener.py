@@ -37,6 +37,7 @@ from dataplane.node.mixing import (
     with_schedule,
     with_windows,
 )
+from dataplane.node.own_slabs import OwnReads
 from dataplane.node.pack_counts import PackCounter
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.identity import identity_of
@@ -130,11 +131,11 @@ class DatasetOpener:
         self._readers: Counter[int] = Counter()
         self.datasets = Datasets(config)
         self.numbers = itertools.count(1)
-        own = engine, self.numbers, self.datasets.new_id
-        self._category_reader = CategoryReader(config, *own)
-        self._mapped_reader = MappedReader(config, *own)
-        self._collated_reader = CollatedReader(config, *own)
-        self._pack_counter = PackCounter(config, *own, self._mapped_reader)
+        reads = OwnReads(engine, self.numbers, self.datasets.new_id)
+        self._category_reader = CategoryReader(config, reads)
+        self._mapped_reader = MappedReader(config, reads)
+        self._collated_reader = CollatedReader(config, reads)
+        self._pack_counter = PackCounter(config, reads, self._mapped_reader)
 
     async def manifest(self, request: messages.OpenJob) -> Opened:
         """The manifest that this job reads.

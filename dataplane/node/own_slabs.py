@@ -5,7 +5,9 @@ same as for any job.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
@@ -24,38 +26,62 @@ _SLAB_BYTES = 1 << 20
 _SLOTS = 8
 
 
-async def own_slabs(
-    engine: Engine, number: int, dataset: Dataset, spec: JobSpec, order: SampleOrder
-) -> AsyncGenerator[tuple[Slab, bytes], None]:
-    """All slabs of a job with this spec, in this order, and a copy of each. `number` is unique
-    among arenas. The dataset is forgotten at the end.
+class OwnReads:
+    """What a node reads for itself. `arena_ids` are unique among arenas."""
 
-    Raises:  DataplaneError: as any job that reads it.
-    """
-    sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
-    layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
-    arena = Arena.create("dataplane-own", layout.arena_bytes)
-    sources = spec.mixture is not None and bool(spec.mixture.source_column)
-    delivery = DeliveryArena(number, arena, layout, (dataset,), names_sources=sources)
-    engine.open_delivery(delivery)
-    holder = delivery.delivery_id
-    inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
-    walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
-    stream = engine.open_stream(delivery, walk, lambda _, body: inbox.put_nowait(body), holder)
-    try:
-        while True:
-            engine.request(stream, 1)
-            body = await inbox.get()  # the engine answers by its stall timeout
-            if isinstance(body, DataplaneError):
-                raise body
-            if isinstance(body, EndOfStream):
-                return
-            assert isinstance(body, Slab)
-            content = bytes(arena.view(body.region.offset, body.region.length))
-            engine.release(delivery, [body.slab_id])
-            yield body, content
-    finally:
-        engine.close_stream(stream)
-        engine.release_all(delivery, holder)
-        engine.close_delivery(delivery)
-        engine.forget_dataset(dataset)
+    def __init__(
+        self, engine: Engine, arena_ids: itertools.count[int], new_dataset_id: Callable[[], int]
+    ) -> None:
+        self._engine, self._arena_ids = engine, arena_ids
+        self.new_dataset_id = new_dataset_id
+
+    async def slabs(
+        self, dataset: Dataset, spec: JobSpec, order: SampleOrder
+    ) -> AsyncGenerator[tuple[Slab, bytes], None]:
+        """All slabs of a job with this spec, in this order, and a copy of each. The dataset is
+        forgotten at the end.
+
+        Raises:  DataplaneError: as any job that reads it.
+        """
+        engine = self._engine
+        sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
+        layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
+        arena = Arena.create("dataplane-own", layout.arena_bytes)
+        sources = spec.mixture is not None and bool(spec.mixture.source_column)
+        delivery = DeliveryArena(
+            next(self._arena_ids), arena, layout, (dataset,), names_sources=sources
+        )
+        engine.open_delivery(delivery)
+        holder = delivery.delivery_id
+        inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
+        walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
+        stream = engine.open_stream(delivery, walk, lambda _, body: inbox.put_nowait(body), holder)
+        try:
+            while True:
+                engine.request(stream, 1)
+                body = await inbox.get()  # the engine answers by its stall timeout
+                if isinstance(body, DataplaneError):
+                    raise body
+                if isinstance(body, EndOfStream):
+                    return
+                assert isinstance(body, Slab)
+                content = bytes(arena.view(body.region.offset, body.region.length))
+                engine.release(delivery, [body.slab_id])
+                yield body, content
+        finally:
+            engine.close_stream(stream)
+            engine.release_all(delivery, holder)
+            engine.close_delivery(delivery)
+            engine.forget_dataset(dataset)
+
+    async def first_slab(
+        self, dataset: Dataset, spec: JobSpec, order: SampleOrder
+    ) -> tuple[Slab, bytes]:
+        """The first slab, and a copy of it: only this one is made.
+
+        Raises:  DataplaneError: as any job that reads it, or it has no rows.
+        """
+        async with contextlib.aclosing(self.slabs(dataset, spec, order)) as slabs:
+            async for each in slabs:
+                return each
+        raise DataplaneError("the first block has no rows")

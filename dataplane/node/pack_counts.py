@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +24,9 @@ from dataplane.errors import ConfigError, CorruptShard
 from dataplane.index.journal import cache_faults, publish
 from dataplane.model import PackSpec, View
 from dataplane.node.dataset import dataset_of
-from dataplane.node.engine import Engine
 from dataplane.node.job_columns import columns_of
 from dataplane.node.mapped_reader import MappedReader
-from dataplane.node.own_slabs import own_slabs
+from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import order_of
 from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
@@ -54,13 +51,10 @@ class PackCounter:
     def __init__(
         self,
         config: NodeConfig,
-        engine: Engine,
-        arena_ids: itertools.count[int],
-        new_dataset_id: Callable[[], int],
+        reads: OwnReads,
         mapped_reader: MappedReader,
     ) -> None:
-        self._config, self._engine, self._mapped_reader = config, engine, mapped_reader
-        self._arena_ids, self._new_dataset_id = arena_ids, new_dataset_id
+        self._config, self._reads, self._mapped_reader = config, reads, mapped_reader
 
     async def packed(
         self, manifest: Manifest, view: View, seed: int
@@ -93,11 +87,7 @@ class PackCounter:
             assert found is not None
             code = found.code
         name = counts_name(manifest, view, seed, code)
-        counts = known_counts(manifest, name)
-        if counts is None:
-            counts = await asyncio.to_thread(
-                remembered_counts, self._config.cache_dir, name, manifest.block_count
-            )
+        counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
         if counts is not None:
             return counts
         if not self._config.has_workers:
@@ -123,7 +113,7 @@ class PackCounter:
         mapped = await self._mapped_reader.of_job(manifest, spec)
         dataset = await asyncio.to_thread(
             dataset_of,
-            self._new_dataset_id(),
+            self._reads.new_dataset_id(),
             packed(manifest, np.ones(blocks, np.int64)),
             spec,
             worker_bytes=WorkerBytes.of(self._config),
@@ -135,7 +125,7 @@ class PackCounter:
         found = np.zeros((blocks, NUMBERS), np.int64)
         done, said = 0, time.monotonic()
         order = await asyncio.to_thread(order_of, spec, dataset.manifest, 0)
-        whole = own_slabs(self._engine, next(self._arena_ids), dataset, spec, order)
+        whole = self._reads.slabs(dataset, spec, order)
         async with contextlib.aclosing(whole) as slabs:
             async for slab, content in slabs:
                 count = sum(batch.rows for batch in slab.batches)
@@ -150,11 +140,17 @@ class PackCounter:
         return found
 
 
-def remembered_counts(cache_dir: str, name: str, blocks: int) -> Int64 | None:
-    """Packs that a node has counted, by `counts_name`; None if it has not.
+def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:
+    """The packs of this `counts_name` that the manifest has, or that a node with this cache folder
+    has counted; None if neither has.
 
     Shapes:  result: int64[blocks, NUMBERS].
     """
+    known = known_counts(manifest, name)
+    return _remembered(cache_dir, name, manifest.block_count) if known is None else known
+
+
+def _remembered(cache_dir: str, name: str, blocks: int) -> Int64 | None:
     path = _path(cache_dir, name)
     try:
         body = unsealed(path.read_bytes(), str(path))

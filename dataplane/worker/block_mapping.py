@@ -14,9 +14,8 @@ from dataplane.transforms.functions import MappedColumns
 from dataplane.worker.functions import (
     CalledAt,
     UserFunction,
-    block_generator,
     loaded,
-    mapped,
+    mapped_block,
     untyped,
 )
 
@@ -53,11 +52,8 @@ class BlockMapping(Struct, frozen=True):
         raw: tasks.RawBlockRef,
         schema: pa.Schema | None,
     ) -> pa.RecordBatch:
-        generator = None
-        if function.takes_generator:
-            generator = block_generator(self.seed, raw.shard, raw.index)
         at = CalledAt(_ARGUMENT, self.name, raw.url, raw.index)
-        return mapped(function, batch, generator, at, schema)
+        return mapped_block(function, batch, self.seed, raw.shard, at, schema)
 
     def _find(
         self, function: UserFunction, batch: pa.RecordBatch, raw: tasks.RawBlockRef

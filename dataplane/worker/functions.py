@@ -262,6 +262,22 @@ def mapped(
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
+def mapped_block(
+    function: UserFunction,
+    batch: pa.RecordBatch,
+    seed: int,
+    shard: int,
+    at: CalledAt,
+    schema: pa.Schema | None = None,
+) -> pa.RecordBatch:
+    """As `mapped`, with the generator of a job with this seed if the function takes one. `shard` is
+    the number of the block's shard, and `at` says which of its blocks this is.
+    """
+    assert at.block is not None
+    generator = block_generator(seed, shard, at.block) if function.takes_generator else None
+    return mapped(function, batch, generator, at, schema)
+
+
 def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -> pa.Array:
     where = f"column {name!r}"
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,7 +48,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         config: Any = SimpleNamespace(cache_dir=str(folder), has_workers=True)
         self.manifest: Any = SimpleNamespace(fingerprint="f", categories={})
-        self.reader = CategoryReader(config, cast("Any", None), itertools.count(1), lambda: 1)
+        self.reader = CategoryReader(config, cast("Any", None))
         self.begun, self.given_up = 0, 0
         self.beginnings: asyncio.Queue[None] = asyncio.Queue()
         self.answer: asyncio.Future[Categories] = asyncio.get_running_loop().create_future()
