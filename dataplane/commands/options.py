@@ -116,9 +116,9 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
         limit: int | None,
         **given: Any,
     ) -> Any:
-        from dataplane.transforms.view_options import view_of
+        from dataplane.transforms.view_options import split_of_text, view_of
 
-        parts = None if split is None else _split_of(split)
+        parts = None if split is None else split_of_text(split)
         view = view_of(where=where, sample=sample, split=parts, limit=limit)
         return command(view=view, **given)
 
@@ -136,15 +136,6 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         made = click.option(flag, metavar=metavar, type=kind, help=text)(made)
     return made
-
-
-def _split_of(text: str) -> tuple[object, ...]:
-    """The argument split= of a loader."""
-    name, *shares = text.split(":")
-    try:
-        return (name, *map(float, shares))
-    except ValueError:
-        return (text,)
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:

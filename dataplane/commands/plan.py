@@ -5,6 +5,7 @@ shuffled.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -16,15 +17,15 @@ from dataplane.commands.options import (
     format_option,
     json_option,
     setting_options,
-    urls_argument,
     view_options,
     workers_option,
 )
+from dataplane.commands.plan_mixture import AskedMixture, mixture_options
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
     from dataplane.commands.plan_reads import PredictedReads
-    from dataplane.config import JobSpec
+    from dataplane.config import JobSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation, HostFigures
     from dataplane.plan.manifest import Manifest
@@ -50,7 +51,8 @@ class Question:
 
 
 @click.command("plan")
-@urls_argument
+@click.argument("urls", nargs=-1, metavar="[URL...]")
+@mixture_options
 @click.option("--dp-size", type=POSITIVE, default=1, show_default=True, help="Data-parallel ranks.")
 @click.option(
     "--ranks-per-host", type=POSITIVE, default=8, show_default=True, help="Ranks on each host."
@@ -80,6 +82,7 @@ class Question:
 def plan(
     urls: tuple[str, ...],
     *,
+    mixture: AskedMixture | None,
     settings: Settings,
     view: View,
     format_name: str,
@@ -95,19 +98,32 @@ def plan(
     only on seed and epoch, never on ranks; lanes and window determine its cost and the quality of
     the shuffle.
 
+    Of a mixture, name each dataset with --source, before any run: the plan says what an epoch has
+    of each, how often it is read, when it is exhausted, and what its open windows take. Options of
+    a source are weight, passes, max_passes, mean_length, format, where, sample, split and limit.
+
     \b
     Examples:
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane plan train.manifest --dp-size 512 --global-batch 4096 --lanes 1024 --json
       dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
       dataplane plan tokens.manifest --global-batch 1024 --pack tokens,length=4096
+      dataplane plan --source web=s3://bucket/web/,weight=0.7 \\
+        --source code=s3://bucket/code/,weight=0.3,max_passes=2 --global-batch 1024
     """
     from dataplane.commands.datasets import opened
-    from dataplane.commands.plan_reads import predicted_reads
     from dataplane.config import JobSpec
     from dataplane.settings import node_config
 
     question = Question(end=End(end), **asked)  # type: ignore[arg-type]
+    if mixture is not None:
+        from dataplane.commands.plan_mixture import show_mixture
+
+        show_mixture(
+            mixture, settings, view, question, pack=pack, format_name=format_name, workers=workers,
+            as_json=as_json,
+        )  # fmt: skip
+        return
     config = node_config(settings)
     manifest = opened(urls, format_name, workers, config, view)
     of_packs: dict[str, object] = {}
@@ -118,6 +134,20 @@ def plan(
         counted = with_packs(manifest, pack, format_name, settings, view)
         manifest, of_packs = counted.packs, counted.facts()
         spec = counted.spec()
+    _show(manifest, spec, question, config, of_packs, as_json=as_json)
+
+
+def _show(
+    manifest: Manifest,
+    spec: JobSpec,
+    question: Question,
+    config: NodeConfig,
+    of_packs: Mapping[str, object],
+    *,
+    as_json: bool,
+) -> None:
+    from dataplane.commands.plan_reads import predicted_reads
+
     order, cluster, found = explained(manifest, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
     reads = predicted_reads(manifest, _spec(spec, order, question), cluster, config, order.epoch)

@@ -50,6 +50,15 @@ VIEW_ARGUMENTS: Final = tuple(inspect.signature(view_of).parameters)
 """The arguments of a DataLoader that choose rows."""
 
 
+def split_of_text(text: str) -> tuple[object, ...]:
+    """The argument `split` that a command line means with "train:0.99"."""
+    name, *shares = text.split(":")
+    try:
+        return (name, *map(float, shares))
+    except ValueError:
+        return (text,)
+
+
 def _sample(given: object) -> int:
     if given is None:
         return 0

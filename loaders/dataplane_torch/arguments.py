@@ -25,12 +25,12 @@ from dataplane.rpc.messages import (
 from dataplane.settings import named_service
 from dataplane.transforms.functions import function_name
 from dataplane.transforms.images import image_specs
+from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.transforms.pack_options import pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
-from dataplane_torch.mixture import Mixture
 from dataplane_torch.options import DEFAULTS, UrlOptions
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
@@ -225,7 +225,7 @@ def _mixture(
             views[name] = _view(cast("UrlOptions", {**options, **source.own_options()}))
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", **error.nouns) from error
-    return mixture.asked(urls, views)
+    return mixture.asked(urls, views, options["format"] or "")
 
 
 def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:

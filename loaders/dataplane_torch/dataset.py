@@ -16,11 +16,11 @@ from dataplane.client.mixing import sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
+from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane.units import whole
 from dataplane.weights import MixHistory
 from dataplane_torch.arguments import Arguments, epoch_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
-from dataplane_torch.mixture import Mixture, Urls
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar, Unpack
 
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
+from dataplane.transforms.mixture_options import MixStep, Mixture, Urls
 from dataplane.units import whole
 from dataplane_torch.arguments import (
     Arguments,
@@ -29,7 +30,6 @@ from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.sampling import epochs_of, make_told
 from dataplane_torch.local.worker_pass import WorkerPass
-from dataplane_torch.mixture import MixStep, Mixture, Urls
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
-from dataplane_torch.mixture import Mixture
+from dataplane.transforms.mixture_options import Mixture
 
 _GLOB = re.compile(r"[*?\[{]")
 

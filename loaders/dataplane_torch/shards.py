@@ -19,10 +19,10 @@ from dataplane.client.session import Session
 from dataplane.client.state import left_of, step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
+from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
-from dataplane_torch.mixture import MixStep, weights_of
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream

@@ -1,9 +1,10 @@
-"""Several datasets that one loader mixes, as a user names them."""
+"""How users ask for a mixture of datasets, and what that means. Pure: a trainer links it."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from dataplane.errors import ConfigError
 from dataplane.model import Exhausted, MixUnit, View
 from dataplane.rpc.messages import DatasetSource, MixtureAsked, ScheduledWeights, SourceAsked
+from dataplane.transforms.view_options import split_of_text
 from dataplane.units import whole
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -22,6 +24,10 @@ _SCHEDULED_MAX = 1 << 16
 _NAMED_MAX = 20
 _PAIR = 2
 _OPTIONS = ("where", "sample", "split", "limit", "map")
+_NUMBERS = {"weight": float, "passes": float, "max_passes": int, "mean_length": float}
+_NUMBERS |= {"sample": float, "limit": int}
+_ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split")
+_NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +112,17 @@ class Mixture:
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.sources)})"
 
-    def asked(self, urls: Mapping[str, tuple[str, ...]], views: Mapping[str, View]) -> MixtureAsked:
-        """The message that asks for it, with these absolute urls and views of the sources."""
+    def asked(
+        self, urls: Mapping[str, tuple[str, ...]], views: Mapping[str, View], form: str = ""
+    ) -> MixtureAsked:
+        """The message that asks for it, with these absolute urls and views of the sources, in this
+        format unless they have their own.
+        """
         return MixtureAsked(
             tuple(
                 SourceAsked(
                     name,
-                    DatasetSource(urls[name], source.format or ""),
+                    DatasetSource(urls[name], source.format or form),
                     float(source.weight or 0),
                     float(source.passes or 0),
                     _count("max_passes", source.max_passes, _PASSES_MAX),
@@ -160,6 +170,32 @@ class Mixture:
             raise ConfigError(
                 'passes count samples: leave out unit="tokens", or give weights', field="unit"
             )
+
+
+def source_of_text(text: str) -> tuple[str, Source]:
+    """What a command line means with "web=s3://bucket/web/,weight=0.7": a name, a url, and
+    arguments of Source.
+
+    Raises:  ConfigError: it is no such text.
+    """
+    whole, *parts = _NEXT_OPTION.split(text)
+    name, mark, url = whole.partition("=")
+    given: dict[str, Any] = {}
+    try:
+        if not mark or not name or not url or "://" in name:
+            raise ValueError
+        for part in parts:
+            option, _, value = part.partition("=")
+            given[option] = _NUMBERS.get(option, str)(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"source {text!r:.200}: write NAME=URL,weight=0.7; also known are"
+            f" {', '.join(f'{one}=' for one in _ON_COMMAND_LINES[1:])}",
+            field="source",
+        ) from error
+    if "split" in given:
+        given["split"] = split_of_text(given["split"])
+    return name, Source(url, **given)
 
 
 def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, ...]:

@@ -1,0 +1,243 @@
+"""`dataplane plan` of a mixture: what an epoch has of each of several datasets.
+
+A node that is started here opens the mixture as it would for a loader: so weights, columns and
+views are checked, counted and refused in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.options import Settings
+from dataplane.errors import ConfigError, DatasetChangedError
+from dataplane.model import View
+
+if TYPE_CHECKING:
+    from dataplane.commands.plan import Question
+    from dataplane.config import JobSpec
+    from dataplane.plan.explain_mixture import MixtureExplanation, SourcePlan
+    from dataplane.plan.manifest import Manifest
+    from dataplane.rpc.messages import OpenJob
+    from dataplane.transforms.mixture_options import Mixture
+
+
+def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--source` for each dataset of a mixture, and the arguments of Mixture. The command is called
+    with `mixture`, None without them.
+    """
+
+    @functools.wraps(command)
+    def chosen(*, sources: tuple[str, ...], urls: tuple[str, ...], **given: Any) -> Any:
+        names = ("unit", "exhausted", "length", "temperature", "columns")
+        options = {name: given.pop(name) for name in names}
+        told = {name: value for name, value in options.items() if value is not None}
+        if bool(urls) == bool(sources) or (urls and told):
+            what = "give the urls of one dataset, or --source NAME=URL,weight=… for each of several"
+            raise ConfigError(what, field="source")
+        mixture = _asked(sources, told) if sources else None
+        return command(urls=urls, mixture=mixture, **given)
+
+    made: Callable[..., Any] = chosen
+    for flag, metavar, kind, text in (
+        ("--columns", "A,B,…", str, "With --source: only these columns, which all sources have."),
+        ("--temperature", "T", float, "With --source: instead of weights, shares n^(1/T)."),
+        ("--length", "COUNT", int, "With --source: the length of an epoch, in the unit."),
+        ("--exhausted", "POLICY", str, "With --source: stop (default), renormalise or cycle."),
+        ("--unit", "UNIT", str, "With --source: weights of samples (default), tokens or batch."),
+    ):
+        made = click.option(flag, metavar=metavar, type=kind, help=text)(made)
+    return click.option(
+        "--source",
+        "sources",
+        metavar="NAME=URL,weight=W,…",
+        multiple=True,
+        help="One dataset of a mixture, with the arguments of Source.",
+    )(made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskedMixture:
+    """A mixture, and the columns of its batches; without any, all."""
+
+    mixture: Mixture
+    columns: tuple[str, ...]
+
+
+def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
+    """Raises:  ConfigError: a source is none, or the weights are no weights."""
+    from dataplane.transforms.mixture_options import Mixture, source_of_text
+
+    named = [source_of_text(text) for text in sources]
+    if len(dict(named)) < len(named):
+        names = [name for name, _ in named]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"two sources are called {twice!r}: give each its name", field="source")
+    columns = tuple(filter(None, str(given.get("columns", "")).split(",")))
+    options = {name: value for name, value in given.items() if name != "columns"}
+    return AskedMixture(Mixture(dict(named), **options), columns)
+
+
+def show_mixture(
+    asked: AskedMixture,
+    settings: Settings,
+    view: View,
+    question: Question,
+    *,
+    pack: str | None,
+    format_name: str,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Open the mixture as a job, and show an epoch of it.
+
+    Raises:  ConfigError, or another error of a job, as a loader would.
+    """
+    from dataplane.plan.cluster import Cluster
+    from dataplane.plan.explain_mixture import explain_mixture
+    from dataplane.transforms.pack_options import pack_of_text
+
+    if pack is not None:
+        view = dataclasses.replace(view, pack=pack_of_text(pack))
+    spec, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
+    cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
+    epoch = question.epoch
+    found = explain_mixture(spec, manifests, cluster, epoch)
+    if as_json:
+        output.write_json(dataclasses.asdict(found))
+        return
+    output.write_table(("", "", ""), _lines(found))
+    output.stdout().print()
+    headings = (
+        *("source", "asked", "got", "samples", "passes", "exhausted", "of the epoch"),
+        *("window", "open windows"),
+    )
+    rows = [_row(one, found.sample_count) for one in found.sources]
+    output.write_table(headings, rows, f"what epoch {epoch} has of each source")
+    for warning in found.warnings:
+        output.warn(warning)
+
+
+def _opened(
+    asked: AskedMixture,
+    settings: Settings,
+    view: View,
+    job: OpenJob,
+    format_name: str,
+    workers: int,
+) -> tuple[JobSpec, list[Manifest]]:
+    """The job, as a node has opened it, and the manifests of its samples."""
+    from msgspec.structs import replace
+
+    from dataplane.commands.datasets import opened
+    from dataplane.commands.own_node import own_session
+    from dataplane.commands.packed_rows import packs_in
+    from dataplane.plan.views import rows_only
+    from dataplane.rpc.messages import DatasetSource
+    from dataplane.settings import node_config
+    from dataplane.transforms.options import only
+
+    config, whole, views = node_config(settings), [], {}
+    for name, source in asked.mixture.sources.items():
+        views[name] = _view(view, source.own_options())
+        form, rows = source.format or format_name, rows_only(views[name])
+        whole.append(opened((str(source.urls),), form, workers, config, rows))
+    urls = {name: one.urls for name, one in zip(views, whole, strict=True)}
+    columns = asked.columns if view.pack is None else (view.pack.column,)
+    session = own_session(
+        replace(
+            job,
+            source=DatasetSource(tuple(url for one in urls.values() for url in one), format_name),
+            column_options=only(columns),
+            view=view,
+            mixture=asked.mixture.asked(urls, views, format_name),
+        ),
+        settings,
+    )
+    try:
+        spec = session.job.spec
+    finally:
+        session.close()
+    assert spec.mixture is not None
+    for one, manifest in zip(spec.mixture.sources, whole, strict=True):
+        if view.pack is None and one.fingerprint != manifest.fingerprint:
+            raise DatasetChangedError(
+                f"the dataset of source {one.name!r} has changed since its manifest was made: index"
+                " it again",
+                shard=", ".join(manifest.urls),
+                expected=manifest.fingerprint,
+                found=one.fingerprint,
+            )
+    if view.pack is None:
+        return spec, whole
+    pairs = zip(whole, views.values(), strict=True)
+    return spec, [packs_in(rows, of, spec.seed, config) for rows, of in pairs]
+
+
+def _view(view: View, own: Mapping[str, Any]) -> View:
+    """The view of a source: that of the command line, but for what the source says itself."""
+    from dataplane.transforms.view_options import view_of
+
+    said, none = view_of(**own), View()
+    names = [one.name for one in dataclasses.fields(View)]
+    mine = {name: getattr(said, name) for name in names}
+    mine = {name: value for name, value in mine.items() if value != getattr(none, name)}
+    if "split" in own:
+        mine |= {"split_from": said.split_from, "split_to": said.split_to}
+    return dataclasses.replace(view, **mine)
+
+
+def _lines(found: MixtureExplanation) -> list[tuple[str, str, str]]:
+    size = output.approximate_bytes
+    lines = [
+        ("samples", f"{found.sample_count:,}", f"of {len(found.sources):,} sources"),
+        ("steps", f"{found.step_count:,}", "the same on every rank"),
+        ("dropped", f"{found.samples_dropped:,}", "samples after the last full batch"),
+        ("padded", f"{found.samples_padded:,}", "samples that are repeated"),
+        ("lanes", f"{found.lanes:,}", f"{found.lanes_per_rank:,} a rank"),
+        ("a round", f"{found.round_samples:,}", "samples; other weights begin with one"),
+        ("open windows", size(found.open_window_bytes_per_host), "of memory, per host"),
+    ]
+    return [line for line in lines if line[1] != "0"]
+
+
+def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
+    end = one.exhausted_position
+    return (
+        one.name,
+        f"{one.asked_share:.2%}",
+        f"{one.share:.2%}",
+        f"{one.samples:,} of {one.available:,}",
+        f"{one.passes:.2f}",
+        None if end is None else f"step {one.exhausted_step:,}",
+        None if end is None else f"{end / sample_count:.0%}",
+        f"{one.window:,}",
+        output.approximate_bytes(one.open_window_bytes_per_host),
+    )
+
+
+def _job(question: Question) -> OpenJob:
+    """The options of the order, as a loader asks for them."""
+    from dataplane.client import identity
+    from dataplane.model import Topology
+    from dataplane.rpc.messages import DatasetSource, OpenJob
+
+    launch = identity.launch_identity({})
+    return OpenJob(
+        identity.job_id(launch, ("mixture",), None),
+        launch.incarnation,
+        "",
+        DatasetSource(()),
+        Topology(),
+        seed=question.seed,
+        shuffle=question.shuffle,
+        lanes=question.lanes,
+        window=question.window,
+        global_batch=question.global_batch,
+        end=question.end,
+    )

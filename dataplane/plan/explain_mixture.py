@@ -1,0 +1,159 @@
+"""Computes what `dataplane plan` shows of a mixture: what an epoch has of each source.
+
+Counts are those of the plan that streams are made from, so they are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.config import JobSpec
+from dataplane.model import End
+from dataplane.plan.cluster import Cluster
+from dataplane.plan.counting import SLOTS_MAX
+from dataplane.plan.defaults import BlockSizes
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.mixed_order import MixedOrder
+from dataplane.plan.orders import job_order, mixed_of
+from dataplane.plan.slices import Slice
+
+# A model learns about as much from the first four passes over a text as from as many new texts, and
+# much less from later ones (Muennighoff et al., Scaling Data-Constrained Language Models, 2023).
+PASSES_MAX = 4
+_OFF_MAX = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """What one epoch has of a source. Both shares are of samples; `asked_share` is what the weights
+    mean. `passes` is how often the epoch reads it. `exhausted_position` is the position behind its
+    last sample, if all that the epoch may have of it are read, and `exhausted_step` the step of
+    that sample; None if some are left.
+    """
+
+    name: str
+    available: int
+    asked_share: float
+    share: float
+    samples: int
+    passes: float
+    exhausted_position: int | None
+    exhausted_step: int | None
+    window: int
+    open_window_bytes_per_host: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureExplanation:
+    """What one epoch of a mixture has, and what its open windows take. Times are not estimated."""
+
+    sample_count: int
+    step_count: int
+    samples_dropped: int
+    samples_padded: int
+    lanes: int
+    lanes_per_rank: int
+    host_count: int
+    round_samples: int
+    open_window_bytes_per_host: int
+    sources: tuple[SourcePlan, ...]
+    warnings: tuple[str, ...]
+
+
+def explain_mixture(
+    spec: JobSpec, manifests: Sequence[Manifest], cluster: Cluster, epoch: int
+) -> MixtureExplanation:
+    """Explain an epoch of a job over a mixture of these datasets.
+
+    Raises:  ConfigError: the epoch cannot be planned, or batch and ranks cannot be combined.
+    """
+    order = job_order(spec, manifests, epoch)
+    assert isinstance(order, MixedOrder)
+    count, batch = order.plan.sample_count, spec.global_batch
+    steps = Slice(count, 0, batch, spec.end, 0, cluster.dp_size).step_count
+    sources = _sources(spec, manifests, cluster, order)
+    covered = steps * batch
+    mixed = mixed_of(spec, [each.sample_count for each in manifests])
+    return MixtureExplanation(
+        sample_count=count,
+        step_count=steps,
+        samples_dropped=max(count - covered, 0),
+        samples_padded=max(covered - count, 0) if spec.end is End.PAD else 0,
+        lanes=spec.lanes,
+        lanes_per_rank=cluster.lanes_per_rank(spec.lanes),
+        host_count=cluster.host_count,
+        round_samples=mixed.round_steps * mixed.lanes * mixed.batch,
+        open_window_bytes_per_host=sum(one.open_window_bytes_per_host for one in sources),
+        sources=sources,
+        warnings=tuple(_warnings(sources)),
+    )
+
+
+def _sources(
+    spec: JobSpec, manifests: Sequence[Manifest], cluster: Cluster, order: MixedOrder
+) -> tuple[SourcePlan, ...]:
+    mixture, plan = spec.mixture, order.plan
+    assert mixture is not None
+    limits = mixed_of(spec, [each.sample_count for each in manifests]).limits.tolist()
+    total, found = sum(mixture.shares), []
+    for at, (source, manifest) in enumerate(zip(mixture.sources, manifests, strict=True)):
+        samples, sizes = (
+            int(plan.counts[at]),
+            BlockSizes.of(manifest.block_rows, manifest.block_decoded),
+        )
+        is_exhausted = limits[at] < SLOTS_MAX and limits[at] - samples < mixture.batch
+        last = _last_position(order, at) if is_exhausted and samples else None
+        found.append(
+            SourcePlan(
+                name=source.name,
+                available=manifest.sample_count,
+                asked_share=source.share / total,
+                share=samples / plan.sample_count,
+                samples=samples,
+                passes=samples / manifest.sample_count,
+                exhausted_position=None if last is None else last + 1,
+                exhausted_step=None if last is None else last // spec.global_batch,
+                window=source.window,
+                open_window_bytes_per_host=cluster.lanes_per_host(spec.lanes)
+                * sizes.open_window_bytes(source.window),
+            )
+        )
+    return tuple(found)
+
+
+def _last_position(order: MixedOrder, source: int) -> int:
+    """The last position at which a source stands: somewhere in the last round that has it."""
+    plan = order.plan
+    in_round = [
+        (each.round_steps * each.shares[source] // sum(each.shares) + 8) * each.lanes * each.batch
+        for each in plan.segments
+    ]
+    count, base = int(plan.counts[source]), int(plan.base[source])
+    samples = np.arange(count - min(max(in_round, default=1), count), count) + base
+    return int(order.positions_of_samples(source, samples).max())
+
+
+def _warnings(sources: Sequence[SourcePlan]) -> list[str]:
+    said = []
+    for one in sources:
+        if one.passes > PASSES_MAX:
+            said.append(
+                f"source {one.name!r} is read {one.passes:.1f} times in this epoch: its"
+                f" {one.available:,} samples are {one.share:.1%} of it. Models learn little from"
+                f" more than {PASSES_MAX} passes: lower its weight, limit it with max_passes, or"
+                " choose a shorter length"
+            )
+        if abs(one.share - one.asked_share) > _OFF_MAX:
+            said.append(
+                f"source {one.name!r} has {one.share:.1%} of the samples, and not"
+                f" {one.asked_share:.1%}: "
+                + (
+                    f"it is exhausted at step {one.exhausted_step}, and the epoch goes on"
+                    if one.exhausted_step is not None and one.share < one.asked_share
+                    else "other sources are exhausted before the epoch ends"
+                )
+            )
+    return said

@@ -1,0 +1,150 @@
+"""`dataplane plan` of a mixture says what a loader then reads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader, Mixture, Source
+from small_nodes import alone_and_small
+
+from dataplane.cli import run
+
+COUNTS = {"web": 1700, "code": 450, "math": 60}
+WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
+BATCH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The shards; only `math` has the column `proof`."""
+    made: Path = tmp_path_factory.mktemp("sources")
+    for at, (name, count) in enumerate(COUNTS.items()):
+        columns = {"id": pa.array(range(10_000 * at, 10_000 * at + count), pa.int64())}
+        columns |= {"proof": columns["id"]} if name == "math" else {}
+        pq.write_table(pa.table(columns), made / f"{name}.parquet", row_group_size=32)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def of_this_test(monkeypatch, folder):
+    alone_and_small(monkeypatch, folder)  # shards are indexed once
+
+
+def sources(folder: Path, **more: str) -> list[str]:
+    """The command line's options for them."""
+    texts = [
+        f"{name}={folder}/{name}.parquet,weight={weight}{more.get(name, '')}"
+        for name, weight in WEIGHTS.items()
+    ]
+    return [part for text in texts for part in ("--source", text)]
+
+
+def planned(capsys, *arguments: str) -> Any:
+    capsys.readouterr()
+    batch = ("--global-batch", f"{BATCH}", "--columns", "id", "--json")
+    assert run(["plan", *arguments, *batch]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "mixed"),
+    [
+        (("--exhausted", "renormalise", "--lanes", "4"), {"exhausted": "renormalise"}),
+        (
+            ("--exhausted", "cycle", "--length", "3000", "--end", "drop", "--seed", "9"),
+            {"exhausted": "cycle", "length": 3000},
+        ),
+    ],
+)
+def test_the_plan_of_a_mixture_is_what_a_loader_reads(folder, capsys, options, mixed):
+    more = {"code": ",where=id < 10300", "math": ",max_passes=9"}
+    found = planned(capsys, *sources(folder, **more), *options)
+    of_rows: dict[str, dict[str, Any]] = {
+        "web": {}, "code": {"where": "id < 10300"}, "math": {"max_passes": 9}
+    }  # fmt: skip
+    mixture = Mixture(
+        {
+            name: Source(folder / f"{name}.parquet", weight=weight, **of_rows[name])
+            for name, weight in WEIGHTS.items()
+        },
+        **mixed,
+    )
+    asked = dict(zip(options[::2], options[1::2], strict=True))
+    loader_options: dict[str, Any] = {
+        "lanes": int(asked["--lanes"]) if "--lanes" in asked else None,
+        "seed": int(asked.get("--seed", 0)),
+        "end": asked.get("--end", "ragged"),
+    }
+    with DataLoader(mixture, BATCH, shuffle=True, columns=["id"], **loader_options) as loader:
+        steps = [[one // 10_000 for one in batch["id"].tolist()] for batch in loader]
+    flat = [source for step in steps for source in step]
+    assert found["step_count"] == len(steps)
+    assert found["sample_count"] - found["samples_dropped"] == len(flat)
+    counts, available = Counter(flat), {"web": 1700, "code": 300, "math": 60}
+    for at, one in enumerate(found["sources"]):
+        assert one["name"] == list(COUNTS)[at]
+        assert one["asked_share"] == pytest.approx(WEIGHTS[one["name"]])
+        # What is dropped at the end is planned, too.
+        assert 0 <= one["samples"] - counts[at] <= found["samples_dropped"]
+        assert one["available"] == available[one["name"]]
+        assert one["passes"] == one["samples"] / one["available"]
+        assert one["share"] == one["samples"] / found["sample_count"]
+        limit = {"math": 9 * 60, "web": 1700, "code": 300}[one["name"]]
+        has_no_limit = mixed.get("exhausted") == "cycle" and one["name"] != "math"
+        is_exhausted = one["samples"] == limit and not has_no_limit
+        assert (one["exhausted_position"] is not None) == is_exhausted
+        if is_exhausted and one["samples"] == counts[at]:
+            assert one["exhausted_position"] == len(flat) - flat[::-1].index(at)
+            assert at in steps[one["exhausted_step"]]
+            assert not any(at in step for step in steps[one["exhausted_step"] + 1 :])
+    assert any(one["exhausted_position"] for one in found["sources"])
+    whole = sum(one["open_window_bytes_per_host"] for one in found["sources"])
+    assert found["open_window_bytes_per_host"] == whole > 0
+
+
+def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
+    options = ("--columns", "id", "--global-batch", "48", "--exhausted", "cycle")
+    given = sources(folder, code=",max_passes=1")
+    assert run(["plan", *given, *options, "--length", "6000"]) == 0
+    shown = capsys.readouterr()
+    assert "450 of 450" in shown.out
+    told = " ".join(shown.err.split())
+    assert "source 'math' is read 26.4 times in this epoch: its 60 samples are" in told
+    assert "source 'code' has 7.5% of the samples, and not 30.0%: it is exhausted at step" in told
+    assert "source 'math' has 26.4% of the samples, and not 20.0%: other sources are" in told
+    assert "'web' is read" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "give the urls of one dataset, or --source"),
+        (("{}/web.parquet", "--source", "web={}/web.parquet,weight=1"), "give the urls of one"),
+        (("{}/web.parquet", "--length", "9"), "give the urls of one dataset"),
+        (("--source", "{}/web.parquet"), "write NAME=URL,weight=0.7"),
+        (("--source", "web={}/web.parquet,weight=much"), "write NAME=URL,weight=0.7"),
+        (("--source", "web={}/web.parquet"), "a weight for each"),
+        (("--source", "web={}/web.parquet,weight=-1"), "weight=-1.0: a number, 0 or more"),
+        (("--source", "web={}/web.parquet,weight=1,where=idd > 1"), "idd"),
+        (
+            ("--source", "a={}/web.parquet,weight=1", "--source", "a={}/code.parquet,weight=1"),
+            "two sources are called 'a'",
+        ),
+        (
+            ("--source", "a={}/web.parquet,weight=1", "--source", "b={}/math.parquet,weight=1"),
+            "proof (none) int64",
+        ),
+        (("--source", "a={}/web.parquet,weight=1", "--exhausted", "never"), "choose one of 'stop'"),
+        (("--source", "a={}/none.parquet,weight=1"), "none.parquet"),
+    ],
+)
+def test_what_is_no_mixture_is_refused_as_a_loader_does(folder, capsys, arguments, why):
+    given = [one.format(folder) for one in arguments]
+    assert run(["plan", *given, "--global-batch", "8"]) in {2, 3}
+    assert why in " ".join(capsys.readouterr().err.split())
