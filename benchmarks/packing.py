@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +35,8 @@ from dataplane.worker.packing import PackGather
 _MEAN, _SIGMA, _GROUP = 616, 1.2, 128
 _DOCUMENTS = 10_000
 _SPEED_MIN, _WASTE_MAX, _INDEX_MAX = 5.0, 1.0, 50.0
+_SPEED_OF_ROWS_MIN = 0.8
+"""Of packs that have nothing but tokens: what else is asked for is written, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,15 @@ def planned(length: int) -> list[PackFigure]:
 
 
 def made(length: int, rows: int) -> list[PackFigure]:
-    """Tokens a second that one worker gathers, from packs and from rows of this length."""
-    lengths = web_lengths(_GROUP * length, 3)
+    """Tokens a second that one worker gathers into a slab of so many rows, from packs and from rows
+    of this length.
+    """
+    lengths = web_lengths(2 * rows * length, 3)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = pa.array(np.arange(offsets[-1], dtype=np.int32))
     stored = (ColumnSpec("tokens", Kind.RAGGED, "int32"),)
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), tokens)
-    block = open_block(pa.record_batch({"tokens": lists}), stored)
+    documents = open_block(pa.record_batch({"tokens": lists}), stored)
     fixed = (ColumnSpec("tokens", Kind.FIXED, "int32", (length,)),)
     whole = len(tokens) // length
     equal = pa.FixedSizeListArray.from_arrays(tokens.slice(0, whole * length), length)
@@ -107,20 +113,30 @@ def made(length: int, rows: int) -> list[PackFigure]:
     index = np.stack([np.zeros(rows), rng.permutation(whole)[:rows]], axis=1).astype(np.int32)
     slab = bytearray(rows * (4 * length * 8) + (1 << 16))
     room = memoryview(slab)
-    plain = best_s(lambda: Gather(fixed, [opened], index, batch).into(room), 30)
-    found = [
-        PackFigure(
-            f"S = {length:,}: rows of equal length", rows * length / plain / 1e6, "M tokens/s"
-        )
-    ]
+    gathers: dict[str, Callable[[], Gather | PackGather]] = {
+        "rows": lambda: Gather(fixed, [opened], index, batch)
+    }
+    sizes = {}
     for outputs in ((), ("document_ids",), PACK_OUTPUTS):
         form = PackForm.of(stored, PackSpec("tokens", length, outputs=outputs))
-        packs = PackBlock(block, (packs_of(lengths, form.pack, 5),))
-        took = best_s(lambda: PackGather(form, [packs], index, batch).into(room), 30)  # noqa: B023
+        block = PackBlock(documents, (packs_of(lengths, form.pack, 5),))
         each = sum(map(row_bytes, form.specs)) / length
-        named = f"S = {length:,}: packs, {each:.1f} bytes a token"
-        found.append(PackFigure(named, rows * length / took / 1e6, "M tokens/s"))
-        found.append(PackFigure(f"{named}, of equal rows' speed", plain / took, "times"))
+        name = f"S = {length:,}: packs, {each:.1f} bytes a token"
+        sizes[name] = bool(outputs)
+        gathers[name] = partial(PackGather, form, [block], index, batch)
+    took = dict.fromkeys(gathers, math.inf)
+    for _ in range(40):  # in turns, so that other load slows all alike
+        for name, gather in gathers.items():
+            took[name] = min(took[name], best_s(lambda: gather().into(room), 1))  # noqa: B023
+    tokens = rows * length / 1e6
+    plain = took["rows"]
+    found = [PackFigure(f"S = {length:,}: rows of equal length", tokens / plain, "M tokens/s")]
+    for name, has_more in sizes.items():
+        least = None if has_more else _SPEED_OF_ROWS_MIN
+        found.append(PackFigure(name, tokens / took[name], "M tokens/s"))
+        found.append(
+            PackFigure(f"{name}, of equal rows' speed", plain / took[name], "times", least)
+        )
     return found
 
 
@@ -149,7 +165,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     measures = [each for length in (2048, 8192) for each in planned(length)]
-    measures += [each for length in (2048, 8192) for each in made(length, 64)]
+    measures += [each for length in (2048, 8192) for each in made(length, 2 * _GROUP)]
     measures += indexed()
     told = json.dumps([asdict(each) for each in measures]) if asked.json else table(measures)
     sys.stdout.write(f"{told}\n")

@@ -26,6 +26,7 @@ enum {
     AHEAD_BYTES = 4096,  /* distance of the prefetched row, */
     AHEAD_ROWS_MAX = 16, /* in rows, at most */
     AHEAD_WORDS = 256,   /* in rows of one word */
+    AHEAD_PIECES = 2,    /* in pieces of packs */
     TILE_ROWS = 256      /* packed rows that become columns together, in the nearest caches */
 };
 
@@ -212,7 +213,7 @@ int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t 
     }                                                                                              \
     return
 
-static void widen(const char *from, int64_t count, int64_t element_bytes, int64_t is_signed,
+INLINE void widen(const char *from, int64_t count, int64_t element_bytes, int64_t is_signed,
                   int64_t *out)
 {
     switch (is_signed ? -element_bytes : element_bytes) {
@@ -222,67 +223,223 @@ static void widen(const char *from, int64_t count, int64_t element_bytes, int64_
     case 1: WIDENED(uint8_t);
     case 2: WIDENED(uint16_t);
     case 4: WIDENED(uint32_t);
-    default: memcpy(out, from, count * (int64_t)sizeof *out);
+    default:
+        if (count > 0)
+            memcpy(out, from, count * (int64_t)sizeof *out);
     }
 }
 
-int64_t gather_wide_runs(const struct source *sources, int64_t stride, const int32_t *index,
-                         int64_t count, int64_t element_bytes, int64_t is_signed,
-                         const int64_t *starts, const int64_t *lengths, const int64_t *put,
-                         const int64_t *room, int64_t *out, int64_t out_count, int64_t rest)
+/* One piece of a document: its row, its first token, its tokens, and its place in the pack. */
+struct piece {
+    int64_t row;
+    int64_t begin;
+    int64_t length;
+    int64_t place;
+    int64_t taken; /* by its document in the pack: its length, rounded up */
+    int64_t room;  /* up to the next piece, or to the end of the pack */
+};
+
+INLINE struct piece piece_at(const struct packs *packs, int64_t at, int64_t end,
+                             const struct packing *packing)
 {
+    const int32_t *found = packs->pieces + at;
+    int64_t all = packs->pieces_count;
+    struct piece piece = {found[0], found[all], found[2 * all], found[3 * all], 0, 0};
+    int64_t next = at + 1 < end ? found[3 * all + 1] : packing->length;
+    piece.room = next - piece.place;
+    piece.taken = at + 1 < end ? piece.room
+                               : (piece.length + packing->multiple - 1) / packing->multiple *
+                                     packing->multiple;
+    return piece;
+}
+
+/* Whether these are pieces of documents of the block, one behind the other in their pack. */
+static int are_pieces(const struct packs *packs, int64_t start, int64_t end,
+                      const struct packing *packing)
+{
+    if (!is_within(start, end - start, packs->pieces_count) || start == end ||
+        end - start >= packing->cuts)
+        return 0;
+    for (int64_t at = start; at < end; at++) {
+        struct piece piece = piece_at(packs, at, end, packing);
+        if (piece.row < 0 || piece.row >= packs->rows || piece.begin < 0 || piece.length < 0 ||
+            piece.length > piece.taken || piece.taken > piece.room ||
+            !is_within(piece.place, piece.room, packing->length) || (at == start && piece.place))
+            return 0;
+    }
+    return 1;
+}
+
+/* Where the tokens of a piece begin, and how many its document has from there on; or -1. */
+INLINE int64_t tokens_of(const struct source *source, const struct piece *piece, int64_t *left)
+{
+    int64_t start = start_at(source, piece->row), end = start_at(source, piece->row + 1);
+    if (!is_within(start, end - start, source->count) || piece->begin > end - start)
+        return -1;
+    *left = end - start - piece->begin;
+    return start + piece->begin;
+}
+
+INLINE void fill(int32_t *out, int64_t count, int32_t first, int32_t step)
+{
+    for (int64_t i = 0; i < count; i++)
+        out[i] = first + (int32_t)i * step;
+}
+
+/* The first lines of a piece that is copied later; it is checked in its turn. */
+INLINE void ask_piece(const struct packs *packs, int64_t at, int64_t end,
+                      const struct packing *packing)
+{
+    struct piece piece = piece_at(packs, at, end, packing);
+    if (piece.row < 0 || piece.row >= packs->rows)
+        return;
+    const struct source *source = packs->sources + packing->columns->source;
+    ask_run(source, start_at(source, piece.row) + piece.begin, piece.length,
+            packing->columns->element_bytes);
+}
+
+/* Those of the first pieces of a pack. */
+INLINE void ask_first(const struct packs *packs, const int32_t *starts,
+                      const struct packing *packing)
+{
+    if (!is_within(starts[0], (int64_t)starts[1] - starts[0], packs->pieces_count))
+        return;
+    for (int64_t at = starts[0]; at < starts[1] && at < starts[0] + AHEAD_PIECES; at++)
+        ask_piece(packs, at, starts[1], packing);
+}
+
+INLINE int copy_tokens(const struct packs *packs, int64_t start, int64_t end,
+                       const struct packing *packing, const struct pack_column *column, char *out)
+{
+    const struct source *source = packs->sources + column->source;
+    int64_t width = column->element_bytes, left;
+    for (int64_t at = start; at < end; at++) {
+        if (at + AHEAD_PIECES < end)
+            ask_piece(packs, at + AHEAD_PIECES, end, packing);
+        struct piece piece = piece_at(packs, at, end, packing);
+        int64_t from = tokens_of(source, &piece, &left);
+        if (from < 0 || piece.length > left)
+            return 0;
+        char *to = out + piece.place * width;
+        if (piece.length > 0)
+            memcpy(to, source->values + from * width, piece.length * width);
+        pad(to + piece.length * width, (piece.room - piece.length) * width,
+            (const char *)&column->padding, width);
+    }
+    return 1;
+}
+
+/* The token after the last one of a document that is cut is its label, too. */
+INLINE int copy_labels(const struct packs *packs, int64_t start, int64_t end,
+                       const struct packing *packing, const struct pack_column *column,
+                       int64_t *out)
+{
+    const struct source *source = packs->sources + column->source;
+    int64_t width = column->element_bytes, left;
+    for (int64_t at = start; at < end; at++) {
+        struct piece piece = piece_at(packs, at, end, packing);
+        int64_t from = tokens_of(source, &piece, &left);
+        if (from < 0 || piece.length > left)
+            return 0;
+        int64_t count = piece.length < left ? piece.length : left - 1;
+        if (count > 0)
+            widen(source->values + (from + 1) * width, count, width, column->is_signed,
+                  out + piece.place);
+        for (int64_t i = count > 0 ? count : 0; i < piece.room; i++)
+            out[piece.place + i] = column->padding;
+    }
+    return 1;
+}
+
+/* Where documents lie in their pack: what a column of this kind says of it. */
+INLINE void say_where(const struct packs *packs, int64_t start, int64_t end,
+                      const struct packing *packing, int64_t kind, int32_t *out)
+{
+    int64_t used = 0, longest = 0;
+    for (int64_t at = start; at < end; at++) {
+        struct piece piece = piece_at(packs, at, end, packing);
+        used = piece.place + piece.taken;
+        longest = piece.taken > longest ? piece.taken : longest;
+        if (kind == POSITIONS)
+            fill(out + piece.place, piece.taken, 0, 1);
+        else if (kind == DOCUMENTS)
+            fill(out + piece.place, piece.taken, (int32_t)(at - start), 0);
+        else if (kind == CUTS)
+            out[at - start] = (int32_t)piece.place;
+    }
+    int64_t rest = packing->length - used;
+    if (kind == POSITIONS)
+        fill(out + used, rest, 0, 1);
+    else if (kind == DOCUMENTS)
+        fill(out + used, rest, -1, 0);
+    else if (kind == CUTS) {
+        out[end - start] = (int32_t)used;
+        fill(out + (end - start) + 1, packing->cuts - (end - start) - 1, (int32_t)packing->length,
+             0);
+    } else
+        *out = (int32_t)(longest > rest ? longest : rest);
+}
+
+INLINE int write_pack(const struct packs *packs, int64_t start, int64_t end,
+                      const struct packing *packing, int64_t row)
+{
+    if (!are_pieces(packs, start, end, packing))
+        return 0;
+    for (const struct pack_column *column = packing->columns;
+         column < packing->columns + packing->columns_count; column++) {
+        char *out = column->out + row * column->row_bytes;
+        int is_written = 1;
+        if (column->kind == TOKENS)
+            is_written = copy_tokens(packs, start, end, packing, column, out);
+        else if (column->kind == LABELS)
+            is_written = copy_labels(packs, start, end, packing, column, (int64_t *)(void *)out);
+        else
+            say_where(packs, start, end, packing, column->kind, (int32_t *)(void *)out);
+        if (!is_written)
+            return 0;
+    }
+    return 1;
+}
+
+/* A pack of the index: its table, and where in it its first piece is; or NULL if there is none. */
+INLINE const struct packs *pack_at(const struct packing *packing, const int32_t *index,
+                                   const int32_t **starts)
+{
+    int64_t block = index[0], row = index[1];
+    if (block < 0 || block >= packing->blocks || row < 0)
+        return NULL;
+    int64_t table = packing->tables[block] + (row >> PACK_BITS);
+    int64_t number = row & ((1 << PACK_BITS) - 1);
+    if (table >= packing->tables[block + 1] || number >= packing->packs[table].count)
+        return NULL;
+    *starts = packing->packs[table].starts + number;
+    return packing->packs + table;
+}
+
+FOR_EACH_PROCESSOR
+static int64_t write_packs(const struct packing *packing, const int32_t *index,
+                           const int64_t *rows, int64_t count)
+{
+    const int32_t *starts, *later_starts;
     for (int64_t i = 0; i < count; i++) {
-        const struct source *source = sources + index[2 * i] * stride;
-        if (!is_within(starts[i], lengths[i], source->count) ||
-            !is_within(put[i], room[i], out_count) || lengths[i] > room[i])
+        const struct packs *packs = pack_at(packing, index + 2 * i, &starts);
+        if (packs == NULL)
             return i;
-        if (lengths[i] > 0)
-            widen(source->values + starts[i] * element_bytes, lengths[i], element_bytes, is_signed,
-                  out + put[i]);
-        for (int64_t at = lengths[i]; at < room[i]; at++)
-            out[put[i] + at] = rest;
-    }
-    return -1;
-}
-
-int64_t list_pieces(const struct packs *packs, int64_t packs_count, const int64_t *tables,
-                    const int64_t *numbers, int64_t count, int64_t *out, int64_t room)
-{
-    int64_t found = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (tables[i] < 0 || tables[i] >= packs_count)
-            return -1 - i;
-        const struct packs *own = packs + tables[i];
-        if (numbers[i] < 0 || numbers[i] >= own->count)
-            return -1 - i;
-        int64_t start = own->starts[numbers[i]], end = own->starts[numbers[i] + 1];
-        if (!is_within(start, end - start, own->pieces_count) || end - start > room - found)
-            return -1 - i;
-        for (int64_t at = start; at < end; at++, found++) {
-            const int32_t *piece = own->pieces + at;
-            int64_t *to = out + found;
-            to[0] = tables[i];
-            for (int64_t fact = 0; fact < 4; fact++)
-                to[(1 + fact) * room] = piece[fact * own->pieces_count];
-            to[5 * room] = i;
-            to[6 * room] = at - start;
+        if (i + 1 < count) {
+            const struct packs *later = pack_at(packing, index + 2 * (i + 1), &later_starts);
+            if (later != NULL)
+                ask_first(later, later_starts, packing);
         }
-    }
-    return found;
-}
-
-int64_t fill_runs(int64_t count, const int64_t *put, const int64_t *room, const int32_t *first,
-                  int32_t step, int32_t *out, int64_t out_count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        if (!is_within(put[i], room[i], out_count))
+        if (!write_pack(packs, starts[0], starts[1], packing, rows[i]))
             return i;
-        int32_t *run = out + put[i], number = first[i];
-        int64_t length = room[i];
-        for (int64_t at = 0; at < length; at++)
-            run[at] = (int32_t)(number + at * step);
     }
     return -1;
+}
+
+int64_t gather_packs(const struct packing *packing, const int32_t *index, const int64_t *rows,
+                     int64_t count)
+{
+    return write_packs(packing, index, rows, count);
 }
 
 void gather_valid(const struct source *sources, int64_t stride, const int32_t *index, int64_t count,

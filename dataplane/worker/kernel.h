@@ -47,6 +47,35 @@ struct packs {
     const int32_t *pieces; /* of all: rows; then begins; then lengths; then places */
     int64_t pieces_count;
     int64_t count;
+    const struct source *sources; /* the block's, by column */
+    int64_t rows;                 /* of the block */
+};
+
+/* What a column of packs has: docs/packing.md. All but tokens and labels is int32. */
+enum pack_kind { TOKENS, LABELS, POSITIONS, DOCUMENTS, CUTS, LONGEST };
+
+struct pack_column {
+    int64_t kind;
+    char *out; /* rows of the slab */
+    int64_t row_bytes;
+    int64_t source;        /* where tokens come from: a column of blocks, */
+    int64_t element_bytes; /* the size of its values, */
+    int64_t is_signed;     /* and whether they are signed integers */
+    int64_t padding;       /* in the first bytes; of labels: int64 */
+};
+
+/* A row of the index is a pack: these bits are its number, those above say which table it is in. */
+enum { PACK_BITS = 24 };
+
+struct packing {
+    const struct packs *packs;
+    const int64_t *tables; /* the first of each block, and where those of the last one end */
+    int64_t blocks;
+    const struct pack_column *columns; /* the first has tokens */
+    int64_t columns_count;
+    int64_t length;   /* of a pack, in tokens */
+    int64_t multiple; /* documents start at multiples of so many */
+    int64_t cuts;     /* how many numbers a row of CUTS has */
 };
 
 /* One of its columns. */
@@ -71,26 +100,9 @@ EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const i
                            const int64_t *lengths, const int64_t *put, const int64_t *room,
                            char *out, int64_t out_bytes, const char *padding);
 
-/*
- * As gather_runs, for numbers that become int64: `is_signed` says how those of the source are read.
- * The rest of the room of a run gets `rest`. Everything but `element_bytes` is in numbers.
- */
-EXPORT int64_t gather_wide_runs(const struct source *sources, int64_t stride, const int32_t *index,
-                                int64_t count, int64_t element_bytes, int64_t is_signed,
-                                const int64_t *starts, const int64_t *lengths, const int64_t *put,
-                                const int64_t *room, int64_t *out, int64_t out_count, int64_t rest);
-
-/*
- * Lists the pieces of packs: row i is pack numbers[i] of packs[tables[i]]. `out` gets, of each piece:
- * its table, its row, its begin, its length, its place, i, and its number in the pack; `room` is how
- * many there may be. Returns how many there are, or -1 - i if there is no such pack or no room.
- */
-EXPORT int64_t list_pieces(const struct packs *packs, int64_t packs_count, const int64_t *tables,
-                           const int64_t *numbers, int64_t count, int64_t *out, int64_t room);
-
-/* Fills run i of `out`, room[i] numbers from put[i] on: with first[i], first[i] + step, ... */
-EXPORT int64_t fill_runs(int64_t count, const int64_t *put, const int64_t *room,
-                         const int32_t *first, int32_t step, int32_t *out, int64_t out_count);
+/* Writes packs into rows rows[i] of the columns. All but these numbers is checked. */
+EXPORT int64_t gather_packs(const struct packing *packing, const int32_t *index,
+                            const int64_t *rows, int64_t count);
 
 EXPORT void gather_valid(const struct source *sources, int64_t stride, const int32_t *index,
                          int64_t count, uint8_t *out);

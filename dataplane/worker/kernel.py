@@ -22,12 +22,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "gather_spans": (_I64, (*_SOURCES, _POINTER, _POINTER)),
     # element_bytes, starts, lengths, put, room, out, out_bytes, padding (one element, or None: 0)
     "gather_runs": (_I64, (*_SOURCES, _I64, *(_POINTER,) * 5, _I64, ctypes.c_char_p)),
-    # element_bytes, is_signed, starts, lengths, put, room, out, out_count, rest
-    "gather_wide_runs": (_I64, (*_SOURCES, _I64, _I64, *(_POINTER,) * 5, _I64, _I64)),
-    # packs, packs_count, tables, numbers, count, out, room -> how many pieces
-    "list_pieces": (_I64, (_POINTER, _I64, _POINTER, _POINTER, _I64, _POINTER, _I64)),
-    # count, put, room, first, step, out, out_count
-    "fill_runs": (_I64, (_I64, *(_POINTER,) * 3, ctypes.c_int32, _POINTER, _I64)),
+    # a struct packing, index, rows, count
+    "gather_packs": (_I64, (*(_POINTER,) * 3, _I64)),
     # out
     "gather_valid": (None, (*_SOURCES, _POINTER)),
     # row_bytes, fields, fields_count

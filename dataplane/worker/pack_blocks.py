@@ -14,17 +14,24 @@ from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
+from dataplane.arena.slab_layout import row_bytes
 from dataplane.errors import CorruptShard, RowOutOfBounds
 from dataplane.model import ColumnSpec, PackSpec
 from dataplane.plan.packs import Int64, Packs, packs_of
 from dataplane.rpc import tasks
-from dataplane.transforms.packing import PACKING, packed_columns
+from dataplane.transforms.packing import LABELS, PACKING, packed_columns
 from dataplane.worker.columns import BlockColumns
 
 _KEPT_BYTES_MAX = 128 << 20
 _KEYS_KEPT = 2
 """Of one block: an epoch begins while the one before it ends."""
+NO_LABEL = -100
+"""The label of what has no next token, which PyTorch's losses ignore."""
+# As kernel.h numbers them.
+_TOKENS, _LABELS = 0, 1
+_KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5}
 
 
 class PackForm(Struct, frozen=True):
@@ -33,11 +40,30 @@ class PackForm(Struct, frozen=True):
     pack: PackSpec
     stored: tuple[ColumnSpec, ...]
     specs: tuple[ColumnSpec, ...]
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """Of each column, what kernel.h says of a pack_column, without its address."""
 
     @classmethod
     def of(cls, stored: Sequence[ColumnSpec], pack: PackSpec) -> PackForm:
         """Raises:  ConfigError: a column cannot be packed."""
-        return cls(pack, tuple(stored), packed_columns(stored, pack))
+        form = cls(pack, tuple(stored), packed_columns(stored, pack))
+        if form.counts:
+            return form
+        return replace(form, outputs=tuple(map(form._output, range(len(form.specs)))))
+
+    def _output(self, at: int) -> tuple[int, ...]:
+        spec, pack = self.specs[at], self.pack
+        is_copied = at <= len(pack.carry)
+        if not is_copied and spec.name != LABELS:
+            return (_KINDS[spec.name], row_bytes(spec), 0, 0, 0, 0)
+        source = self.column(spec.name if is_copied else pack.column)
+        dtype = np.dtype(self.stored[source].dtype)
+        padding = NO_LABEL
+        if is_copied:
+            element = b"" if at else self.padding
+            padding = int.from_bytes(element, "little", signed=len(element) == 8)
+        kind = _TOKENS if is_copied else _LABELS
+        return (kind, row_bytes(spec), source, dtype.itemsize, dtype.kind == "i", padding)
 
     @property
     def padding(self) -> bytes:

@@ -25,8 +25,6 @@ from dataplane.worker.columns import (
 )
 from dataplane.worker.kernel import kernel
 
-Int32s = npt.NDArray[np.int32]
-
 
 class Rows(Protocol):
     """The rows of one slab in their order, column by column. Arrays shorter than the slab's number
@@ -60,21 +58,6 @@ class Rows(Protocol):
 
         Shapes:  put, room: int64[rows], in bytes.   out: uint8[bytes].
         Raises:  RowOutOfBounds: a row is not among the values, or larger than its room.
-        """
-
-    def wide_runs(self, at: int, dtype: str, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-                  out: Ints, rest: int) -> None:  # fmt: skip
-        """As `runs`, for integers of this dtype that become int64; `rest` is the padding.
-
-        Shapes:  spans, put, room: int64[rows], in numbers.   out: int64[...].
-        Raises:  RowOutOfBounds: a row is not among the values, or larger than its room.
-        """
-
-    def fill(self, put: Ints, room: Ints, first: Ints, step: int, out: Int32s) -> None:
-        """Fill each run of `out` with its first number, then with `step` more each.
-
-        Shapes:  put, room, first: int64[runs]: where a run begins, its length, its first number.
-        Raises:  RowOutOfBounds: a run is not within `out`.
         """
 
     def valid(self, at: int, count: int) -> Bytes:
@@ -155,21 +138,6 @@ class CompiledRows:
         )
         _expect_inside(first, f"column {at}")
 
-    def wide_runs(self, at: int, dtype: str, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-                  out: Ints, rest: int) -> None:  # fmt: skip
-        kind = np.dtype(dtype)
-        places = [array.ctypes.data for array in (*spans, put, room, out)]
-        first = self._library.gather_wide_runs(
-            *self._sources(at, len(put)), kind.itemsize, kind.kind == "i", *places, len(out), rest
-        )
-        _expect_inside(first, f"column {at}")
-
-    def fill(self, put: Ints, room: Ints, first: Ints, step: int, out: Int32s) -> None:
-        narrow = first.astype(np.int32)
-        addresses = (each.ctypes.data for each in (put, room, narrow))
-        failed = self._library.fill_runs(len(put), *addresses, step, out.ctypes.data, len(out))
-        _expect_inside(failed, "a run")
-
     def valid(self, at: int, count: int) -> Bytes:
         found = np.empty(count, np.uint8)
         self._library.gather_valid(*self._sources(at, count), found.ctypes.data)
@@ -232,22 +200,6 @@ class NumpyRows:
                 out[put[i] : end] = values[starts[i] : starts[i] + lengths[i]]
                 rest = out[end : put[i] + room[i]]
                 rest[:] = np.resize(element, len(rest))
-
-    def wide_runs(self, at: int, dtype: str, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-                  out: Ints, rest: int) -> None:  # fmt: skip
-        kind = np.dtype(dtype)
-        numbers = np.empty(len(out), kind)
-        self.runs(at, kind.itemsize, spans, put * kind.itemsize, room * kind.itemsize,
-                  numbers.view(np.uint8))  # fmt: skip
-        for begin, length, size in zip(put, spans[1], room, strict=True):
-            out[begin : begin + length] = numbers[begin : begin + length]
-            out[begin + length : begin + size] = rest
-
-    def fill(self, put: Ints, room: Ints, first: Ints, step: int, out: Int32s) -> None:
-        outside = (put < 0) | (room < 0) | (room > len(out) - put)
-        _expect_inside(_first(outside), "a run")
-        for begin, size, start in zip(put.tolist(), room.tolist(), first.tolist(), strict=True):
-            out[begin : begin + size] = np.arange(size) * step + start
 
     def valid(self, at: int, count: int) -> Bytes:
         found = np.ones(self._rows, np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,6 +219,29 @@ def test_a_pack_that_a_block_does_not_have_is_refused() -> None:
         gather = PackGather(PackForm.of(SPECS["int32"], pack), [block], index, [Batch(0, 1, 1)])
         with pytest.raises(RowOutOfBounds):
             gather.into(memoryview(bytearray(4096)))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_damaged_packs_are_refused_or_stay_within_the_slab(data: st.DataObject) -> None:
+    """A worker makes packs of offsets that lie in shared memory."""
+    pack = PackSpec("tokens", 8, outputs=ALL, carry=("mask",))
+    documents = [[1] * size for size in (3, 5, 8, 11, 2)]
+    packs = packs_of(np.array([3, 5, 8, 11, 2]), pack, 5)
+    numbers = st.one_of(st.integers(-9, 40), st.sampled_from([-(2**31), 2**31 - 1]))
+    for _ in range(data.draw(st.integers(1, 3), "changes")):
+        part = packs.starts if data.draw(st.booleans(), "starts") else packs.pieces.reshape(-1)
+        part[data.draw(st.integers(0, len(part) - 1), "where")] = data.draw(numbers, "number")
+    form = PackForm.of(SPECS["int32"], pack)
+    block = PackBlock(block_of(documents, "int32"), (packs,))
+    index = np.stack([np.zeros(len(packs)), np.arange(len(packs))], axis=1).astype(np.int32)
+    batches = [Batch(0, len(index), len(index))]
+    gather = PackGather(form, [block], index, batches)
+    needed = gather.into(memoryview(b"")).bytes_needed
+    slab = bytearray(b"\xaa" * (needed + 4096))
+    with contextlib.suppress(RowOutOfBounds):
+        gather.into(memoryview(slab)[:needed])
+    assert bytes(slab[needed:]) == b"\xaa" * 4096
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,230 @@
+"""Writes packs into the columns of a slab: with the compiled kernel, or with numpy.
+
+Both give the same bytes. The compiled one runs at memory speed; the numpy one is for machines
+without a C compiler, and documents the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from dataplane.errors import RowOutOfBounds
+from dataplane.model import PackSpec
+from dataplane.plan.packs import PACK_BITS, Packs, documents_max
+from dataplane.transforms.packing import LABELS
+from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
+from dataplane.worker.pack_blocks import NO_LABEL, PackBlock, PackForm
+from dataplane.worker.rows import NumpyRows
+
+Int32s = npt.NDArray[np.int32]
+
+_NO_DOCUMENT = -1
+
+
+def write_packs_fast(
+    form: PackForm,
+    blocks: Sequence[PackBlock],
+    index: RowIndex,
+    places: Ints,
+    columns: Sequence[Bytes],
+    library: ctypes.CDLL,
+) -> None:
+    """As `write_packs`, by kernel.c."""
+    tables = [
+        (
+            *(each.starts.ctypes.data, each.pieces.ctypes.data, each.pieces.shape[1], len(each)),
+            *(block.columns.table.ctypes.data, block.columns.rows),
+        )
+        for block in blocks
+        for each in block.packs or ()
+    ]
+    firsts = [0, *itertools.accumulate(len(block.packs or ()) for block in blocks)]
+    outputs = [
+        (kind, out.ctypes.data, *facts)
+        for (kind, *facts), out in zip(form.outputs, columns, strict=True)
+    ]
+    # Kept alive until the kernel has returned.
+    packs, cuts, into = (np.array(each, np.int64) for each in (tables, firsts, outputs))
+    pack = form.pack
+    packing = np.array(
+        [
+            *(packs.ctypes.data, cuts.ctypes.data, len(blocks), into.ctypes.data, len(outputs)),
+            *(pack.length, pack.multiple, documents_max(pack) + 2),
+        ],
+        np.int64,
+    )
+    failed = library.gather_packs(
+        packing.ctypes.data, index.ctypes.data, places.ctypes.data, len(places)
+    )
+    if failed >= 0:
+        _drawn(blocks, index)  # says what is wrong, if that is a pack
+        raise RowOutOfBounds(
+            f"the documents of pack {failed} of a slab are not where their block says: please"
+            " report this bug in Dataplane, unless memory changed while it was read",
+            row=failed,
+        )
+
+
+def write_packs(
+    form: PackForm,
+    blocks: Sequence[PackBlock],
+    index: RowIndex,
+    places: Ints,
+    columns: Sequence[Bytes],
+) -> None:
+    """Write every column of these packs, which are rows `places` of the slab.
+
+    Shapes:  index: int32[n, 2], (block, pack and key).   places: int64[n].   columns: uint8[bytes].
+    Raises:  RowOutOfBounds: there is no such pack, or a document is not where its block says.
+    """
+    drawn = _drawn(blocks, index)
+    pieces = _pieces(drawn, places)
+    rows_index = np.stack([pieces.tables, pieces.rows], axis=1).astype(np.int32)
+    rows = NumpyRows([block for block, _ in drawn.packs], rows_index)
+    placed = _Placed.of(pieces, form.pack)
+    for at, (spec, out) in enumerate(zip(form.specs, columns, strict=True)):
+        if at > len(form.pack.carry) and spec.name != LABELS:
+            _write_where(spec.name, spec.shape, pieces, placed, out.view(np.int32))
+            continue
+        is_label = at > len(form.pack.carry)
+        source = form.column(form.pack.column if is_label else spec.name)
+        starts, lengths = rows.spans(source)
+        if (pieces.begins + pieces.lengths > lengths).any():
+            raise RowOutOfBounds("a document is shorter than it was", row=0)
+        starts = starts + pieces.begins
+        put, room, width = placed.put, placed.room, form.stored[source].value_bytes
+        if not is_label:
+            spans, padding = (starts, pieces.lengths), b"" if at else form.padding
+            rows.runs(source, width, spans, put * width, room * width, out, padding)
+            continue
+        # The token after the last one of a document that is cut is its label, too.
+        spans = starts + 1, np.minimum(pieces.lengths, lengths - pieces.begins - 1)
+        tokens = np.empty(len(out) // 8, form.stored[source].dtype)
+        into = tokens.view(np.uint8)
+        rows.runs(source, width, spans, put * width, room * width, into)
+        labels = out.view(np.int64)
+        for begin, length, size in zip(put, spans[1], room, strict=True):
+            labels[begin : begin + length] = tokens[begin : begin + length]
+            labels[begin + length : begin + size] = NO_LABEL
+
+
+class _Drawn(Struct, frozen=True, eq=False):
+    """The packs of the blocks of a slab, by block and key, and which of them it has.
+
+    Shapes:  tables, numbers: int64[n]; pack numbers[i] of packs[tables[i]].
+    """
+
+    packs: Sequence[tuple[BlockColumns, Packs]]
+    tables: Ints
+    numbers: Ints
+
+
+def _drawn(blocks: Sequence[PackBlock], index: RowIndex) -> _Drawn:
+    """Raises:  RowOutOfBounds: there is no such pack."""
+    block, row = index.astype(np.int64).T
+    outside = (block < 0) | (block >= len(blocks)) | (row < 0)
+    if outside.any():
+        raise RowOutOfBounds("a slab has a row of no block", row=int(outside.argmax()))
+    key_counts = np.array([len(one.packs or ()) for one in blocks], np.int64)
+    key, numbers = row >> PACK_BITS, row & ((1 << PACK_BITS) - 1)
+    outside = key >= key_counts[block]
+    if outside.any():
+        raise RowOutOfBounds("a slab has a pack without its key", row=int(outside.argmax()))
+    packs = [(one.columns, each) for one in blocks for each in one.packs or ()]
+    tables = (np.cumsum(key_counts) - key_counts)[block] + key
+    counts = np.array([len(each) for _, each in packs], np.int64)[tables]
+    outside = numbers >= counts
+    if outside.any():
+        at = int(outside.argmax())
+        raise RowOutOfBounds(
+            f"a slab has pack {numbers[at]} of a block of {counts[at]}: the dataset, or what a map"
+            " makes of it, is not what it was when packs were counted. If it is, please report"
+            " this bug in Dataplane",
+            row=at,
+        )
+    return _Drawn(packs, tables, numbers)
+
+
+class _Pieces(Struct, frozen=True, eq=False):
+    """Pieces of documents. Those of a pack follow one another.
+
+    Shapes:  all: int64[pieces]; the table and the row of each, its first token and its tokens,
+    where it goes: the row of the slab, the place in the pack, and which piece of the pack it is.
+    """
+
+    tables: Ints
+    rows: Ints
+    begins: Ints
+    lengths: Ints
+    packs: Ints
+    places: Ints
+    ordinals: Ints
+
+
+def _pieces(drawn: _Drawn, places: Ints) -> _Pieces:
+    parts = []
+    asked = zip(drawn.tables.tolist(), drawn.numbers.tolist(), places.tolist(), strict=True)
+    for table, number, row in asked:
+        _, packs = drawn.packs[table]
+        start, end = packs.starts[number : number + 2].tolist()
+        part = np.empty((7, end - start), np.int64)
+        part[0], part[4], part[6] = table, row, np.arange(end - start)
+        part[[1, 2, 3, 5]] = packs.pieces[:, start:end]
+        parts.append(part)
+    return _Pieces(*np.concatenate(parts, axis=1))
+
+
+class _Placed(Struct, frozen=True, eq=False):
+    """Where pieces of documents go.
+
+    Shapes:  put, taken, room: int64[pieces]: where in all packs together each one goes, what it
+    takes, and the same with the padding behind the last of a pack.   first, last: int64[packs], of
+    the pieces of each pack.   size: the tokens of a pack.
+    """
+
+    put: Ints
+    taken: Ints
+    room: Ints
+    first: Ints
+    last: Ints
+    size: int
+
+    @classmethod
+    def of(cls, pieces: _Pieces, pack: PackSpec) -> _Placed:
+        """The places of these pieces."""
+        first = np.flatnonzero(pieces.ordinals == 0)
+        last = np.append(first[1:], len(pieces.rows)) - 1
+        taken = -(-pieces.lengths // pack.multiple) * pack.multiple
+        room = taken.copy()
+        room[last] = pack.length - pieces.places[last]
+        put = pieces.packs * pack.length + pieces.places
+        return cls(put, taken, room, first, last, pack.length)
+
+
+def _write_where(
+    name: str, shape: tuple[int, ...], pieces: _Pieces, placed: _Placed, out: Int32s
+) -> None:
+    """One of the columns that say where documents lie in their packs."""
+    last, size, taken = placed.last, placed.size, placed.taken
+    packs, used = pieces.packs[last], pieces.places[last] + taken[last]
+    if name == "max_seqlen":
+        out[packs] = np.maximum(np.maximum.reduceat(taken, placed.first), size - used)
+    elif name == "cu_seqlens":
+        table = out.reshape(-1, *shape)
+        table[packs] = size
+        table[pieces.packs, pieces.ordinals] = pieces.places
+        table[packs, pieces.ordinals[last] + 1] = used
+    else:
+        is_position = name == "position_ids"
+        values = np.zeros_like(taken) if is_position else pieces.ordinals
+        first = np.concatenate([values, np.full(len(packs), 0 if is_position else _NO_DOCUMENT)])
+        put = np.concatenate([placed.put, packs * size + used])
+        room = np.concatenate([taken, size - used])
+        for begin, count, start in zip(put.tolist(), room.tolist(), first.tolist(), strict=True):
+            out[begin : begin + count] = start + np.arange(count) * is_position
