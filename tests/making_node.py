@@ -52,7 +52,7 @@ from dataplane.scheduler.walk import Walk
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
-from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.made_columns import CollatedColumns
 
 MIB = 1 << 20
 SLOT_BYTES = 1 << 16

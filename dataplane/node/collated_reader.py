@@ -31,7 +31,7 @@ from dataplane.plan.order import Order
 from dataplane.plan.packed_blocks import row_counts
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Layout
-from dataplane.transforms.functions import CollatedColumns, MappedColumns
+from dataplane.transforms.made_columns import CollatedColumns, MappedColumns
 from dataplane.transforms.packing import delivered_columns
 from dataplane.worker.limits import WorkerBytes
 

@@ -30,8 +30,8 @@ from dataplane.scheduler.joined import BlockPlaces
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.columns import ColumnPlan, LeafPart
-from dataplane.transforms.functions import with_mapped
 from dataplane.transforms.leaves import value_type
+from dataplane.transforms.made_columns import with_mapped
 from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.transforms.row_filter import reads_columns

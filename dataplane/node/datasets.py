@@ -20,8 +20,8 @@ from dataplane.node.job_columns import columns_of
 from dataplane.plan.manifest import Manifest
 from dataplane.redact import redacted, unsigned
 from dataplane.rpc.bounds import URLS_MAX
-from dataplane.transforms.functions import MappedColumns
 from dataplane.transforms.lists import check_lists
+from dataplane.transforms.made_columns import MappedColumns
 from dataplane.transforms.nulls import check_fills, check_nulls
 from dataplane.transforms.packing import delivered_columns
 from dataplane.worker.limits import WorkerBytes

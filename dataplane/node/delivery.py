@@ -17,7 +17,7 @@ from dataplane.rpc.messages import OpenJob
 from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets
 from dataplane.scheduler.dataset import Ints
-from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.made_columns import CollatedColumns
 
 
 class DelegatedJob(Struct, frozen=True):

@@ -14,8 +14,8 @@ from dataplane.plan.null_counts import NEVER, NullCounts
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import ColumnPlan
-from dataplane.transforms.functions import MappedColumns
 from dataplane.transforms.lists import LISTS
+from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.block_mapping import FOUND_COLUMNS
 from dataplane.worker.columns import RowLayout
 from dataplane.worker.row_layout import plan_row_layout

@@ -27,7 +27,7 @@ from dataplane.plan.order import Order
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Layout
 from dataplane.transforms.codes import coded_columns
-from dataplane.transforms.functions import MappedColumns
+from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.limits import WorkerBytes
 
 

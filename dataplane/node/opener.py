@@ -49,7 +49,7 @@ from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
 from dataplane.transforms.codes import coded_columns
-from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.options import in_order
 from dataplane.transforms.packing import delivered_columns
 

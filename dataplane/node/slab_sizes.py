@@ -7,7 +7,7 @@ from dataplane.config import JobSpec
 from dataplane.model import End, Kind
 from dataplane.node.dataset import Dataset
 from dataplane.scheduler.walk import SlabSizes
-from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.packing import delivered_columns
 
 _BATCHES_MAX = 256

@@ -10,7 +10,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.rpc import tasks
-from dataplane.transforms.functions import MappedColumns
+from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.functions import (
     CalledAt,
     UserFunction,

@@ -26,8 +26,8 @@ from dataplane.errors import CorruptShard, FunctionError
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assemble, Collation, Reading
-from dataplane.transforms.functions import CollatedColumns
 from dataplane.transforms.images import delivered
+from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.worker.columns import Bytes, RowIndex
 from dataplane.worker.decoding import ReadDataset
 from dataplane.worker.functions import CalledAt, batch_generator, called, kind_of, loaded

@@ -13,7 +13,7 @@ from dataplane.formats import base, registry
 from dataplane.formats.unsupported import supported_names
 from dataplane.model import Region
 from dataplane.rpc import tasks
-from dataplane.transforms.functions import mapped_in
+from dataplane.transforms.made_columns import mapped_in
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 from dataplane.worker import row_layout
 from dataplane.worker.block_mapping import FOUND_COLUMNS, BlockMapping

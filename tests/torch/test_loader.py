@@ -379,14 +379,17 @@ def test_closing_and_garbage_collection_leave_nothing_behind_and_print_nothing(f
         len(loader)
 
 
-def test_no_garbage_is_looked_for_during_the_import_and_an_end_with_batches_is_silent(fake) -> None:
-    fake()  # both in one process, since importing torch takes seconds
+def test_an_import_is_light_and_looks_for_no_garbage_and_an_end_with_batches_is_silent(
+    fake,
+) -> None:
+    fake()  # all in one process, since importing torch takes seconds
     code = (
-        "import gc\n"
+        "import gc, sys\n"
         "looked = []\n"
         "gc.callbacks.append(lambda phase, facts: looked.append(facts['generation']))\n"
         "import dataplane_torch\n"
         "assert looked.count(2) == 0 and gc.isenabled(), looked\n"
+        "assert not {'pyarrow', 'grpc', 'obstore'} & set(sys.modules)\n"
         f"loader = dataplane_torch.DataLoader({URL!r}, 4)\n"
         "iterator = iter(loader)\n"
         "held = [next(iterator) for _ in range(5)]\n"

@@ -20,7 +20,7 @@ from dataplane.errors import CorruptShard, FunctionError
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Collation
-from dataplane.transforms.functions import CollatedColumns
+from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.worker import collating
 from dataplane.worker.collating import CollateGather
 from dataplane.worker.columns import RowIndex, open_block

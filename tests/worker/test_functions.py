@@ -12,7 +12,8 @@ import torch
 import user_functions
 
 from dataplane.errors import ConfigError, FunctionError
-from dataplane.transforms.functions import MappedColumns, function_name, mapped_in, with_mapped
+from dataplane.transforms.functions import function_name
+from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_mapped
 from dataplane.worker.functions import (
     CalledAt,
     UserFunction,
