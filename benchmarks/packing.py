@@ -77,7 +77,7 @@ def planned(length: int) -> list[PackFigure]:
     wastes = []
     for seed in range(20):
         told = packing_of(web_lengths(_GROUP * length, seed), spec)
-        wastes.append(100 * (1 - told.packed_tokens / (told.packs * length)))
+        wastes.append(100 * told.padding)
     many = web_lengths(_DOCUMENTS * _MEAN, 7)[:_DOCUMENTS]
     made, count = best_s(lambda: packs_of(many, spec, 5)), best_s(lambda: pack_count(many, spec))
     wrap = PackSpec("tokens", length, PackPolicy.WRAP)
@@ -93,6 +93,25 @@ def planned(length: int) -> list[PackFigure]:
         PackFigure(f"{name}: packs counted", per_s / count, "M documents/s", _SPEED_MIN),
         PackFigure(f"{name}: wrapped packs planned", per_s / wrapped, "M documents/s"),
     ]
+
+
+def padded(length: int) -> list[PackFigure]:
+    """Padded batches of so many tokens, and batches of 16 rows as they come."""
+    found = []
+    for documents, most in ((1_000, None), (5_000, 2.0), (20_000, None)):
+        drawn = web_lengths(2 * documents * _MEAN, 1)[:documents]
+        for multiple in (1, 8):
+            spec = PackSpec("tokens", length, PackPolicy.PAD, multiple=multiple)
+            waste = 100 * packing_of(drawn, spec).padding
+            name = f"{length:,} tokens: blocks of {documents:,}, multiple {multiple}"
+            found.append(PackFigure(name, waste, "%", None, most))
+        rows = drawn[: documents // 16 * 16].reshape(-1, 16)
+    waste = 100 * (1 - rows.sum() / (16 * rows.max(axis=1).sum()))
+    found.append(PackFigure("16 rows as they come, padded to the longest", waste, "%"))
+    spec = PackSpec("tokens", length, PackPolicy.PAD)
+    took = best_s(lambda: packs_of(drawn[:_DOCUMENTS], spec, 5))
+    name = f"{length:,} tokens: padded batches planned"
+    return [*found, PackFigure(name, _DOCUMENTS / took / 1e6, "M documents/s")]
 
 
 def made(length: int, rows: int) -> list[PackFigure]:
@@ -145,7 +164,8 @@ def indexed() -> list[PackFigure]:
     rng, blocks = np.random.default_rng(0), 2_500_000
     tokens = rng.normal(4000 * _MEAN, 80_000, blocks).astype(np.int64)
     short = np.zeros(blocks, np.int64)
-    counts = np.stack([tokens, tokens // 4096 + 3, tokens, short], axis=1)
+    packs = tokens // 4096 + 3
+    counts = np.stack([tokens, packs, tokens, short, 4096 * packs], axis=1)
     manifest = manifest_of(np.full(blocks, 4000), 4 * _MEAN)
     size = len(with_counts(manifest, "packs", counts).to_bytes()) / 1e6
     return [PackFigure("manifest of 10^10 documents and their packs", size, "MB", None, _INDEX_MAX)]
@@ -165,6 +185,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     measures = [each for length in (2048, 8192) for each in planned(length)]
+    measures += padded(16_384)
     measures += [each for length in (2048, 8192) for each in made(length, 2 * _GROUP)]
     measures += indexed()
     told = json.dumps([asdict(each) for each in measures]) if asked.json else table(measures)

@@ -65,10 +65,12 @@ class PackPolicy(enum.StrEnum):
 
     BEST_FIT  longest first, each into the pack with the least room that is enough for it
     WRAP      all tokens in a row, cut into packs
+    PAD       not side by side: those of similar length are the rows of a padded batch
     """
 
     BEST_FIT = "best_fit"
     WRAP = "wrap"
+    PAD = "pad"
 
 
 class LongPolicy(enum.StrEnum):
@@ -212,6 +214,7 @@ class StackSpec:
 
 
 PACK_OUTPUTS = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
+PAD_OUTPUTS = ("lengths",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,9 @@ class PackSpec:
     "position_ids", "document_ids", "cu_seqlens", "max_seqlen", and "labels", the next token of each
     token. Each document takes a multiple of `multiple` tokens of its pack, and a pack has
     `documents` documents at most; 0 chooses a number from the length. Tokens are padded with
-    `pad_value`, carried columns with zero.
+    `pad_value`, carried columns with zero. With the policy PAD, a pack is a padded batch [rows,
+    width], the width a multiple of `multiple`, of `length` tokens at most; its outputs are
+    "lengths", always, and "labels".
     """
 
     column: str

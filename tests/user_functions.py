@@ -187,3 +187,9 @@ class CountedBatches:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The rows that it got."""
         return {"row": batch["row"]}
+
+
+def shape_and_sum(batch: dict[str, Any]) -> dict[str, Any]:
+    """The shape of a batch's tokens, and what they add up to."""
+    tokens = batch["tokens"]
+    return {"shape": np.array(tokens.shape), "sum": tokens.sum()}

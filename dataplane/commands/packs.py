@@ -34,7 +34,7 @@ class CountedPacks(Struct, frozen=True):
             "packs": found.packs,
             "tokens": found.tokens,
             "tokens in no pack": found.tokens - found.packed_tokens,
-            "percent of padding": round(100 * self.padding, 2),
+            "percent of padding": round(100 * found.padding, 2),
             "documents cut short or left out": found.short_documents,
         }
 
@@ -43,12 +43,6 @@ class CountedPacks(Struct, frozen=True):
         assert self.view.pack is not None
         columns = only((self.view.pack.column,))
         return JobSpec(self.whole.fingerprint, column_options=columns, view=self.view)
-
-    @property
-    def padding(self) -> float:
-        """The share of the packs that no document takes."""
-        assert self.view.pack is not None
-        return 1 - self.packing.packed_tokens / (self.packing.packs * self.view.pack.length)
 
 
 def with_packs(

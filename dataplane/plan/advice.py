@@ -27,6 +27,8 @@ _READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
 _ROOM = 1.1
 # Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.
 _WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
+# Padded batches waste more, since widths are rounded up.
+_PADDED_WASTE_MAX = 0.1
 
 
 def advice(
@@ -51,7 +53,9 @@ def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
         f"Store larger blocks: packs are made of the documents of one block, and {_PACKS_A_BLOCK}"
         " packs or more waste less than 1 %"
     )
-    padding = 1 - found.packed_tokens / (found.packs * pack.length)
+    padding = found.padding
+    if pack.policy is PackPolicy.PAD:
+        return _padded_batches(found, in_blocks) if padding > _PADDED_WASTE_MAX else ""
     if padding > _WASTE_MAX:
         return f"{padding:.1%} of the tokens in packs are padding: {in_blocks}. {cure}"
     lost = 1 - found.packed_tokens / found.tokens
@@ -60,6 +64,15 @@ def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
         ends = "what is left at the end of each block"
         return f"{lost:.1%} of the tokens are in no pack, {ends}: {in_blocks}. {cure}"
     return ""
+
+
+def _padded_batches(found: Packing, in_blocks: str) -> str:
+    batches = in_blocks.replace("packs", "padded batches")
+    return (
+        f"{found.padding:.1%} of the tokens in padded batches are padding: {batches}. Store larger"
+        " blocks: a batch has documents of one block, and in a larger one more of them are of"
+        " about the same length. A smaller `multiple` helps, too"
+    )
 
 
 def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> float:

@@ -63,7 +63,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     pack = replace(view.pack, carry=(), outputs=(), pad_value=0)  # these change no counts
     recipe = {**asdict(replace(view, collate="", pack=pack)), "seed": seed if view.map else 0}
     recipe["code"] = code
-    text = f"packs-1 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
+    text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

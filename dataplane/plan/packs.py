@@ -1,4 +1,5 @@
 """Sequence packing: which documents of a block are in each of its packs, as docs/order.md has it.
+Packs may be padded batches, in which each document is a row.
 
 1. How many packs there are follows from the multiset of lengths alone, so that it is the same in
    every epoch, while the packs differ.
@@ -50,13 +51,20 @@ class Packs(Struct, frozen=True, eq=False):
 
 class Packing(Struct, frozen=True):
     """What becomes of tokens: how many there are, how many packs are made of them, how many tokens
-    these hold, and how many documents are cut short or left out.
+    these hold, how many documents are cut short or left out, and how many tokens packs have room
+    for.
     """
 
     tokens: int
     packs: int
     packed_tokens: int
     short_documents: int
+    room_tokens: int
+
+    @property
+    def padding(self) -> float:
+        """The share of the packs that no document takes."""
+        return 1 - self.packed_tokens / self.room_tokens
 
 
 def documents_max(pack: PackSpec) -> int:
@@ -75,7 +83,11 @@ def pack_count(lengths: Int64, pack: PackSpec) -> int:
     if pack.policy is PackPolicy.WRAP:
         return int(_padded(kept, pack).sum()) // pack.length
     whole, rest = np.divmod(kept, pack.length)
-    fitted = best_fit_count(_padded(rest, pack), pack.length, documents_max(pack), loops().library)
+    taken, most = _padded(rest, pack), documents_max(pack)
+    if pack.policy is PackPolicy.PAD:
+        fitted = len(_batch_starts(_falling(taken), pack.length, most)) - 1
+    else:
+        fitted = best_fit_count(taken, pack.length, most, loops().library)
     return int(whole.sum()) + fitted
 
 
@@ -96,10 +108,15 @@ def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
     Shapes:  lengths: int64[documents], in tokens.
     """
     kept, count = _kept(lengths, pack), pack_count(lengths, pack)
-    packed = int(kept.sum())
+    packed, room = int(kept.sum()), count * pack.length
     if pack.policy is PackPolicy.WRAP:
-        packed = min(packed, count * pack.length)
-    return Packing(int(lengths.sum()), count, packed, int((kept < lengths).sum()))
+        packed = min(packed, room)
+    elif pack.policy is PackPolicy.PAD:
+        widths = _falling(_padded(kept % pack.length, pack))
+        starts = _batch_starts(widths, pack.length, documents_max(pack))
+        room = int((kept // pack.length).sum()) * pack.length
+        room += int((widths[starts[:-1]] * np.diff(starts)).sum())
+    return Packing(int(lengths.sum()), count, packed, int((kept < lengths).sum()), room)
 
 
 def _kept(lengths: Int64, pack: PackSpec) -> Int64:
@@ -121,13 +138,18 @@ def _padded(lengths: Int64, pack: PackSpec) -> Int64:
 
 def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
     whole, rest = np.divmod(kept, pack.length)
-    taken = _padded(rest, pack)
-    placed, fitted = best_fit(taken, ranked, pack.length, documents_max(pack), loops().library)
+    taken, most = _padded(rest, pack), documents_max(pack)
+    if pack.policy is PackPolicy.PAD:
+        placed, fitted = _batched(taken, ranked, pack.length, most)
+        rooms = np.repeat(taken[placed[fitted[:-1]]], np.diff(fitted))
+    else:
+        placed, fitted = best_fit(taken, ranked, pack.length, most, loops().library)
+        rooms = taken[placed]
     # Whole packs of long documents come first.
     full = np.repeat(ranked, whole[ranked])
     parts = np.arange(len(full)) - np.repeat(np.cumsum(whole[ranked]), whole[ranked])
     parts += whole[full]
-    before = np.cumsum(taken[placed]) - taken[placed]
+    before = np.cumsum(rooms) - rooms
     before -= np.repeat(before[fitted[:-1]], np.diff(fitted))
     return _packs(
         np.concatenate([np.arange(len(full)), len(full) + fitted]),
@@ -136,6 +158,36 @@ def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
         np.concatenate([np.full(len(full), pack.length), rest[placed]]),
         np.concatenate([np.zeros(len(full), np.int64), before]),
     )
+
+
+def _batched(widths: Int64, ranked: Int64, budget: int, most: int) -> tuple[Int64, Int64]:
+    """The rows of padded batches: those of similar width together, widest first, rows of equal
+    width in the order `ranked`.
+
+    Shapes:  widths, ranked: int64[n].   result: the rows, batch after batch, int64[m], without
+    those of width 0, and where each batch begins, int64[batches + 1].
+    """
+    placed = ranked[np.argsort(-widths[ranked], kind="stable")]
+    starts = _batch_starts(widths[placed], budget, most)
+    return placed[: starts[-1]], starts
+
+
+def _batch_starts(widths: Int64, budget: int, most: int) -> Int64:
+    """Where padded batches of these rows begin, and where the last one ends. Each has as many rows
+    as fit into the budget.
+
+    Shapes:  widths: int64[n], falling.   result: int64[batches + 1].
+    """
+    count = int(np.searchsorted(-widths, 0))  # rows without tokens are in none
+    starts = [0]
+    while starts[-1] < count:
+        rows = min(budget // int(widths[starts[-1]]), most)
+        starts.append(min(starts[-1] + rows, count))
+    return np.array(starts, np.int64)
+
+
+def _falling(widths: Int64) -> Int64:
+    return -np.sort(-widths)
 
 
 def _wrapped(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane.errors import ConfigError
-from dataplane.model import PACK_OUTPUTS, LongPolicy, PackPolicy, PackSpec
+from dataplane.model import PACK_OUTPUTS, PAD_OUTPUTS, LongPolicy, PackPolicy, PackSpec
 from dataplane.units import whole
 
 LENGTH_MAX = 1 << 21
-_OUTPUTS: Final = (*PACK_OUTPUTS, "labels")
+_LABELS: Final = "labels"
+_OUTPUTS: Final = {
+    PackPolicy.BEST_FIT: PACK_OUTPUTS,
+    PackPolicy.WRAP: PACK_OUTPUTS,
+    PackPolicy.PAD: PAD_OUTPUTS,
+}
 _EXAMPLE = 'pack=Pack("tokens", length=4096)'
 _PAD_MAX = (1 << 63) - 1
 _ON_COMMAND_LINES: Final = ("length", "policy", "long", "multiple", "documents")
@@ -30,6 +35,10 @@ class Pack:
     int64[length], which has the next token of each token, and -100 where a row ends and in padding.
     Each row starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, an
     eighth of `length` if not given. Padding has `pad_value`.
+
+    With `policy="pad"` each sample is a padded batch of rows of similar length: tokens and `carry`
+    [rows, width], where width is the longest row, rounded up to `multiple`, and rows times width
+    is `length` at most. "lengths", int32[rows], always comes with them, "labels" if asked.
     """
 
     column: str
@@ -37,7 +46,7 @@ class Pack:
     policy: str = PackPolicy.BEST_FIT.value
     long: str = LongPolicy.FRAGMENT.value
     carry: Sequence[str] = ()
-    outputs: Sequence[str] = PACK_OUTPUTS
+    outputs: Sequence[str] | None = None
     multiple: int = 1
     documents: int | None = None
     pad_value: int = 0
@@ -88,25 +97,31 @@ def pack_spec(given: object) -> PackSpec | None:
         policy,
         _one_of("long", given.long, LongPolicy),
         carry,
-        _outputs(given.outputs, (column, *carry)),
+        _outputs(given.outputs, policy, (column, *carry)),
         multiple,
         documents,
         _count("pad_value", given.pad_value, -_PAD_MAX, _PAD_MAX),
     )
 
 
-def _outputs(given: object, columns: Sequence[str]) -> tuple[str, ...]:
-    asked = _names("outputs", given)
+def _outputs(given: object, policy: PackPolicy, columns: Sequence[str]) -> tuple[str, ...]:
+    usual = _OUTPUTS[policy]
+    asked, known = usual if given is None else _names("outputs", given), (*usual, _LABELS)
     for name in asked:
-        if name not in _OUTPUTS:
-            raise _wrong("outputs", name, f"choose from {', '.join(_OUTPUTS)}")
+        if name not in known:
+            choices = f"choose from {', '.join(known)} with policy={policy.value!r}"
+            raise _wrong("outputs", name, choices)
+    if policy is PackPolicy.PAD:
+        asked = (*usual, *asked)
+        if usual[0] in columns:
+            raise _wrong("carry", usual[0], "a padded batch has a column of its own of this name")
     for name in columns:
         if name in asked or columns.count(name) > 1:
             raise _wrong(
                 "carry", name, "a pack has two columns of this name: name each column once, and"
                 " leave out of outputs= what the dataset has",
             )  # fmt: skip
-    return tuple(name for name in _OUTPUTS if name in asked)
+    return tuple(name for name in known if name in asked)
 
 
 def _names(name: str, given: object) -> tuple[str, ...]:

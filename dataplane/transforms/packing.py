@@ -8,12 +8,12 @@ import numpy as np
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind, PackSpec
+from dataplane.model import ColumnSpec, Kind, PackPolicy, PackSpec
 from dataplane.plan.packs import Packing, documents_max
 from dataplane.transforms.images import delivered
 from dataplane.transforms.lists import LISTS
 
-LABELS = "labels"
+LABELS, LENGTHS = "labels", "lengths"
 PACKING = "packing"
 """The only column of the batches with which a node counts packs: of each block, a Packing."""
 
@@ -25,7 +25,7 @@ def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[Colum
     """
     found = delivered(specs, spec.transforms)
     if spec.view.pack is not None:
-        found = packed_columns(found, spec.view.pack)
+        found = batch_columns(packed_columns(found, spec.view.pack), spec.view.pack)
     name = "" if spec.mixture is None else spec.mixture.source_column
     if name and any(each.name == name for each in found):
         raise ConfigError(
@@ -60,6 +60,18 @@ def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnS
     return (*columns, *(_output(name, pack) for name in pack.outputs))
 
 
+def batch_columns(columns: tuple[ColumnSpec, ...], pack: PackSpec) -> tuple[ColumnSpec, ...]:
+    """The columns of batches of packs, from those of packs. Padded batches have each its own
+    shape.
+    """
+    if pack.policy is not PackPolicy.PAD or pack.outputs == (PACKING,):
+        return columns
+    return tuple(
+        ColumnSpec(each.name, Kind.ARRAY, each.dtype, (0,) if each.name == LENGTHS else (0, 0))
+        for each in columns
+    )
+
+
 def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSpec:
     spec = known.get(name)
     if spec is None or spec.kind not in LISTS or spec.shape:
@@ -78,6 +90,7 @@ def _output(name: str, pack: PackSpec) -> ColumnSpec:
         "document_ids": (pack.length,),
         "cu_seqlens": (documents_max(pack) + 2,),
         "max_seqlen": (),
+        LENGTHS: (documents_max(pack),),
     }
     if name == LABELS:
         return ColumnSpec(name, Kind.FIXED, "int64", (pack.length,))

@@ -190,7 +190,7 @@ def slab_gather(
 def _gathered_columns(dataset: ReadDataset, body: Assemble) -> tuple[ColumnSpec, ...]:
     specs = tuple(dataset.plan.specs)
     if dataset.packs is not None:
-        specs = dataset.packs.specs
+        specs = dataset.packs.batch_specs
     if body.render is not None:
         specs = delivered(specs, body.render.images)
     name = "" if body.collate is None else body.collate.source_column
@@ -206,6 +206,9 @@ def _numpy(spec: ColumnSpec, column: Column, given: _Given) -> dict[str, Any]:
     start = column.values[at]
     if spec.kind is Kind.FIXED:
         return {name: _view(memory, start, spec.dtype, (rows, *spec.shape))}
+    if spec.kind is Kind.ARRAY:
+        shape = _view(memory, column.lengths[at], "int64", (len(spec.shape),))
+        return {name: _view(memory, start, spec.dtype, tuple(shape.tolist()))}
     width = column.width[at]
     if spec.kind is Kind.OBJECT:
         if not width:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from dataplane.errors import RowOutOfBounds
-from dataplane.model import PackSpec
+from dataplane.model import PackPolicy, PackSpec
 from dataplane.plan.packs import PACK_BITS, Packs, documents_max
-from dataplane.transforms.packing import LABELS
+from dataplane.transforms.packing import LABELS, LENGTHS
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.worker.pack_blocks import NO_LABEL, PackBlock, PackForm
 from dataplane.worker.rows import NumpyRows
@@ -201,6 +201,8 @@ class _Placed(Struct, frozen=True, eq=False):
         first = np.flatnonzero(pieces.ordinals == 0)
         last = np.append(first[1:], len(pieces.rows)) - 1
         taken = -(-pieces.lengths // pack.multiple) * pack.multiple
+        if pack.policy is PackPolicy.PAD:
+            taken = np.repeat(np.maximum.reduceat(taken, first), last - first + 1)
         room = taken.copy()
         room[last] = pack.length - pieces.places[last]
         put = pieces.packs * pack.length + pieces.places
@@ -215,6 +217,10 @@ def _write_where(
     packs, used = pieces.packs[last], pieces.places[last] + taken[last]
     if name == "max_seqlen":
         out[packs] = np.maximum(np.maximum.reduceat(taken, placed.first), size - used)
+    elif name == LENGTHS:
+        table = out.reshape(-1, *shape)
+        table[packs] = 0
+        table[pieces.packs, pieces.ordinals] = pieces.lengths
     elif name == "cu_seqlens":
         table = out.reshape(-1, *shape)
         table[packs] = size

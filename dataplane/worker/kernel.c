@@ -258,7 +258,7 @@ static int are_pieces(const struct packs *packs, int64_t start, int64_t end,
                       const struct packing *packing)
 {
     if (!is_within(start, end - start, packs->pieces_count) || start == end ||
-        end - start >= packing->cuts)
+        end - start > packing->cuts - 2)
         return 0;
     for (int64_t at = start; at < end; at++) {
         struct piece piece = piece_at(packs, at, end, packing);
@@ -366,6 +366,8 @@ INLINE void say_where(const struct packs *packs, int64_t start, int64_t end,
             fill(out + piece.place, piece.taken, (int32_t)(at - start), 0);
         else if (kind == CUTS)
             out[at - start] = (int32_t)piece.place;
+        else if (kind == LENGTHS)
+            out[at - start] = (int32_t)piece.length;
     }
     int64_t rest = packing->length - used;
     if (kind == POSITIONS)
@@ -376,7 +378,9 @@ INLINE void say_where(const struct packs *packs, int64_t start, int64_t end,
         out[end - start] = (int32_t)used;
         fill(out + (end - start) + 1, packing->cuts - (end - start) - 1, (int32_t)packing->length,
              0);
-    } else
+    } else if (kind == LENGTHS)
+        fill(out + (end - start), packing->cuts - 2 - (end - start), 0, 0);
+    else
         *out = (int32_t)(longest > rest ? longest : rest);
 }
 

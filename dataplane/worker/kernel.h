@@ -52,7 +52,7 @@ struct packs {
 };
 
 /* What a column of packs has: docs/packing.md. All but tokens and labels is int32. */
-enum pack_kind { TOKENS, LABELS, POSITIONS, DOCUMENTS, CUTS, LONGEST };
+enum pack_kind { TOKENS, LABELS, POSITIONS, DOCUMENTS, CUTS, LONGEST, LENGTHS };
 
 struct pack_column {
     int64_t kind;
@@ -75,7 +75,7 @@ struct packing {
     int64_t columns_count;
     int64_t length;   /* of a pack, in tokens */
     int64_t multiple; /* documents start at multiples of so many */
-    int64_t cuts;     /* how many numbers a row of CUTS has */
+    int64_t cuts;     /* how many numbers a row of CUTS has; one of LENGTHS has two less */
 };
 
 /* One of its columns. */

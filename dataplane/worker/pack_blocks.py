@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import row_bytes
 from dataplane.errors import CorruptShard, RowOutOfBounds
-from dataplane.model import ColumnSpec, PackSpec
+from dataplane.model import ColumnSpec, PackPolicy, PackSpec
 from dataplane.plan.packs import Int64, Packs, packs_of
 from dataplane.rpc import tasks
-from dataplane.transforms.packing import LABELS, PACKING, packed_columns
+from dataplane.transforms.packing import LABELS, LENGTHS, PACKING, batch_columns, packed_columns
 from dataplane.worker.columns import BlockColumns
 
 _KEPT_BYTES_MAX = 128 << 20
@@ -31,11 +31,11 @@ NO_LABEL = -100
 """The label of what has no next token, which PyTorch's losses ignore."""
 # As kernel.h numbers them.
 _TOKENS, _LABELS = 0, 1
-_KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5}
+_KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5, LENGTHS: 6}
 
 
 class PackForm(Struct, frozen=True):
-    """How the blocks of a dataset become packs: their columns, and those of batches."""
+    """How the blocks of a dataset become packs: their columns, and those of packs, all FIXED."""
 
     pack: PackSpec
     stored: tuple[ColumnSpec, ...]
@@ -74,6 +74,16 @@ class PackForm(Struct, frozen=True):
     def counts(self) -> bool:
         """Whether packs are only counted."""
         return self.pack.outputs == (PACKING,)
+
+    @property
+    def pads(self) -> bool:
+        """Whether packs are padded batches."""
+        return self.pack.policy is PackPolicy.PAD and not self.counts
+
+    @property
+    def batch_specs(self) -> tuple[ColumnSpec, ...]:
+        """The columns of batches."""
+        return batch_columns(self.specs, self.pack)
 
     def column(self, name: str) -> int:
         """Which of the stored columns has this name."""

@@ -2,6 +2,9 @@
 
 Invariants:
 1. All bytes of a pack are written: what no document takes is padding.
+
+A padded batch is a pack in which each document takes a row. It has memory as long as a pack, of
+which the batch takes the first rows * width values.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from dataplane.arena import slab_layout
-from dataplane.arena.slab_layout import row_bytes
+from dataplane.arena.slab_layout import ALIGN_BYTES, SIDE_BYTES, aligned, row_bytes
+from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec
 from dataplane.plan.packs import packing_of
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch, Column
+from dataplane.transforms.packing import LENGTHS
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, by_block
 from dataplane.worker.drawn_packs import write_packs, write_packs_fast
 from dataplane.worker.gather import Gathered
@@ -26,9 +31,11 @@ from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import PackBlock, PackForm, document_lengths
 from dataplane.worker.rows import Open, rows_of
 
+_SHAPE_BYTES = 2 * SIDE_BYTES
+
 
 class PackGather:
-    """Assembles one slab of packs.
+    """Assembles one slab of packs; `as_rows`: padded batches, too, as packs of equal length.
 
     Shapes:  row_index: int32[rows, 2], (block, pack and key), or a row of an excerpt.
     """
@@ -41,7 +48,10 @@ class PackGather:
         batches: Sequence[Batch],
         open_rows: Open = rows_of,
         library: ctypes.CDLL | None = None,
+        *,
+        as_rows: bool = False,
     ) -> None:
+        self._has_shapes = form.pads and not as_rows
         self._form, self._blocks, self._open = form, blocks, open_rows
         self._library = kernel().library if open_rows is rows_of else library
         self._batches = batches
@@ -53,7 +63,10 @@ class PackGather:
 
         Raises:  RowOutOfBounds: a pack is not where its block says.
         """
-        return _into(self._form.specs, self._batches, slab, expect, self._write)
+        form = self._form
+        if not self._has_shapes:
+            return _into(form.specs, self._batches, slab, expect, self._write)
+        return _padded_into(form, self._batches, slab, expect, self._write)
 
     def _write(self, count: int, columns: Sequence[Bytes]) -> None:
         index, places = self._index[:count], np.arange(count)
@@ -110,6 +123,49 @@ class CountGather:
         columns[0].view(np.int64)[:] = rows.reshape(-1)
 
 
+def _padded_into(
+    form: PackForm,
+    batches: Sequence[Batch],
+    slab: memoryview,
+    expect: Callable[[int], None] | None,
+    write: Callable[[int, Sequence[Bytes]], None],
+) -> Gathered:
+    """As `_into`, for batches that are one padded batch each, or none. Behind their columns lies
+    the shape of each.
+    """
+    if any(batch.rows > 1 for batch in batches):
+        raise RowOutOfBounds("a batch has more than one padded batch", row=1)
+    shapes_bytes = ALIGN_BYTES + _SHAPE_BYTES * len(batches)
+    shapes: list[Ints] = []
+
+    def write_all(count: int, columns: Sequence[Bytes]) -> None:
+        write(count, columns)
+        at = next(i for i, spec in enumerate(form.specs) if spec.name == LENGTHS)
+        lengths = columns[at].view(np.int32).reshape(count, -1 if count else 1)
+        rows, multiple = (lengths > 0).sum(axis=1), form.pack.multiple
+        longest = lengths.max(axis=1, initial=0).astype(np.int64)
+        shapes.append(np.stack([rows, -(-longest // multiple) * multiple], axis=1))
+
+    own = len(slab) - shapes_bytes
+    told = (lambda size: expect(size + shapes_bytes)) if expect is not None else None
+    made = _into(form.specs, batches, slab[: max(own, 0)], told, write_all)
+    if not made.batch_count:
+        return replace(made, bytes_needed=made.bytes_needed + shapes_bytes)
+    filled = [batch.rows > 0 for batch in batches[: made.batch_count]]
+    shape = np.zeros((made.batch_count, 2), np.int64)
+    shape[filled] = shapes[0]
+    begin = aligned(made.bytes_used)
+    end = begin + shape.nbytes
+    np.frombuffer(slab[begin:end], np.int64)[:] = shape.reshape(-1)
+    sides = tuple(range(begin, end, _SHAPE_BYTES))
+    rows, values = shape[:, 0].tolist(), shape.prod(axis=1).tolist()
+    columns = tuple(
+        Column(column.values, sides, tuple(rows if spec.name == LENGTHS else values))
+        for spec, column in zip(form.specs, made.columns, strict=True)
+    )
+    return replace(made, bytes_used=end, columns=columns)
+
+
 def _into(
     specs: Sequence[ColumnSpec],
     batches: Sequence[Batch],
@@ -147,7 +203,7 @@ def packed_batch(form: PackForm, block: PackBlock, rows: Ints) -> pa.RecordBatch
     Shapes:  rows: int64[n].
     """
     index = np.stack([np.zeros(len(rows), np.int32), rows.astype(np.int32)], axis=1)
-    gather = PackGather(form, [block], index, [Batch(0, len(rows), len(rows))])
+    gather = PackGather(form, [block], index, [Batch(0, len(rows), len(rows))], as_rows=True)
     scratch = bytearray(gather.into(memoryview(b"")).bytes_needed)
     columns = gather.into(memoryview(scratch)).columns
     arrays = [

@@ -258,13 +258,15 @@ def _pack_gather(
     blocks: Sequence[tuple[int, _PackKeys]],
     places: RowIndex,
     batches: Sequence[Batch],
+    *,
+    as_rows: bool = False,
 ) -> PackGather | CountGather:
     """The packs of these blocks, each by its own key and the keys of its packs."""
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
         return CountGather(form, [(one.columns, one.origin) for one in opened], places, batches)
     packed = [_packed(state, form, key, keyed) for key, keyed in blocks]
-    return PackGather(form, packed, places, batches)
+    return PackGather(form, packed, places, batches, as_rows=as_rows)
 
 
 def _pack_keys(body: tasks.Assemble) -> tuple[_PackKeys, ...]:
@@ -316,7 +318,7 @@ def _read_one_by_one(
             index = places_of(np.array([(0, row) for row in mine], np.int32), [block.numbers])
             named = ((key, _pack_keys(body)[at]),)
             batches = (Batch(0, len(mine), len(mine)),)
-            _scratch(_pack_gather(state, dataset.packs, named, index, batches))
+            _scratch(_pack_gather(state, dataset.packs, named, index, batches, as_rows=True))
             continue
         _gather_apart(dataset, block, mine, None)
         if body.render is None:

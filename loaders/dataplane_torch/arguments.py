@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, End, Topology, View
+from dataplane.model import ColumnOptions, End, PackPolicy, Topology, View
 from dataplane.rpc.messages import (
     DatasetSource,
     JobOpened,
@@ -118,6 +118,8 @@ def job_of(given: Arguments) -> JobToOpen:
     topology = topology_of(options)
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
+    view = _view(options)
+    mixture_asked = None if mixture is None else _mixture(mixture, by_source, options)
     if given.timeout < 0:
         raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
     request = OpenJob(
@@ -130,13 +132,13 @@ def job_of(given: Arguments) -> JobToOpen:
         shuffle=bool(given.shuffle),
         lanes=_optional_count("lanes", options["lanes"]),
         window=_optional_count("window", options["window"]),
-        global_batch=_global_batch(given, topology),
+        global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
         end=_end(given),
         transforms=image_specs(options["transforms"] or {}, options["decode"]),
         sharing=_sharing(options["sharing"]),
         column_options=_column_options(options),
-        view=_view(options),
-        mixture=None if mixture is None else _mixture(mixture, by_source, options),
+        view=view,
+        mixture=mixture_asked,
     )
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
@@ -270,8 +272,31 @@ def _absolute(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url)) + slash  # noqa: PTH100, PTH111 - may be a glob
 
 
-def _global_batch(given: Arguments, topology: Topology) -> int:
+def _pads(view: View, mixture: MixtureAsked | None) -> bool:
+    """Whether samples are padded batches."""
+    views = [view] if mixture is None else [source.view for source in mixture.sources]
+    packs = [each.pack for each in views if each.pack is not None]
+    return any(pack.policy is PackPolicy.PAD for pack in packs)
+
+
+def _global_batch(given: Arguments, topology: Topology, *, pads: bool) -> int:
     whole = given.options["global_batch_size"]
+    if pads and (given.batch_size is not None or whole is not None):
+        name = "batch_size" if whole is None else "global_batch_size"
+        raise ConfigError(
+            f"{name}={given.batch_size if whole is None else whole!r:.80} with"
+            ' Pack(…, policy="pad"): each sample is a padded batch already, of as many rows as fit'
+            " into its length: pass batch_size=None",
+            field=name,
+        )
+    if pads:
+        return topology.dp_size
+    if whole is None and given.batch_size is None:
+        raise ConfigError(
+            "batch_size=None: samples that are batches already are those of"
+            ' pack=Pack("tokens", 16384, policy="pad"). Pass the samples of a rank\'s batch',
+            field="batch_size",
+        )
     if whole is None:
         return _count("batch_size", given.batch_size, 1) * topology.dp_size
     if given.batch_size != 1:

@@ -46,7 +46,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def __init__(
         self,
         urls: Urls | Mixture,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         shuffle: bool = False,
         *,
         drop_last: bool = False,
@@ -110,7 +110,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     @property
     def schema(self) -> Schema:
         """The columns of batches: see DataLoader.schema."""
-        return schema_of(describe_columns(self._session_of_process()), self._job.parts)
+        job, columns = self._job, describe_columns(self._session_of_process())
+        is_collated = bool(job.request.view.collate)
+        return schema_of(columns, job.parts, is_collated=is_collated)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes: see DataLoader.categories."""

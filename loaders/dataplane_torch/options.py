@@ -152,6 +152,10 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "packing pack_sequences sequence_packing packed pack_to_max_length": (
         'use pack=Pack("tokens", length=4096)'
     ),
+    "max_tokens batch_tokens token_budget batch_max_tokens max_batch_tokens group_by_length "
+    "length_bucketing bucketing bucket_boundaries bucket_by_sequence_length num_buckets": (
+        'use batch_size=None, pack=Pack("tokens", 16384, policy="pad")'
+    ),
     "batch_format return_type output_format as_dict": (
         "leave it out: a batch is a dict of tensors and lists, by column"
     ),

@@ -92,12 +92,12 @@ class Schema:
         return _table([("column", "stored as", "comes as"), *rows])
 
 
-def schema_of(columns: Sequence[DescribedColumn], parts: RankParts) -> Schema:
+def schema_of(columns: Sequence[DescribedColumn], parts: RankParts, *, is_collated: bool) -> Schema:
     """The schema of batches with the columns that a node describes, as far as a rank gets them.
 
     Raises:  ConfigError: a column's type has no tensor.
     """
-    keys = (key for column in columns for key in _keys(column))
+    keys = (key for column in columns for key in _keys(column, is_collated=is_collated))
     return Schema(tuple(_part(key, parts) for key in keys if parts.has(key.name)))
 
 
@@ -108,7 +108,7 @@ def _part(column: BatchColumn, parts: RankParts) -> BatchColumn:
     return replace(column, shape=(shape[0], parts.length(column.name, shape[1]), *shape[2:]))
 
 
-def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
+def _keys(column: DescribedColumn, *, is_collated: bool) -> Iterator[BatchColumn]:
     spec, stored = column.spec, column.stored_type
     if spec.kind in _PYTHON:
         times = column.unit or None, column.time_zone or None
@@ -130,7 +130,7 @@ def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
         column.time_zone or None,
         column.length_max or None,
         column.category_count,
-        spec.kind is Kind.ARRAY,
+        is_collated,
     )
     if spec.kind is Kind.PADDED:
         yield BatchColumn(f"{spec.name}.length", "", "tensor", torch.int64, (None,))

@@ -113,7 +113,9 @@ class UrlJob:
     def schema(self) -> Schema:
         """The columns of batches."""
         if self._schema is None:
-            self._schema = schema_of(describe_columns(self._session), self._job.parts)
+            job, columns = self._job, describe_columns(self._session)
+            is_collated = bool(job.request.view.collate)
+            self._schema = schema_of(columns, job.parts, is_collated=is_collated)
         return self._schema
 
     @property

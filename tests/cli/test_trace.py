@@ -275,7 +275,8 @@ def exported(capsys, job: str, address: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("policy", "size"), [("best_fit", 4), ("pad", None)])
+def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, policy, size):
     alone_and_small(monkeypatch, tmp_path)
     rows = [[number] * (1 + number % 23) for number in range(200)]
     for shard in range(2):
@@ -283,25 +284,25 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys):
         table = pa.table({"tokens": some, "even": [row[0] % 2 == 0 for row in some]})
         pq.write_table(table, tmp_path / f"{shard}.parquet", row_group_size=30)
     options = {"shuffle": True, "seed": 3, "window": 16, "where": "even"}
-    pack = Pack("tokens", 32, outputs=[], pad_value=-1)
-    with DataLoader(str(tmp_path / "*.parquet"), 4, pack=pack, **options) as loader:
-        steps = [batch["tokens"].tolist() for batch in loader]
+    pack, batch_size = Pack("tokens", 32, policy, outputs=[], pad_value=-1), size or 1
+    with DataLoader(str(tmp_path / "*.parquet"), size, pack=pack, **options) as loader:
+        steps = [batch["tokens"].reshape(batch_size, -1).tolist() for batch in loader]
         (tmp_path / "ledger.jsonl").write_text(loader.ledger())
     ledger = str(tmp_path / "ledger.jsonl")
     for step, tokens in enumerate(steps[:3]):
         found = asked(capsys, "trace", ledger, "--epoch", "0", "--step", f"{step}")
-        made = [[-1] * 32 for _ in tokens]
+        made = [[-1] * len(tokens[0]) for _ in tokens]
         for one in found:
             number = int(one["shard"].removesuffix(".parquet")[-1]) * 100 + one["row"]
             begin, end = one["first_token"], one["first_token"] + one["tokens"]
-            pack_of = made[one["position"] - 4 * step]
+            pack_of = made[one["position"] - batch_size * step]
             pack_of[one["place"] : one["place"] + one["tokens"]] = rows[number][begin:end]
         assert made == tokens
     assert run(["replay", ledger, "--step", "0"]) == 2
     assert "are packs of rows" in capsys.readouterr().err
     for shard, row in ((0, 44), (1, 2), (1, 0)):
         for one in asked(capsys, "where", ledger, "--row", f"{shard}:{row}", "--epochs", "0:1"):
-            pack_of = steps[one["step"]][one["position"] - 4 * one["step"]]
+            pack_of = steps[one["step"]][one["position"] - batch_size * one["step"]]
             tokens = rows[100 * shard + row][one["first_token"] :][: one["tokens"]]
             assert tokens
             assert pack_of[one["place"] : one["place"] + one["tokens"]] == tokens

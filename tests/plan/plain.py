@@ -105,7 +105,7 @@ def skipping(count, cursor, batch, end, skipped):
 PACK = 8
 
 
-def packs(lengths, size, keyed, *, wrap=False, long="fragment", multiple=1, most=None):
+def packs(lengths, size, keyed, *, policy="best_fit", long="fragment", multiple=1, most=None):
     """The packs of a block, each a list of pieces: (row, first token, tokens, place in the pack)."""
     order = permutation(keyed, len(lengths)) if keyed is not None else range(len(lengths))
     kept, most = list(lengths), most or max(8, size // 8)
@@ -113,9 +113,11 @@ def packs(lengths, size, keyed, *, wrap=False, long="fragment", multiple=1, most
         kept = [min(length, size) for length in kept]
     elif long == "drop":
         kept = [length if length <= size else 0 for length in kept]
-    if wrap:
+    if policy == "wrap":
         return wrapped(kept, size, order, multiple)
     found = [[(row, part * size, size, 0)] for row in order for part in range(kept[row] // size)]
+    if policy == "pad":
+        return found + padded_batches(kept, size, order, multiple, most)
     room, used, since = {}, {}, {}
     for row in sorted(order, key=lambda row: -padded(kept[row] % size, multiple)):
         rest = kept[row] % size
@@ -136,6 +138,22 @@ def packs(lengths, size, keyed, *, wrap=False, long="fragment", multiple=1, most
 
 def padded(length, multiple):
     return -(-length // multiple) * multiple
+
+
+def padded_batches(kept, size, order, multiple, most):
+    def width(row):
+        return padded(kept[row] % size, multiple)
+
+    found, left = (
+        [],
+        sorted((row for row in order if kept[row] % size), key=lambda row: -width(row)),
+    )
+    while left:
+        rows = left[: min(size // width(left[0]), most)]
+        pieces = enumerate((row, kept[row] % size) for row in rows)
+        found.append([(row, kept[row] - n, n, at * width(rows[0])) for at, (row, n) in pieces])
+        left = left[len(rows) :]
+    return found
 
 
 def wrapped(kept, size, order, multiple):

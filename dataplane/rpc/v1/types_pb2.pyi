@@ -69,6 +69,7 @@ class PackPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PACK_POLICY_UNSPECIFIED: _ClassVar[PackPolicy]
     PACK_POLICY_BEST_FIT: _ClassVar[PackPolicy]
     PACK_POLICY_WRAP: _ClassVar[PackPolicy]
+    PACK_POLICY_PAD: _ClassVar[PackPolicy]
 
 class LongPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -119,6 +120,7 @@ BLOCK_FORM_SLAB: BlockForm
 PACK_POLICY_UNSPECIFIED: PackPolicy
 PACK_POLICY_BEST_FIT: PackPolicy
 PACK_POLICY_WRAP: PackPolicy
+PACK_POLICY_PAD: PackPolicy
 LONG_POLICY_UNSPECIFIED: LongPolicy
 LONG_POLICY_FRAGMENT: LongPolicy
 LONG_POLICY_TRUNCATE: LongPolicy

@@ -1,0 +1,152 @@
+"""Padded batches over real nodes: rows of similar length, as many as fit into a budget of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
+from shards import parquet_bytes
+
+from dataplane.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("small_node")
+BUDGET, MULTIPLE = 64, 4
+PACK = Pack(
+    "tokens", BUDGET, "pad", carry=["mask"], outputs=["labels"], multiple=MULTIPLE, pad_value=-1
+)
+Batch = dict[str, torch.Tensor]
+
+
+def documents(count: int) -> list[list[int]]:
+    """Each token is unique."""
+    lengths = np.ceil(np.random.default_rng(0).lognormal(2.0, 1.0, count)).astype(int)
+    return [part.tolist() for part in np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    rows = documents(300)
+    table = pa.table({
+        "tokens": pa.array(rows, pa.list_(pa.int32())),
+        "mask": pa.array([[token % 2 for token in row] for row in rows], pa.list_(pa.uint8())),
+    })  # fmt: skip
+    for shard in range(2):
+        part = parquet_bytes(table.slice(150 * shard, 150), row_group_size=60)
+        (tmp_path / f"{shard}.parquet").write_bytes(part)
+    return str(tmp_path)
+
+
+def read(url: Any, pack: Pack = PACK, **given: Any) -> list[Batch]:
+    """The batches of an epoch."""
+    with DataLoader(url, batch_size=None, pack=pack, **given) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+    return batches
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(a.keys() == b.keys() and all(torch.equal(a[c], b[c]) for c in a) for a, b in pairs)
+
+
+def test_padded_batches_have_every_document_once_and_never_exceed_their_tokens(url: str) -> None:
+    rows, found, orders = documents(300), [], set()
+    with DataLoader(url, batch_size=None, shuffle=True, pack=PACK) as loader:
+        described = {one.name: one.described for one in loader.schema}
+        epochs = [list(loader) for _ in range(2)]
+    assert described == {
+        "tokens": "int32 [B, T]",
+        "mask": "uint8 [B, T]",
+        "lengths": "int32 [B]",
+        "labels": "int64 [B, T]",
+    }
+    for epoch in (*epochs, read(url)):
+        found = []
+        for batch in epoch:
+            tokens, lengths = batch["tokens"], batch["lengths"]
+            longest = int(lengths.max())
+            assert tokens.shape == (len(lengths), -(-longest // MULTIPLE) * MULTIPLE)
+            assert tokens.numel() <= BUDGET
+            inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+            assert torch.equal(tokens >= 0, inside)
+            assert torch.equal(batch["mask"], torch.where(inside, tokens % 2, 0).to(torch.uint8))
+            for row, length, labels in zip(tokens, lengths, batch["labels"], strict=True):
+                own = row[:length].tolist()
+                found.append(own)
+                assert labels[: length - 1].tolist() == own[1:]
+                assert (labels[length:] == -100).all()
+        assert sorted(itertools.chain(*found)) == list(itertools.chain(*rows))
+        assert sorted(row for row in found if len(row) < BUDGET and row in rows) == [
+            row for row in rows if len(row) <= BUDGET
+        ]
+        orders.add(str(found))
+    assert len(orders) == 3
+    assert len({len(epoch) for epoch in epochs}) == 1
+    shared = {tuple(b["tokens"].flatten().tolist()) for b in epochs[0]}
+    assert sum(tuple(b["tokens"].flatten().tolist()) in shared for b in epochs[1]) < len(shared) / 2
+
+
+def test_ranks_of_any_number_have_the_same_padded_batches_also_from_the_middle(url: str) -> None:
+    alone = read(url, shuffle=True)
+    ranks = [read(url, shuffle=True, dp_rank=rank, dp_size=4, name="p") for rank in range(4)]
+    steps = [batch for step in zip(*ranks, strict=True) for batch in step]
+    extra = steps[len(alone) :]
+    assert len(extra) == -len(alone) % 4
+    assert same(steps[: len(alone)], alone)
+    for empty in extra:
+        shapes = {name: tuple(one.shape) for name, one in empty.items()}
+        assert shapes == {"tokens": (0, 0), "mask": (0, 0), "lengths": (0,), "labels": (0, 0)}
+    with DataLoader(url, None, True, pack=PACK, dp_rank=0, dp_size=2, name="q") as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+    with DataLoader(url, None, True, pack=PACK, name="r") as loader:
+        loader.load_state_dict(state)
+        assert same(list(loader), alone[10:])
+
+
+def test_padded_batches_pass_through_torchs_workers_collate_and_mixtures(url: str) -> None:
+    dataset = ShardedIterableDataset(url, None, True, pack=PACK)
+    torchs = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    assert same(list(torchs), read(url, shuffle=True))
+    totals = read(url, shuffle=True, collate="user_functions:shape_and_sum")
+    for batch, whole in zip(totals, read(url, shuffle=True), strict=True):
+        assert batch["shape"].tolist() == list(whole["tokens"].shape)
+        assert batch["sum"] == whole["tokens"].sum()
+    sources = {f"s{at}": Source(f"{url}/{at}.parquet", weight=0.5) for at in range(2)}
+    mixed = read(Mixture(sources, source_column="of", exhausted="cycle"), shuffle=True)
+    for source in range(2):
+        own = documents(300)[150 * source :][:150]
+        seen = {
+            token for b in mixed if b["of"] == source for token in b["tokens"].flatten().tolist()
+        }
+        assert seen - {-1} == {token for row in own for token in row}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pack": PACK, "batch_size": 4}, "batch_size=4 .*pass batch_size=None"),
+        ({"pack": PACK}, "batch_size=1 .*pass batch_size=None"),
+        ({"pack": PACK, "batch_size": None, "global_batch_size": 8}, "global_batch_size=8 .*None"),
+        ({"pack": Pack("tokens", BUDGET), "batch_size": None}, 'batch_size=None.*policy="pad"'),
+        (
+            {"pack": Pack("tokens", BUDGET, "pad", outputs=["max_seqlen"]), "batch_size": None},
+            "outputs='max_seqlen'.*choose from lengths, labels",
+        ),
+        (
+            {"pack": Pack("tokens", BUDGET, "pad", carry=["lengths"]), "batch_size": None},
+            "carry='lengths'.*a column of its own",
+        ),
+    ],
+)
+def test_what_makes_no_sense_with_padded_batches_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said), DataLoader("nowhere/", **given) as loader:
+        next(iter(loader))
