@@ -1,7 +1,9 @@
-"""What people change of a job while it exists: skipped steps, and rows that are taken out.
+"""What people change of a job while it exists: skipped steps, rows that are taken out, and the
+weights of a mixture.
 
 1. Changes are entries of the job's ledger. A launch has those that were there when it began, so
-   that all of its ranks have the same.
+   that all of its ranks have the same; other weights come into force while it reads, at a place
+   that no rank has passed.
 2. A skip holds for one order of rows, and a tombstone for one layout of the dataset: they say
    nothing about others.
 3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
@@ -23,7 +25,7 @@ from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
 from dataplane.model import DatasetIdentity
 
-SKIP, TOMBSTONE = "skip", "tombstone"
+SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 
 Range = tuple[int, int]
 
@@ -120,6 +122,14 @@ class Changes(Struct, frozen=True):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+class MixAt(Struct, frozen=True):
+    """Other weights of a mixture's sources, by name, from this place on: entry `seq` says so."""
+
+    seq: int
+    position: LedgerPosition
+    weights: tuple[tuple[str, float], ...]
+
+
 def order_key(spec: JobSpec, layout: str) -> str:
     """What a skip holds for: all that decides which row stands at each position."""
     return dataclasses.replace(spec, global_batch=1).rows_digest(layout)
@@ -142,16 +152,35 @@ def tombstone_payload(rows: Iterable[Tombstone], layout: str) -> str:
     return canonical({"rows": [[one.shard, one.row] for one in rows], "layout": layout})
 
 
+def mix_payload(request: str, weights: dict[str, float], spec: JobSpec, layout: str) -> str:
+    """The payload of an entry of other weights."""
+    facts = {"request": request, "weights": weights, "order": order_key(spec, layout)}
+    return canonical({**facts, "global_batch": spec.global_batch})
+
+
 def in_force(
     entries: Iterable[LedgerEntry], spec: JobSpec, layout: str, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
     """The changes among these entries that a launch of this job has; with `last`, those up to the
     entry with this number.
     """
-    some = [one for one in entries if one.kind in (SKIP, TOMBSTONE)]
+    return _holding([one for one in entries if one.kind in (SKIP, TOMBSTONE)], spec, layout, last)
+
+
+def mixes_in_force(
+    entries: Iterable[LedgerEntry], spec: JobSpec, layout: str
+) -> tuple[LedgerEntry, ...]:
+    """The entries of other weights among these that hold for this job."""
+    return _holding([one for one in entries if one.kind == MIX], spec, layout)
+
+
+def _holding(
+    some: Sequence[LedgerEntry], spec: JobSpec, layout: str, last: int | None = None
+) -> tuple[LedgerEntry, ...]:
     if not some:
         return ()
-    holds_for = {SKIP: ("order", order_key(spec, layout)), TOMBSTONE: ("layout", layout)}
+    key = order_key(spec, layout)
+    holds_for = {SKIP: ("order", key), MIX: ("order", key), TOMBSTONE: ("layout", layout)}
 
     def holds(entry: LedgerEntry) -> bool:
         name, value = holds_for[entry.kind]
@@ -213,6 +242,18 @@ def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(entry) from error
     return Changes(tuple(sorted(skips)), tuple(sorted(tombstones)))
+
+
+def mix_of_entry(entry: LedgerEntry) -> MixAt:
+    """The weights that an entry says.
+
+    Raises:  ConfigError: it is damaged.
+    """
+    try:
+        weights = {str(name): float(one) for name, one in facts_of(entry)["weights"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(entry) from error
+    return MixAt(entry.seq, entry.position, tuple(weights.items()))
 
 
 def last_change_of(start: LedgerEntry) -> int:

@@ -20,6 +20,7 @@ from dataplane.commands.extensions import ExtensibleGroup
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
 from dataplane.commands.ledger import ledger
+from dataplane.commands.mix import mix
 from dataplane.commands.options import Manner, config_option, is_json_asked
 from dataplane.commands.plan import plan
 from dataplane.commands.replay import replay
@@ -67,7 +68,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
 
 for command in (
     *(index, inspect, verify, plan, doctor, serve, status, config),
-    *(trace_step, where, replay, ledger, skip, tombstone),
+    *(trace_step, where, replay, ledger, skip, tombstone, mix),
 ):
     cli.add_command(command)
 

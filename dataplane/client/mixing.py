@@ -9,12 +9,16 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
+
+from dataplane.changes import MixAt
 from dataplane.client.describe import answer_of
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
 from dataplane.client.state import RunState
-from dataplane.errors import PeerLost
+from dataplane.errors import ConfigError, PeerLost
+from dataplane.ledger import LedgerPosition
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
 from dataplane.weights import MixHistory
 
@@ -52,6 +56,51 @@ def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float])
     mix = session.mix or MixHistory(())
     ask = partial(_changed, epoch, cursor, mix, tuple(weights))
     return answer_of(session, ask)
+
+
+def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
+    """The weights that people have asked for, and that a pass which begins here comes to, each with
+    its place in this epoch. What is asked for behind the last step of an epoch belongs to the next.
+    """
+    found = []
+    for one in session.mixes_asked:
+        at = one.position
+        if not cursor and at.epoch == epoch - 1:
+            after = state_at(session, at.epoch, min(at.cursor, sample_count(session, at.epoch)))
+            at = LedgerPosition(after.epoch, after.cursor)
+        if at.epoch == epoch and at.cursor >= cursor and one.seq not in session.mixes_applied:
+            found.append(structs.replace(one, position=at))
+    return found
+
+
+def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged:
+    """Read with weights that people have asked for, by a rank that has come so far in the epoch.
+
+    Raises:  ConfigError: it has come too far; or they are no weights for this mixture.
+    """
+    at = asked.position
+    if at.cursor < reached:
+        raise ConfigError(
+            f"the weights of job {session.request.job_id!r} were changed at sample {at.cursor} of"
+            f" epoch {at.epoch} (`dataplane ledger show`) while the node of this rank could not"
+            f" reach the coordinator, and it has read up to sample {reached}: stop this launch, and"
+            " resume the job from its checkpoint",
+            job=session.request.job_id,
+        )
+    weights, mixture = dict(asked.weights), session.request.mixture
+    assert mixture is not None, "others have no weights"
+    given = tuple(weights.get(source.name, 0.0) for source in mixture.sources)
+    found = changed(session, at.epoch, at.cursor, given)
+    session.mix = found.mix
+    session.mixes_applied.add(asked.seq)
+    return found
+
+
+def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
+    """Have the weights with which a pass of other processes has come from `start` to `cursor`."""
+    for one in asked_of(session, epoch, start):
+        if one.position.cursor < cursor:
+            follow(session, one, 0)
 
 
 def rows_order(session: Session, epoch: int, position: int) -> str:

@@ -16,11 +16,12 @@ import threading
 import time
 import uuid
 import warnings
+from collections.abc import Iterable
 
 from msgspec import structs
 
 from dataplane.arena.memfd import Arena
-from dataplane.changes import Changes, changes_of, check_unchanged
+from dataplane.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.first_batch import NOT_YET, Opening
@@ -37,6 +38,7 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
+from dataplane.ledger import LedgerEntry
 from dataplane.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
@@ -72,6 +74,12 @@ class Session:
         self._job: JobOpened | None = None
         self._state: tuple[JobOpened, RunState] | None = None
         self._mix: MixHistory | None = None
+        self._mix_entries: dict[int, LedgerEntry] = {}
+        self.mixes_asked: tuple[MixAt, ...] = ()
+        """Other weights that people have asked for, in the order of their places, as far as they
+        are known here. Replaced when others become known."""
+        self.mixes_applied: set[int] = set()
+        """Those that `mix` has because a pass has come to their place."""
         self.epoch_samples: dict[tuple[int, MixHistory], int] = {}
         """How many samples epochs have with these weights, as far as the node was asked."""
         self._closed = False
@@ -106,6 +114,20 @@ class Session:
     @mix.setter
     def mix(self, mix: MixHistory | None) -> None:
         self._mix = mix
+
+    @property
+    def known_mix_entry(self) -> int:
+        """The last entry of other weights that is known here."""
+        return max(self._mix_entries, default=0)
+
+    def learn(self, entries: Iterable[LedgerEntry]) -> None:
+        """Other weights that people have asked for."""
+        some = {one.seq: one for one in entries if one.kind == MIX}
+        if some.keys() <= self._mix_entries.keys():
+            return
+        self._mix_entries |= some
+        mixes = map(mix_of_entry, self._mix_entries.values())
+        self.mixes_asked = tuple(sorted(mixes, key=lambda one: (one.position, one.seq)))
 
     def state(self, epoch: int, cursor: int, sample_count: int) -> RunState:
         """The state of the job at this place of an epoch of so many samples; at the last step, the
@@ -143,7 +165,7 @@ class Session:
                 SourceUrls(each.name, tuple(map(unsigned, each.source.urls)), each.source.format)
                 for each in sources
             ),
-            job.entries,
+            tuple({one.seq: one for one in (*job.entries, *self._mix_entries.values())}.values()),
         ).to_lines()
 
     def tally(self) -> Tally:
@@ -274,6 +296,7 @@ class Session:
         if self._job is None:
             self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
+        self.learn(mount.job.entries)
         return mount
 
     def _check_same(self, known: JobOpened, found: JobOpened) -> None:

@@ -34,6 +34,7 @@ from dataplane.rpc.messages import (
     OpenStream,
     Slab,
     StreamOpened,
+    WeightsAsked,
 )
 from dataplane.weights import MixHistory
 
@@ -190,15 +191,21 @@ class SlabStream:
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
         """The slab that begins with `step`, from the open stream or from one opened there."""
-        if mount is not self._mount or self._stream_id is None or step != self._next_step:
+        while True:
+            if mount is not self._mount or self._stream_id is None or step != self._next_step:
+                self._leave()
+                self._open(mount, step, deadline)
+            mount.flush()
+            if self._pending is None:
+                self._pending = self._ask(mount, deadline)
+            body, _ = mount.wire.wait(self._pending, deadline)
+            self._pending = None
+            if self._stream_id is not None:
+                mount.asked_ahead.discard(self._stream_id)
+            if not isinstance(body, WeightsAsked):
+                break
+            self._session.learn(body.entries)
             self._leave()
-            self._open(mount, step, deadline)
-        mount.flush()
-        if self._pending is None:
-            self._pending = self._ask(mount, deadline)
-        body, _ = mount.wire.wait(self._pending, deadline)
-        self._pending = None
-        mount.asked_ahead.discard(self._stream_id)
         if isinstance(body, DataplaneError):
             self._leave()
             raise body
@@ -220,7 +227,10 @@ class SlabStream:
         return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
-        request = OpenStream(mount.job_id, self._epoch, self._cursor, step, self._stride, self.mix)
+        request = OpenStream(
+            mount.job_id, self._epoch, self._cursor, step, self._stride, self.mix,
+            self._session.known_mix_entry,
+        )  # fmt: skip
         opened, _ = mount.wire.call(request, deadline)
         if not isinstance(opened, StreamOpened):
             raise PeerLost(f"the node answered OpenStream with {opened!r:.200}", peer=mount.node_id)

@@ -1,7 +1,8 @@
-"""Shared by `dataplane skip` and `tombstone`: asking the coordinator, and telling what it said."""
+"""Shared by commands that change a job: asking the coordinator, and telling what it said."""
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import json
 import socket
@@ -12,15 +13,28 @@ from dataplane.commands.options import Settings
 from dataplane.commands.traced import asked_coordinator
 
 if TYPE_CHECKING:
+    from dataplane.ledger import LedgerEntry
+    from dataplane.rpc.calls import CoordinatorClient
     from dataplane.rpc.membership import ChangeRequest, ChangeResponse
 
+_PAUSE_S = 0.25
 
-def changed(settings: Settings, request: ChangeRequest) -> ChangeResponse:
-    """The coordinator's answer.
+
+def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
+    """The entry that the coordinator has made, and its answer. It is asked again for as long as the
+    ranks of the job have to agree.
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
-    return asked_coordinator(settings, lambda client: client.change(request))
+
+    async def until_decided(client: CoordinatorClient) -> tuple[LedgerEntry, ChangeResponse]:
+        while True:
+            answer = await client.change(request)
+            if answer.entry is not None:
+                return answer.entry, answer
+            await asyncio.sleep(_PAUSE_S)
+
+    return asked_coordinator(settings, until_decided)
 
 
 def who() -> str:
@@ -32,19 +46,26 @@ def who() -> str:
     return f"{name}@{socket.gethostname()}"[:256]
 
 
-def tell(job: str, what: str, answer: ChangeResponse, *, as_json: bool) -> None:
+def told_as_json(job: str, entry: LedgerEntry, answer: ChangeResponse) -> None:
+    """Write what was changed as JSON."""
+    output.write_json({
+        "job": job,
+        "entry": json.loads(entry.line),
+        "is_running": answer.is_running,
+        "epoch": answer.epoch,
+        "cursor": answer.cursor,
+    })  # fmt: skip
+
+
+def tell(
+    job: str, what: str, entry: LedgerEntry, answer: ChangeResponse, *, as_json: bool
+) -> None:  # fmt: skip
     """Say what was changed, and when it takes effect."""
     if as_json:
-        output.write_json({
-            "job": job,
-            "entry": json.loads(answer.entry.line),
-            "is_running": answer.is_running,
-            "epoch": answer.epoch,
-            "cursor": answer.cursor,
-        })  # fmt: skip
+        told_as_json(job, entry, answer)
         return
     say = output.stdout().print
-    say(f"job {job}: {what} (entry {answer.entry.seq})", markup=False, soft_wrap=True)
+    say(f"job {job}: {what} (entry {entry.seq})", markup=False, soft_wrap=True)
     step = -(-answer.cursor // answer.global_batch)
     at = f"epoch {answer.epoch}, step {step}"
     when = "when it is started the next time"

@@ -50,8 +50,8 @@ def skip(
     if not first.isdecimal() or not stop.isdecimal():
         raise ConfigError(f"--steps {steps}: give FIRST:STOP, such as 120:150", field="steps")
     asked = StepsSkipped(int(first), int(stop), epoch)
-    answer = changed(settings, ChangeRequest(job, who(), skip=asked))
+    entry, answer = changed(settings, ChangeRequest(job, who(), skip=asked))
     count = output.counted(asked.stop - asked.first, "step")
     steps = f"{asked.first} to {asked.stop - 1}"
-    what = f"{count} of epoch {answer.entry.position.epoch} will be skipped, {steps}"
-    tell(job, what, answer, as_json=as_json)
+    what = f"{count} of epoch {entry.position.epoch} will be skipped, {steps}"
+    tell(job, what, entry, answer, as_json=as_json)

@@ -92,9 +92,10 @@ def tombstone(
     gone = changes_of(in_force(ledger.entries, ledger.spec, layout)).tombstones
     check_tombstones(ledger.spec, (traced.sources[0].manifest,), sorted({*gone, *rows}))
     request = ChangeRequest(job, who(), tombstones=RowsTaken(tuple(rows), layout))
-    answer = changed(settings, request)
+    entry, answer = changed(settings, request)
     count = output.counted(len(set(rows)), "row")
-    tell(job, f"{count} will be taken out: {', '.join(row_names)}", answer, as_json=as_json)
+    what = f"{count} will be taken out: {', '.join(row_names)}"
+    tell(job, what, entry, answer, as_json=as_json)
 
 
 def _row(job: Traced, name: str) -> Tombstone:

@@ -12,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dataplane.changes import (
+    MIX,
     SKIP,
     TOMBSTONE,
     Skip,
     Tombstone,
     changes_of,
+    facts_of,
     in_force,
     layout_of,
+    mix_payload,
+    mixes_in_force,
     skip_payload,
     tombstone_payload,
 )
@@ -31,7 +35,7 @@ from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, S
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
 TOMBSTONES_MAX = 1024
-_OF_LAUNCHES = ("start", "end")
+_OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
 
 
 class JobLedger:
@@ -74,6 +78,35 @@ class JobLedger:
         """The changes that the job's present generation has."""
         return in_force(self.entries, job.spec, layout_of(job.spec, job.identity), job.last_change)
 
+    def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
+        """The entries of other weights that hold for the job, from the one behind `after` on."""
+        some = (entry for entry in self.entries if entry.kind == MIX and entry.seq > after)
+        return mixes_in_force(some, job.spec, layout_of(job.spec, job.identity))
+
+    def mix_of_request(self, request: str) -> LedgerEntry | None:
+        """The entry that was made for this request, if there is one."""
+        some = (entry for entry in reversed(self.entries) if entry.kind == MIX)
+        return next((one for one in some if facts_of(one).get("request") == request), None)
+
+    def mix(
+        self, job: Job, request: str, weights: dict[str, float], at: LedgerPosition,
+        by: str, now: float,
+    ) -> list[Write]:  # fmt: skip
+        """Append other weights, from this place on."""
+        layout = layout_of(job.spec, job.identity)
+        return self._append(MIX, at, mix_payload(request, weights, job.spec, layout), by, now)
+
+    def check_may_change(self) -> None:
+        """Raises:  ConfigError: there were too many changes."""
+        count = sum(one.kind in _CHANGES for one in self.entries)
+        if count >= CHANGES_MAX:
+            raise ConfigError(
+                f"job {self._job_id!r} was changed {count} times already, the most that it may be:"
+                " start it under another name, and write the shards anew without rows that were"
+                " taken out",
+                job=self._job_id,
+            )
+
     def check_layout(self, job: Job) -> None:
         """Check that rows which were taken out stay out in a new generation.
 
@@ -97,6 +130,8 @@ class JobLedger:
         Raises:  ConfigError: it is not possible, or not any more; says why.
         """
         layout = layout_of(job.spec, job.identity)
+        if asked.mix is not None:
+            raise ConfigError("ask for one change: steps, rows or weights", field="mix")
         if asked.skip is not None and asked.tombstones is None:
             skip = _skipped(job, asked.skip, is_idle=is_idle)
             kind, payload = SKIP, skip_payload(skip, job.spec, layout)
@@ -106,18 +141,12 @@ class JobLedger:
             kind, payload = TOMBSTONE, tombstone_payload(rows, layout)
             at = LedgerPosition(job.epoch, job.cursor)
         else:
-            raise ConfigError("ask for one change: steps or rows", field="skip")
+            raise ConfigError("ask for one change: steps, rows or weights", field="skip")
         for entry in self.entries:
             is_there = kind == TOMBSTONE or entry.position == at
             if (entry.kind, entry.payload) == (kind, payload) and is_there:
                 return entry, []
-        changes = [one for one in self.entries if one.kind in (SKIP, TOMBSTONE)]
-        if len(changes) >= CHANGES_MAX:
-            raise ConfigError(
-                f"job {job.job_id!r} was changed {len(changes)} times already, the most that it "
-                "may be: start it under another name, and write the shards anew without the rows",
-                job=job.job_id,
-            )
+        self.check_may_change()
         writes = self._append(kind, at, payload, asked.by, now)
         return self.entries[-1], writes
 

@@ -187,3 +187,16 @@ def _shown(value: str) -> str:
         return value
     half = _SHOWN_LENGTH_MAX // 2
     return f"{value[:half]} … {value[-half:]}"
+
+
+def differences(job: Job, request: JoinRequest) -> list[Difference]:
+    """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
+    found = list(job.spec.differences(request.spec))
+    # A job stored by an older version does not have it.
+    if job.pixels and request.pixels and job.pixels != request.pixels:
+        found.append(("pixels", job.pixels, request.pixels))
+    if request.incarnation != job.incarnation:
+        return [difference for difference in found if difference[0] != "global_batch"]
+    if request.topology.dp_size != job.dp_size:
+        found.append(("dp_size", str(job.dp_size), str(request.topology.dp_size)))
+    return found

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from dataplane.coordinator.layout import Seats
 from dataplane.coordinator.ledger import JobLedger
 from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.mixing import Mixing, asked_place, checked_weights
 from dataplane.coordinator.neighbours import JobNeighbours
 from dataplane.coordinator.records import (
     Forget,
@@ -32,7 +33,8 @@ from dataplane.coordinator.records import (
     Record,
     Write,
 )
-from dataplane.ledger import LedgerEntry
+from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.rpc.membership import ChangeResponse, MixAsked
 
 GONE_MAX = 1024
 INCARNATIONS_MAX = 1024
@@ -51,7 +53,7 @@ class Roster:
         ledger: Iterable[LedgerEntry] = (),
     ) -> None:
         self.job = job
-        self.ledger = JobLedger(job.job_id, ledger)
+        self.ledger, self.mixing = JobLedger(job.job_id, ledger), Mixing()
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
@@ -159,6 +161,38 @@ class Roster:
             self.neighbours.remove(known.node_id)
             self.neighbours.add(member.node_id)
         self.members[member.member_id] = member
+
+    def mix(self, asked: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
+        """Other weights of a mixture: at once if nobody reads the job, and otherwise when all of
+        its members agree.
+
+        Raises:  ConfigError: these are no weights for it, or it has passed the place.
+        """
+        job, entry = self.job, self.ledger.mix_of_request(asked.request)
+        weights, writes = checked_weights(job, asked), list[Write]()
+        if entry is None:
+            self.ledger.check_may_change()
+            if self.is_idle:
+                at = asked_place(job, asked) or LedgerPosition(job.epoch, job.cursor)
+                writes = self.ledger.mix(job, asked.request, weights, at, by, now)
+            else:
+                self.mixing.propose(job, asked, by, now)
+                writes = self.decide_mix(now)
+            entry = self.ledger.mix_of_request(asked.request)
+        awaited = () if entry is not None else self.mixing.awaited_ranks(self.joined())
+        at_batch = job.epoch, job.cursor, job.spec.global_batch
+        return ChangeResponse(entry, not self.is_idle, *at_batch, awaited), writes
+
+    def decide_mix(self, now: float) -> list[Write]:
+        """Append the proposed weights to the ledger, if all members have agreed on their place."""
+        if self.mixing.proposal is None:
+            return []
+        decided = self.mixing.decided(self.job, self.joined(), now)
+        if decided is None:
+            return []
+        proposed, at = decided
+        weights = checked_weights(self.job, proposed.asked)
+        return self.ledger.mix(self.job, proposed.asked.request, weights, at, proposed.by, now)
 
     def remove(self) -> list[Write]:
         """Forget the job."""

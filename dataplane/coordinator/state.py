@@ -39,6 +39,7 @@ from msgspec.structs import replace
 
 from dataplane.coordinator import layout, refusals, view
 from dataplane.coordinator.makers import Makers
+from dataplane.coordinator.mixing import tells_entries
 from dataplane.coordinator.nodes import Nodes
 from dataplane.coordinator.records import (
     Answer,
@@ -117,7 +118,7 @@ class CoordinatorState:
         except DataplaneError as refusal:
             answer = refusal
         durable = isinstance(event, JoinRequest | LeaveRequest | ChangeRequest)
-        return Decision(answer, tuple(self._writes), durable)
+        return Decision(answer, tuple(self._writes), durable or tells_entries(answer))
 
     def _answer(self, event: Event) -> Answer:
         match event:
@@ -170,15 +171,16 @@ class CoordinatorState:
         # Further members of a node would make a launch of n nodes cost n^2 for each of them.
         is_first = roster.neighbours.has_one_of(request.node_id)
         nodes = self._nodes.of(roster, self._clock) if is_first else None
-        changes = roster.ledger.changes(roster.job)
-        return JoinResponse(roster.job.generation, self._lease_s, nodes, changes)
+        job, ledger = roster.job, roster.ledger
+        entries = (*ledger.changes(job), *ledger.mixes(job))
+        return JoinResponse(job.generation, self._lease_s, nodes, entries)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""
         job = roster.job
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
-        differences = _differences(job, request)
+        differences = refusals.differences(job, request)
         if differences and not roster.is_idle:
             holder = min(roster.joined(), key=lambda member: member.topology.rank)
             left_s = max(member.deadline for member in roster.joined()) - self._clock
@@ -192,6 +194,7 @@ class CoordinatorState:
             self._writes += roster.begin(following, self._now)
 
     def _seat(self, roster: Roster, request: JoinRequest) -> None:
+        roster.mixing.joined(request.member_id)
         known = roster.members.get(request.member_id)
         deadline = self._clock + self._lease_s
         if known is not None:
@@ -264,11 +267,16 @@ class CoordinatorState:
         if roster is None or refusal is not None:
             return MemberVerdict(progress.member_id, refusal)
         known = roster.members[progress.member_id]
+        if known.node_id == node_id:
+            roster.mixing.heard(known.member_id, progress.promise)
         renewed = replace(known, node_id=node_id, deadline=self._clock + self._lease_s)
         self._refresh(roster, self._advanced(roster, renewed, progress))
         missing = roster.missing_dp_ranks()
         missing_for_s = max(0.0, self._now - roster.incomplete_since) if missing else 0.0
-        return MemberVerdict(progress.member_id, None, missing, missing_for_s)
+        self._writes += roster.decide_mix(self._now)
+        told = roster.ledger.mixes(roster.job, progress.known_entry)
+        proposal = roster.mixing.proposal
+        return MemberVerdict(progress.member_id, None, missing, missing_for_s, proposal, told)
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
         """The member with this progress, unless it was further already; the job's progress
@@ -336,6 +344,9 @@ class CoordinatorState:
         check_name("by", request.by)
         roster = view.named(request.job_id, self._jobs)
         self._expire(roster)
+        if request.mix is not None and request.skip is None and request.tombstones is None:
+            answer, self._writes = roster.mix(request.mix, request.by, self._now)
+            return answer
         job, is_idle = roster.job, roster.is_idle
         entry, writes = roster.ledger.change(job, request, self._now, is_idle=is_idle)
         self._writes += writes
@@ -372,16 +383,3 @@ def _first_generation(request: JoinRequest, now: float) -> Job:
         format=request.format,
         identity=request.identity,
     )
-
-
-def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
-    """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
-    found = list(job.spec.differences(request.spec))
-    # A job stored by an older version does not have it.
-    if job.pixels and request.pixels and job.pixels != request.pixels:
-        found.append(("pixels", job.pixels, request.pixels))
-    if request.incarnation != job.incarnation:
-        return [difference for difference in found if difference[0] != "global_batch"]
-    if request.topology.dp_size != job.dp_size:
-        found.append(("dp_size", str(job.dp_size), str(request.topology.dp_size)))
-    return found

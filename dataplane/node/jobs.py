@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from msgspec.structs import replace
 
 from dataplane.arena.slots import plan_slots
-from dataplane.changes import changes_of, check_unchanged
+from dataplane.changes import MIX, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.machine import numa_node_of, numa_nodes
@@ -23,6 +24,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
 from dataplane.node.delivery import DeliveryArena, delegated_job, delivery_memory
 from dataplane.node.engine import Engine
+from dataplane.node.following import Following
 from dataplane.node.member import ServedMember, progress_of
 from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
@@ -124,7 +126,7 @@ class Jobs:
             index_s=indexed - began,
             plan_s=time.monotonic() - indexed,
             advice=_advice(opened, member, self._config.block_arena_bytes),
-            entries=member.entries,
+            entries=(*member.entries, *(member.following.entries if member.following else ())),
         )
 
     async def _admit(
@@ -146,9 +148,11 @@ class Jobs:
         sizes = slab_sizes(
             opened.largest, spec, place.dp_size, slab_bytes, samples, opened.collated
         )
-        request = replace(request, entries=joined.entries)
+        mixes = [entry for entry in joined.entries if entry.kind == MIX]
+        entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
+        request = replace(request, entries=entries)
         try:
-            gone = changes_of(joined.entries).tombstones
+            gone = changes_of(entries).tombstones
             await asyncio.to_thread(check_tombstones, spec, opened.manifests, gone)
             delivery = self._delivery(request, opened, sizes, pid, joining.pixels)
         except (DataplaneError, asyncio.CancelledError):
@@ -156,6 +160,10 @@ class Jobs:
             raise
         delivery.users += 1
         self.tables.joined(joined.nodes)
+        following = None
+        if spec.mixture is not None:
+            release = partial(self._release, delivery)
+            following = Following(mixes, spec.global_batch, release, follows=request.follows)
         return ServedMember(
             request,
             opened,
@@ -164,7 +172,11 @@ class Jobs:
             joined.generation,
             next(self.opener.numbers),
             joining,
+            following=following,
         )
+
+    def _release(self, delivery: DeliveryArena, slab_id: int) -> None:
+        self._engine.release(delivery, [slab_id])
 
     def close(self, member: ServedMember) -> None:
         """The rank is gone: free everything that only it used. May be called twice."""
@@ -207,7 +219,8 @@ class Jobs:
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""
         joined = await self.places.rejoin(member.joining)
-        check_unchanged(member.job_id, member.entries, joined.entries)
+        entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
+        check_unchanged(member.job_id, member.entries, entries)
         member.generation = joined.generation
         if not member.closed:
             self.tables.joined(joined.nodes)

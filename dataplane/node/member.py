@@ -12,6 +12,7 @@ from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
+from dataplane.node.following import Following
 from dataplane.node.opener import OpenedJob
 from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
@@ -27,7 +28,7 @@ class ServedMember(Struct, eq=False):
     weights `mix`. `is_leaving`: its process is exiting normally.
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
-    slabs of this epoch are consumed.
+    slabs of this epoch are consumed. `following` knows of other weights of a mixture.
     """
 
     request: messages.OpenJob
@@ -52,6 +53,7 @@ class ServedMember(Struct, eq=False):
     closed: bool = False
     is_leaving: bool = False
     described: tuple[messages.DescribedColumn, ...] | None = None
+    following: Following | None = None
 
     @property
     def spec(self) -> JobSpec:
@@ -113,4 +115,6 @@ def progress_of(member: ServedMember) -> MemberProgress:
         member.began,
         member.mix,
         member.mix_from,
+        None if member.following is None else member.following.promise,
+        0 if member.following is None else member.following.known_entry,
     )

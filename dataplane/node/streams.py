@@ -54,11 +54,15 @@ class Streams:
             request.step_stride,
             mix_of(member.spec, request.mix),
         )
+        if member.following is not None:
+            known = request.known_entry
+            send = member.following.sending(request.epoch, request.cursor, known, send)
         stream = self._made_ahead(member, at)
         if stream is None:
             order = await self._order(member, at.epoch, at.mix)
             walk = _walk(member, order, at)
             stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
+        stream.send = send
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)

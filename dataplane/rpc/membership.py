@@ -109,9 +109,29 @@ class JoinResponse(Struct, frozen=True):
     entries: tuple[LedgerEntry, ...] = ()
 
 
+class MixProposal(Struct, frozen=True):
+    """Somebody wants other weights of a mixture: `at` a place, or as soon as possible."""
+
+    request: str
+    at: LedgerPosition | None = None
+
+
+class MixPromise(Struct, frozen=True):
+    """The answer to a proposal: nothing beyond this place is read before it is decided. `is_late`:
+    something beyond the place that was asked for has been. `refusal`: why it cannot follow, "" if
+    it can.
+    """
+
+    request: str
+    position: LedgerPosition
+    is_late: bool = False
+    refusal: str = ""
+
+
 class MemberProgress(Struct, frozen=True):
     """What one rank has consumed, from where it `began`: None until it has. `mix` are the weights
-    of its last stream over a mixture, which began at `mix_from`.
+    of its last stream over a mixture, which began at `mix_from`. `promise` is its answer to the
+    present proposal of others, and `known_entry` the last entry of such that its node knows.
     """
 
     job_id: str
@@ -125,6 +145,8 @@ class MemberProgress(Struct, frozen=True):
     began: LedgerPosition | None = None
     mix: MixHistory | None = None
     mix_from: LedgerPosition | None = None
+    promise: MixPromise | None = None
+    known_entry: int = 0
 
 
 class StoreOutage(Struct, frozen=True):
@@ -170,12 +192,16 @@ class HeartbeatRequest(Struct, frozen=True):
 
 
 class MemberVerdict(Struct, frozen=True):
-    """The coordinator's verdict on one member."""
+    """The coordinator's verdict on one member, with the present `proposal` of other weights, and
+    the `entries` of those that its node does not know.
+    """
 
     member_id: str
     error: DataplaneError | None = None
     missing_dp_ranks: tuple[int, ...] = ()
     missing_for_s: float = 0.0
+    proposal: MixProposal | None = None
+    entries: tuple[LedgerEntry, ...] = ()
 
 
 class HeartbeatResponse(Struct, frozen=True):
@@ -306,22 +332,38 @@ class RowsTaken(Struct, frozen=True):
     layout: str
 
 
+class MixAsked(Struct, frozen=True):
+    """Other weights of a mixture: from a step on, or as soon as possible. Repeated calls have the
+    same `request`.
+    """
+
+    request: str
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+    step: int | None = None
+    epoch: int | None = None
+
+
 class ChangeRequest(Struct, frozen=True):
-    """Leave steps or rows out of a job, from its next start on. `by` says who wants it."""
+    """Leave steps or rows out of a job, from its next start on, or give a mixture other weights.
+    `by` says who wants it.
+    """
 
     job_id: str
     by: str
     skip: StepsSkipped | None = None
     tombstones: RowsTaken | None = None
+    mix: MixAsked | None = None
 
 
 class ChangeResponse(Struct, frozen=True):
     """The entry that was made, or one that says the same already; and how far the job is, if it has
-    members now or not.
+    members now or not. None: `awaited_ranks` have not answered yet, so the call is to be repeated.
     """
 
-    entry: LedgerEntry
+    entry: LedgerEntry | None
     is_running: bool
     epoch: int
     cursor: int
     global_batch: int
+    awaited_ranks: tuple[int, ...] = ()

@@ -90,7 +90,8 @@ class MixtureAsked(Struct, frozen=True):
 
 class OpenJob(Struct, frozen=True):
     """A rank asks its node to open a job. With a `mixture`, `source` names the urls of all of its
-    datasets. `entries` are the changes of the launch, which a node tells a maker.
+    datasets. `entries` are the changes of the launch, which a node tells a maker. `follows`: the
+    rank acts on other weights that people ask for while it reads.
     """
 
     job_id: str
@@ -110,6 +111,7 @@ class OpenJob(Struct, frozen=True):
     view: View = field(default_factory=View)
     mixture: MixtureAsked | None = None
     entries: tuple[LedgerEntry, ...] = ()
+    follows: bool = False
 
 
 class JobOpened(Struct, frozen=True):
@@ -210,8 +212,18 @@ class WeightsChanged(Struct, frozen=True):
     position: int
 
 
+class WeightsAsked(Struct, frozen=True):
+    """In place of a slab: other weights that people have asked for, and that the trainer has to
+    know before it reads on.
+    """
+
+    entries: tuple[LedgerEntry, ...]
+
+
 class OpenStream(Struct, frozen=True):
-    """Opens a stream over the steps of this rank's slice that remain at `cursor`."""
+    """Opens a stream over the steps of this rank's slice that remain at `cursor`. `known_entry` is
+    the last entry of other weights that the trainer knows.
+    """
 
     job_id: str
     epoch: int
@@ -219,6 +231,7 @@ class OpenStream(Struct, frozen=True):
     first_step: int = 0
     step_stride: int = 1
     mix: MixHistory | None = None
+    known_entry: int = 0
 
 
 class StreamOpened(Struct, frozen=True):
@@ -339,6 +352,7 @@ FromNodeBody = (
     | CategoriesRead
     | EpochDescribed
     | WeightsChanged
+    | WeightsAsked
 )
 
 

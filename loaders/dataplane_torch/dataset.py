@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
 from dataplane.client.describe import describe_columns, read_categories
-from dataplane.client.mixing import sample_count, state_at
+from dataplane.client.mixing import catch_up, sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
@@ -145,7 +145,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         if batches is not None:
             whole_epoch, gaps = sample_count(session, epoch), session.changes.gaps(epoch)
             batch = session.job.spec.global_batch
-            cursor = consumed(whole_epoch, cursor, batch, batches, gaps)
+            start, cursor = cursor, consumed(whole_epoch, cursor, batch, batches, gaps)
+            catch_up(session, epoch, start, cursor)
         elif reader is not None:
             cursor = reader.cursor
         found = state_at(session, epoch, cursor)

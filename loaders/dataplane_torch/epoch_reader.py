@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from dataplane.client.mixing import sample_count
+from dataplane.changes import MixAt
+from dataplane.client.mixing import asked_of, follow, sample_count
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.client.stream import Batches, SlabStream
@@ -49,6 +50,9 @@ class EpochReader:
         self._session, self._global_batch = session, session.job.spec.global_batch
         # The step with which other weights of a mixture begin, and these weights.
         self._change: tuple[int, MixHistory] | None = None
+        # Weights that people ask for while the job runs, as the session knew them when looked up.
+        self._known: tuple[MixAt, ...] = ()
+        self._asked: list[MixAt] = []
         # A worker that waits for its turn must not keep a slab that another one needs.
         self._place = session.request.topology
         self._stream = (
@@ -82,21 +86,10 @@ class EpochReader:
         """
         check_process(self._pid)
         if self._stream is None:
+            self._follow()
             return self._without_columns()
-        if self._change is not None and self.step >= self._change[0]:
-            # What was read ahead is of the weights before.
-            self._ready = []
-            self._stream.change(self._change[1])
-            self._change = None
-            if self.is_complete:
-                return None
-        # After an interrupt, the batches in hand may be of another step: request this one again.
-        if not self._ready or self._ready[-1][0].step != self.step:
-            # Release the slab in hand first: the next one may need its memory.
-            self._ready = []
-            self._ready = self._unpacked(self._stream.batches_from(self.step))
-            if not self._ready:
-                return None
+        if not self._fetched(self._stream):
+            return None
         about, make = self._ready[-1]
         batch = make()
         self._ready.pop()
@@ -106,6 +99,39 @@ class EpochReader:
         self.step += self.stride
         self._stream.consumed = self.cursor
         return batch
+
+    def _fetched(self, stream: SlabStream) -> bool:
+        """Have the batch of the present step at hand; False at the end of the epoch."""
+        while True:
+            self._follow()
+            if self._change is not None and self.step >= self._change[0]:
+                # What was read ahead is of the weights before.
+                self._ready = []
+                stream.change(self._change[1])
+                self._change = None
+                if self.is_complete:
+                    return False
+            # After an interrupt, the batches in hand may be of another step: request this one
+            # again.
+            if self._ready and self._ready[-1][0].step == self.step:
+                return True
+            # Release the slab in hand first: the next one may need its memory.
+            self._ready = []
+            known = self._session.mixes_asked
+            self._ready = self._unpacked(stream.batches_from(self.step))
+            if not self._ready and known is self._session.mixes_asked:
+                return False
+
+    def _follow(self) -> None:
+        """Read with the weights that people have asked for from the present step on."""
+        session = self._session
+        if session.mixes_asked is not self._known:
+            self._known = session.mixes_asked
+            self._asked = asked_of(session, self.epoch, self.start_cursor)
+        while self._asked and self._asked[0].position.cursor < self._after(self.step + 1):
+            found = follow(session, self._asked[0], self.cursor)
+            del self._asked[0]
+            self.change(found.position if found.epoch == self.epoch else None)
 
     def change(self, position: int | None) -> None:
         """The session has other weights of a mixture: from this position of the epoch on, None if

@@ -22,6 +22,7 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
     ConfigError: it is damaged.
     """
+    session.mixes_applied.clear()
     if isinstance(state_dict, Mapping) and not state_dict:
         session.mix = None
         return state_at(session, 0, 0)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset
 
 from dataplane.client.describe import describe_columns, read_categories
@@ -59,9 +60,10 @@ class UrlJob:
     ) -> None:
         self._job = job_of(given)
         self.urls = self._job.request.source.urls
+        has_columns = self._job.parts.columns != ()  # without any, nothing is asked of the node
         self._session = Session(
             self._job.endpoint,
-            self._job.request,
+            replace(self._job.request, follows=has_columns),
             pinning=pinning if target is None else target.pinning(reads_all=True),
             stall_timeout_s=self._job.stall_timeout_s,
         )

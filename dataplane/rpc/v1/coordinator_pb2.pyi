@@ -116,7 +116,7 @@ class KnownNodes(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class MemberProgress(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began", "mix", "mix_from")
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began", "mix", "mix_from", "promise", "known_entry")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,8 @@ class MemberProgress(_message.Message):
     BEGAN_FIELD_NUMBER: _ClassVar[int]
     MIX_FIELD_NUMBER: _ClassVar[int]
     MIX_FROM_FIELD_NUMBER: _ClassVar[int]
+    PROMISE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_ENTRY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -139,7 +141,9 @@ class MemberProgress(_message.Message):
     began: _types_pb2.LedgerPosition
     mix: _types_pb2.MixHistory
     mix_from: _types_pb2.LedgerPosition
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., mix_from: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
+    promise: MixPromise
+    known_entry: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., mix_from: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., promise: _Optional[_Union[MixPromise, _Mapping]] = ..., known_entry: _Optional[int] = ...) -> None: ...
 
 class StoreOutage(_message.Message):
     __slots__ = ("store", "away_s", "error")
@@ -194,16 +198,40 @@ class NodeReads(_message.Message):
     def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., made_slabs: _Optional[int] = ..., made_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
-    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s")
+    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s", "proposal", "entries")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     error: _types_pb2.Error
     missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
     missing_for_s: float
-    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ...) -> None: ...
+    proposal: MixProposal
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+
+class MixProposal(_message.Message):
+    __slots__ = ("request", "at")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    at: _types_pb2.LedgerPosition
+    def __init__(self, request: _Optional[str] = ..., at: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
+
+class MixPromise(_message.Message):
+    __slots__ = ("request", "position", "is_late", "refusal")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    IS_LATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    position: _types_pb2.LedgerPosition
+    is_late: bool
+    refusal: str
+    def __init__(self, request: _Optional[str] = ..., position: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., is_late: bool = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("verdicts", "jobs", "left")
@@ -383,28 +411,46 @@ class RowsTaken(_message.Message):
     layout: str
     def __init__(self, rows: _Optional[_Iterable[_Union[_types_pb2.Tombstone, _Mapping]]] = ..., layout: _Optional[str] = ...) -> None: ...
 
+class MixAsked(_message.Message):
+    __slots__ = ("request", "sources", "weights", "step", "epoch")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    step: int
+    epoch: int
+    def __init__(self, request: _Optional[str] = ..., sources: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class ChangeRequest(_message.Message):
-    __slots__ = ("job_id", "by", "skip", "tombstones")
+    __slots__ = ("job_id", "by", "skip", "tombstones", "mix")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    MIX_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     by: str
     skip: StepsSkipped
     tombstones: RowsTaken
-    def __init__(self, job_id: _Optional[str] = ..., by: _Optional[str] = ..., skip: _Optional[_Union[StepsSkipped, _Mapping]] = ..., tombstones: _Optional[_Union[RowsTaken, _Mapping]] = ...) -> None: ...
+    mix: MixAsked
+    def __init__(self, job_id: _Optional[str] = ..., by: _Optional[str] = ..., skip: _Optional[_Union[StepsSkipped, _Mapping]] = ..., tombstones: _Optional[_Union[RowsTaken, _Mapping]] = ..., mix: _Optional[_Union[MixAsked, _Mapping]] = ...) -> None: ...
 
 class ChangeResponse(_message.Message):
-    __slots__ = ("entry", "is_running", "epoch", "cursor", "global_batch")
+    __slots__ = ("entry", "is_running", "epoch", "cursor", "global_batch", "awaited_ranks")
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_RANKS_FIELD_NUMBER: _ClassVar[int]
     entry: _types_pb2.LedgerEntry
     is_running: bool
     epoch: int
     cursor: int
     global_batch: int
-    def __init__(self, entry: _Optional[_Union[_types_pb2.LedgerEntry, _Mapping]] = ..., is_running: bool = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ...) -> None: ...
+    awaited_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, entry: _Optional[_Union[_types_pb2.LedgerEntry, _Mapping]] = ..., is_running: bool = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ..., awaited_ranks: _Optional[_Iterable[int]] = ...) -> None: ...

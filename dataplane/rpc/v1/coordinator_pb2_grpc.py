@@ -119,7 +119,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Change(self, request, context):
-        """Leaves steps or rows out of a job, from its next start on.
+        """Leaves steps or rows out of a job, from its next start on; or changes the weights of a mixture.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class ToNode(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ..., read_categories: _Optional[_Union[ReadCategories, _Mapping]] = ..., describe_epoch: _Optional[_Union[DescribeEpoch, _Mapping]] = ..., change_weights: _Optional[_Union[ChangeWeights, _Mapping]] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read", "epoch_described", "weights_changed")
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read", "epoch_described", "weights_changed", "weights_asked")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class FromNode(_message.Message):
     CATEGORIES_READ_FIELD_NUMBER: _ClassVar[int]
     EPOCH_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ASKED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     error: _types_pb2.Error
     welcome: Welcome
@@ -71,7 +72,8 @@ class FromNode(_message.Message):
     categories_read: CategoriesRead
     epoch_described: EpochDescribed
     weights_changed: WeightsChanged
-    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ..., epoch_described: _Optional[_Union[EpochDescribed, _Mapping]] = ..., weights_changed: _Optional[_Union[WeightsChanged, _Mapping]] = ...) -> None: ...
+    weights_asked: WeightsAsked
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ..., epoch_described: _Optional[_Union[EpochDescribed, _Mapping]] = ..., weights_changed: _Optional[_Union[WeightsChanged, _Mapping]] = ..., weights_asked: _Optional[_Union[WeightsAsked, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "protocol", "pid")
@@ -104,7 +106,7 @@ class DatasetSource(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
 
 class OpenJob(_message.Message):
-    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options", "view", "mixture", "entries")
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options", "view", "mixture", "entries", "follows")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,7 @@ class OpenJob(_message.Message):
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MIXTURE_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     incarnation: str
     member_id: str
@@ -139,7 +142,8 @@ class OpenJob(_message.Message):
     view: _types_pb2.View
     mixture: MixtureAsked
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
-    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+    follows: bool
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ..., mixture: _Optional[_Union[MixtureAsked, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., follows: bool = ...) -> None: ...
 
 class MixtureAsked(_message.Message):
     __slots__ = ("sources", "unit", "exhausted", "length", "temperature", "source_column", "schedule")
@@ -307,21 +311,29 @@ class WeightsChanged(_message.Message):
     position: int
     def __init__(self, mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
+class WeightsAsked(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+
 class OpenStream(_message.Message):
-    __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride", "mix")
+    __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride", "mix", "known_entry")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     STEP_STRIDE_FIELD_NUMBER: _ClassVar[int]
     MIX_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_ENTRY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     epoch: int
     cursor: int
     first_step: int
     step_stride: int
     mix: _types_pb2.MixHistory
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., first_step: _Optional[int] = ..., step_stride: _Optional[int] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ...) -> None: ...
+    known_entry: int
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., first_step: _Optional[int] = ..., step_stride: _Optional[int] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., known_entry: _Optional[int] = ...) -> None: ...
 
 class StreamOpened(_message.Message):
     __slots__ = ("stream_id", "step_count")

@@ -1,0 +1,100 @@
+"""Other weights of a mixture that people ask for while a member reads: until where its trainer may
+have read, and what it has to know before it reads on. No clock, no I/O.
+
+Invariants:
+1. A slab with positions behind other weights is handed only to streams that know these.
+2. From a promise on until its outcome is known, no slab with positions behind it is handed over.
+   Such slabs wait, and are handed over then, or released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dataplane.changes import mix_of_entry
+from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.node.served import Send
+from dataplane.rpc.membership import MemberVerdict, MixPromise, MixProposal
+from dataplane.rpc.messages import FromNodeBody, Slab, WeightsAsked
+
+AHEAD_S = 5.0
+"""About how long it takes until all nodes have heard of a proposal, and of its outcome."""
+_CANNOT = (
+    "it is a ShardedIterableDataset, whose batches are made in other processes, or a pipeline stage"
+    " without columns"
+)
+
+
+class Following:
+    """That of one member. `release` frees a slab."""
+
+    def __init__(
+        self,
+        entries: Iterable[LedgerEntry],
+        global_batch: int,
+        release: Callable[[int], None],
+        *,
+        follows: bool,
+    ) -> None:
+        self.entries = sorted(entries, key=lambda entry: entry.seq)
+        self.promise: MixPromise | None = None
+        self._global_batch, self._release, self._follows = global_batch, release, follows
+        self._handed = LedgerPosition(0, 0)
+        self._waiting: list[tuple[Send, int, Slab]] = []
+
+    @property
+    def known_entry(self) -> int:
+        """The last entry that is known here."""
+        return self.entries[-1].seq if self.entries else 0
+
+    def sending(self, epoch: int, cursor: int, known_entry: int, send: Send) -> Send:
+        """What answers the requests of a stream that begins there."""
+
+        def answer(request_id: int, body: FromNodeBody) -> None:
+            if not isinstance(body, Slab):
+                send(request_id, body)
+                return
+            steps = body.batches[-1].step + 1
+            end = LedgerPosition(epoch, cursor + steps * self._global_batch)
+            unknown = [entry for entry in self.entries if entry.seq > known_entry]
+            if any(entry.position < end for entry in unknown) and self._follows:
+                self._release(body.slab_id)
+                send(request_id, WeightsAsked(tuple(unknown)))
+            elif self.promise is not None and self.promise.position < end:
+                self._waiting.append((answer, request_id, body))
+            else:
+                self._handed = max(self._handed, end)
+                send(request_id, body)
+
+        return answer
+
+    def heard(self, verdict: MemberVerdict, reached: LedgerPosition, per_s: float) -> bool:
+        """What the coordinator says to a member that has reached this place, at so many samples of
+        all ranks a second. Returns whether it has made a promise, which others wait for.
+        """
+        known = self.known_entry
+        self.entries += [entry for entry in verdict.entries if entry.seq > known]
+        for entry in verdict.entries:
+            mix_of_entry(entry)  # a damaged one is an error here, and not in the trainer's loop
+        proposal, had = verdict.proposal, self.promise
+        if proposal is None:
+            self.promise = None
+        elif had is None or had.request != proposal.request:
+            self.promise = self._promised(proposal, max(self._handed, reached), per_s)
+        if self.promise is not had or verdict.entries:
+            waiting, self._waiting = self._waiting, []
+            for answer, request_id, slab in waiting:
+                answer(request_id, slab)
+        return self.promise is not None and self.promise is not had
+
+    def _promised(
+        self, proposal: MixProposal, handed: LedgerPosition, per_s: float
+    ) -> MixPromise:  # fmt: skip
+        """Nothing is handed beyond the result that was not before."""
+        if not self._follows:
+            return MixPromise(proposal.request, handed, refusal=_CANNOT)
+        if proposal.at is not None:
+            return MixPromise(proposal.request, max(handed, proposal.at), handed > proposal.at)
+        batch = self._global_batch
+        ahead = -(-(handed.cursor + int(per_s * AHEAD_S)) // batch) * batch
+        return MixPromise(proposal.request, LedgerPosition(handed.epoch, ahead))

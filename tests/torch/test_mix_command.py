@@ -1,0 +1,191 @@
+"""`dataplane mix`: weights of a job changed from outside, over a real service and real trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import weighted
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from fleet import Service
+from weighted import BATCH, FIRST, OPTIONS, ROUND, SECOND, THIRD, joined, mixed, rows_of, saved
+
+from dataplane.cli import run
+from dataplane.model import Topology
+
+SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
+         "--delivery-bytes-per-rank", "2MiB")  # fmt: skip
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return weighted.write_sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    name = f"mix-{os.getpid()}:7077"
+    state = str(tmp_path_factory.mktemp("service"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATAPLANE_STATE_DIR", state)
+        patch.setenv("DATAPLANE_SERVICE", name)
+        with Service("--listen", "127.0.0.1:0", "--service", name, *SMALL) as made:
+            yield made
+
+
+@pytest.fixture
+def command(service: Service, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The JSON that a command prints, or, if a status is expected, its error."""
+
+    def asked(*arguments: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        as_json = () if status else ("--json",)
+        found = run([*arguments, "--join", service.address, *as_json])
+        told = capsys.readouterr()
+        assert found == status, told.err
+        return " ".join(told.err.split()) if status else json.loads(told.out)
+
+    return asked
+
+
+def weights(given: dict[str, float]) -> list[str]:
+    return [f"{name}={weight}" for name, weight in given.items()]
+
+
+@contextlib.contextmanager
+def ranks(
+    folder: Path, size: int, name: str, state: Any = None, given: dict[str, float] = FIRST
+) -> Iterator[list[Any]]:
+    """The loaders of all ranks of one launch."""
+    with contextlib.ExitStack() as stack:
+        loaders: list[Any] = []
+        for rank in range(size):
+            place = Topology(rank, size, rank, size, rank, size)
+            options = {**OPTIONS, "topology": place, "name": name}
+            loaders.append(stack.enter_context(DataLoader(mixed(folder, given), **options)))
+        for loader in loaders if state else ():
+            loader.load_state_dict(state)
+        yield loaders
+
+
+def set_inside(folder: Path, at: int, given: dict[str, float]) -> list[list[int]]:
+    """The batches of a pass whose loop sets weights when it has come to this position."""
+    with ranks(folder, 1, "inside") as (loader,):
+        found = []
+        for batch in loader:
+            found.append(batch["id"].tolist())
+            if len(found) * BATCH == at:
+                loader.set_weights(given)
+        return found
+
+
+def test_weights_that_are_changed_from_outside_are_those_of_set_weights_on_every_rank(
+    folder: Path, command: Command
+) -> None:
+    with ranks(folder, 3, "j") as loaders:
+        passes = [iter(loader) for loader in loaders]
+        steps = [[next(one)["id"].tolist() for one in passes] for _ in range(7)]
+        before = [saved(loader) for loader in loaders]
+        told = command("mix", "j", *weights(SECOND))
+        at = told["entry"]["position"]
+        assert told["is_running"]
+        assert (at["epoch"], at["cursor"] % BATCH) == (0, 0)
+        assert at["cursor"] >= 7 * BATCH  # batches that wait for their trainers count as read
+        assert [saved(loader) for loader in loaders] == before
+        states = []
+        while batches := [one for one in (next(each, None) for each in passes) if one is not None]:
+            steps.append([batch["id"].tolist() for batch in batches])
+            states.append([saved(loader) for loader in loaders])
+    found = joined([list(rank) for rank in zip(*steps, strict=True)])
+    assert found == set_inside(folder, at["cursor"], SECOND)
+    assert all(len({json.dumps(one) for one in state}) == 1 for state in states)
+    passed = [state[0]["mixture"]["changes"] for state in states]
+    there = at["cursor"] // BATCH - 7  # states behind this step have the change
+    assert {len(changes) for changes in passed[:there]} == {1}
+    assert {json.dumps(changes[1:]) for changes in passed[there:]} == {
+        json.dumps([[0, -(-at["cursor"] // ROUND) * ROUND, passed[-1][1][2]]])
+    }
+    # From any state on, on another number of ranks, and with rows traced.
+    for step, size in ((0, 2), (there - 1, 4), (there, 1), (there + 20, 2)):
+        with ranks(folder, size, "j", states[step][0]) as again:
+            rest = joined([rows_of(loader) for loader in again])
+            assert rest == found[8 + step :]
+            assert {saved(one)["digest"]["value"] for one in again} == {
+                states[-1][0]["digest"]["value"]
+            }
+    kinds = [one["kind"] for one in command("ledger", "show", "j")]
+    assert kinds.count("mix") == 1
+    assert command("ledger", "verify", "j")["ok"]
+
+
+def test_a_step_can_be_named_and_the_next_epoch_and_a_job_that_nobody_reads(
+    folder: Path, command: Command
+) -> None:
+    with ranks(folder, 2, "k") as loaders:
+        passes = [iter(loader) for loader in loaders]
+        steps = [[next(one)["id"].tolist() for one in passes] for _ in range(3)]
+        state = saved(loaders[0])
+        said = command("mix", "k", *weights(THIRD), "--at-step", "1", status=2)
+        assert "has begun step 1 of epoch 0, or its batches are made already" in said
+        told = command("mix", "k", *weights(THIRD), "--at-step", "30")
+        assert told["entry"]["position"] == {"epoch": 0, "cursor": 30 * BATCH}
+        # Of the first step of the next epoch, and of one behind the last of this.
+        command("mix", "k", *weights(SECOND), "--at-step", "70")
+        steps += [
+            [batch["id"].tolist() for batch in batches] for batches in zip(*passes, strict=True)
+        ]
+        following = joined([rows_of(loader) for loader in loaders])
+        assert weighted.counts_of(following)[0] == pytest.approx(0.1 * 5760, abs=20)
+        ends = [saved(loader) for loader in loaders]
+        assert ends[0] == ends[1]
+    found = joined([list(rank) for rank in zip(*steps, strict=True)])
+    assert found == set_inside(folder, 30 * BATCH, THIRD)
+    changes = ends[0]["mixture"]["changes"]
+    assert [one[:2] for one in changes] == [[0, 0], [0, 2 * ROUND], [1, 0]]
+    with ranks(folder, 1, "k", state) as (loader,):
+        assert rows_of(loader) == found[3:]
+        assert rows_of(loader) == following
+        assert saved(loader)["digest"] == ends[0]["digest"]
+    wait_until_idle(command, "k")
+    told = command("mix", "k", *weights(FIRST), "--at-step", "2", "--epoch", "0")
+    assert not told["is_running"]
+    with ranks(folder, 1, "k") as (loader,):
+        rest = rows_of(loader)
+    assert rest == set_inside(folder, 2 * BATCH, FIRST)[: ROUND * 2 // BATCH] + rest[42:]
+
+
+def wait_until_idle(command: Command, job: str) -> None:
+    while command("ledger", "show", job)[-1]["kind"] != "end":
+        threading.Event().wait(0.05)
+
+
+def test_what_cannot_be_changed_is_refused(folder: Path, command: Command) -> None:
+    with ranks(folder, 1, "l") as (loader,):
+        next(iter(loader))
+        for given, why in (
+            (("web=1",), "'code' is missing"),
+            ((*weights(FIRST), "news=1"), "there is no source 'news'"),
+            (("web=0", "code=0", "math=0"), "all weights are 0"),
+            (("web=-1", "code=1", "math=1"), "weight=-1.0: a number, 0 or more"),
+            (("web=1", "web=2"), "give each source one weight"),
+            (("web",), "give NAME=WEIGHT, such as web=0.6"),
+            ((*weights(FIRST), "--epoch", "1"), "give both"),
+        ):
+            assert why in command("mix", "l", *given, status=2)
+    assert "no job is called 'nobody'" in command("mix", "nobody", "web=1", status=2)
+    with DataLoader(str(folder / "web.parquet"), name="plain", batch_size=8) as loader:
+        next(iter(loader))
+        assert "reads one dataset" in command("mix", "plain", "web=1", status=2)
+    dataset = ShardedIterableDataset(mixed(folder), **{**OPTIONS, "name": "torch"})
+    with contextlib.closing(dataset):
+        next(iter(dataset))
+        said = command("mix", "torch", *weights(SECOND), status=2)
+        assert "rank 0 of job 'torch' cannot read other weights while it runs" in said
