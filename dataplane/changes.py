@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,8 +25,11 @@ from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
 from dataplane.model import DatasetIdentity
+from dataplane.weights import MixHistory, ShareChange
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
+WEIGHTS = "weights"
+"""The kind of entries that say with which weights members read; no change, but what came of it."""
 
 Range = tuple[int, int]
 
@@ -156,6 +160,29 @@ def mix_payload(request: str, weights: dict[str, float], spec: JobSpec, layout: 
     """The payload of an entry of other weights."""
     facts = {"request": request, "weights": weights, "order": order_key(spec, layout)}
     return canonical({**facts, "global_batch": spec.global_batch})
+
+
+def weights_entry(
+    before: MixHistory, after: MixHistory, names: Sequence[str]
+) -> tuple[LedgerPosition, str]:
+    """The place from which on the weights of a job are others than before, or its start if they are
+    not, and the payload of an entry that says them: shares by name, from there on.
+    """
+    pairs = itertools.zip_longest(before.changes, after.changes)
+    differing = next((pair for pair in pairs if pair[0] != pair[1]), after.changes[:1])
+    place = min(each.place for each in differing if each is not None)
+    changes = [
+        [*change.place, _shares_by_name(change, names)]
+        for change in after.changes
+        if change.place >= place
+    ]
+    return LedgerPosition(*place), canonical({"changes": changes, "digest": after.digest})
+
+
+def _shares_by_name(change: ShareChange, names: Sequence[str]) -> dict[str, float]:
+    whole = sum(change.shares)
+    pairs = zip(names, change.shares, strict=True)
+    return {name: round(share / whole, 9) for name, share in pairs}
 
 
 def in_force(

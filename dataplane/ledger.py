@@ -41,6 +41,8 @@ class LedgerEntry(Struct, frozen=True):
 
     start    a launch began to read at `position`: launch, generation, ranks, global batch
     end      its last member went; the job had consumed everything up to `position`
+    weights  members read with these shares of a mixture's sources from `position` on
+    skip, tombstone, mix    people changed the job: see changes.py
     """
 
     seq: int

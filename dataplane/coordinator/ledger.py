@@ -1,8 +1,9 @@
 """The ledger of one job at its coordinator. Pure; the roster keeps it.
 
 Invariants:
-1. Entries are only appended. Their number is bounded: of too many, the oldest starts and ends of
-   launches are left out, and nothing else ever is. Changes are refused beyond their own bounds.
+1. Entries are only appended. Their number is bounded: of too many, the oldest are left out that say
+   where launches started and ended, and which weights they had, and nothing else ever is. Changes
+   are refused beyond their own bounds.
 2. A launch that reads has a start, and an end once its last member went, or a newer one took over.
 3. A generation has the changes that were there when it began, whatever was changed since.
 """
@@ -15,6 +16,7 @@ from dataplane.changes import (
     MIX,
     SKIP,
     TOMBSTONE,
+    WEIGHTS,
     Skip,
     Tombstone,
     changes_of,
@@ -25,6 +27,7 @@ from dataplane.changes import (
     mixes_in_force,
     skip_payload,
     tombstone_payload,
+    weights_entry,
 )
 from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
 from dataplane.errors import ConfigError
@@ -36,6 +39,7 @@ ENTRIES_MAX = 4096
 CHANGES_MAX = 512
 TOMBSTONES_MAX = 1024
 _OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
+_MAY_GO = (*_OF_LAUNCHES, WEIGHTS)
 
 
 class JobLedger:
@@ -67,6 +71,21 @@ class JobLedger:
         begun, self._open = self._open.position, None
         at = max(begun, LedgerPosition(job.epoch, job.cursor))
         return self._append("end", at, canonical({"why": why}), "coordinator", now)
+
+    def weighted(self, before: Job, job: Job, by: str, now: float) -> list[Write]:
+        """Members read with weights that may be others than before: note them, unless they are
+        those that were noted last.
+        """
+        mixture = job.spec.mixture
+        if mixture is None or job.mix is None or before.mix == job.mix:
+            return []
+        some = (entry for entry in reversed(self.entries) if entry.kind == WEIGHTS)
+        known = next((facts_of(entry).get("digest") for entry in some), mixture.history.digest)
+        if known == job.mix.digest:
+            return []
+        names = [source.name for source in mixture.sources]
+        at, payload = weights_entry(before.mix or mixture.history, job.mix, names)
+        return self._append(WEIGHTS, at, payload, by, now)
 
     @property
     def last_change(self) -> int:
@@ -185,7 +204,7 @@ class JobLedger:
         self._head = entry.hash
         writes: list[Write] = [Keep(LedgerRecord(self._job_id, str(seq), entry))]
         if len(self.entries) > ENTRIES_MAX:
-            old = next(i for i, one in enumerate(self.entries) if one.kind in _OF_LAUNCHES)
+            old = next(i for i, one in enumerate(self.entries) if one.kind in _MAY_GO)
             writes.append(Forget(LedgerRecord, self._job_id, str(self.entries.pop(old).seq)))
         return writes
 

@@ -286,11 +286,14 @@ class CoordinatorState:
         if reported > (roster.job.epoch, roster.job.cursor):
             roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
             self._writes.append(Keep(roster.job))
+        before = roster.job
         if roster.job.has_other_weights(progress):
             roster.job = replace(roster.job, mix=progress.mix, mix_from=progress.mix_from)
             self._writes.append(Keep(roster.job))
         if member.phase is Phase.JOINED:
-            self._writes += roster.ledger.reading(roster.job, progress, member.node_id, self._now)
+            by, now = member.node_id, self._now
+            self._writes += roster.ledger.reading(roster.job, progress, by, now)
+            self._writes += roster.ledger.weighted(before, roster.job, by, now)
         if reported < (member.epoch, member.cursor):
             return member
         return replace(

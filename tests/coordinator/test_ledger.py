@@ -14,7 +14,7 @@ from dataplane.changes import Changes, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
 from dataplane.errors import ConfigError
-from dataplane.ledger import faults
+from dataplane.ledger import LedgerPosition, faults
 from dataplane.mixture import MixtureSpec, SourceSpec
 from dataplane.model import DatasetIdentity
 from dataplane.rpc.membership import (
@@ -151,6 +151,39 @@ def test_a_mixture_has_the_weights_that_its_furthest_member_reads_with(machine):
     machine.ask(leave("m1-i1"))
     machine.ask(join(0, spec=spec, incarnation="i2"))
     assert history() == first
+
+
+def test_the_weights_that_members_read_with_are_noted_once_and_when_they_are_taken_back(machine):
+    sources = tuple(SourceSpec(name, name, share) for name, share in (("a", 1), ("b", 3)))
+    spec = replace(join(0).spec, mixture=MixtureSpec(sources, length=500))
+    first = MixHistory((ShareChange(0, 0, (1, 3)),), 500)
+    second = MixHistory((*first.changes, ShareChange(0, 64, (2, 2))), 500)
+    third = MixHistory((*second.changes, ShareChange(1, 0, (4, 0))), 500)
+
+    def noted():
+        some = [one for one in entries(machine) if one.kind == "weights"]
+        return [(one.position, json.loads(one.payload)["changes"]) for one in some]
+
+    machine.ask(join(0, spec=spec))
+    machine.ask(join(1, spec=spec))
+    machine.verdict(mix=((0, 0), first), began=(0, 0))
+    assert noted() == []
+    for member in ("m0-i1", "m1-i1"):
+        machine.verdict(member, cursor=48, mix=((0, 48), second), began=(0, 0))
+        machine.restart()
+    at_64 = (LedgerPosition(0, 64), [[0, 64, {"a": 0.5, "b": 0.5}]])
+    assert noted() == [at_64]
+    machine.verdict(epoch=1, mix=((1, 0), third), began=(0, 0))
+    at_1 = (LedgerPosition(1, 0), [[1, 0, {"a": 1.0, "b": 0.0}]])
+    assert noted() == [at_64, at_1]
+    # A launch that goes on, and one that begins before the weights were set.
+    machine.ask(join(0, spec=spec, incarnation="i2"))
+    machine.verdict("m0-i2", 2, 1, mix=((1, 0), third), began=(1, 0))
+    assert noted() == [at_64, at_1]
+    machine.ask(join(0, spec=spec, incarnation="i3"))
+    machine.verdict("m0-i3", 3, 0, mix=((0, 0), first), began=(0, 0))
+    start = (LedgerPosition(0, 0), [[0, 0, {"a": 0.25, "b": 0.75}]])
+    assert noted() == [at_64, at_1, start]
 
 
 def test_the_dataset_is_told_as_the_first_member_declared_it(machine):

@@ -123,6 +123,7 @@ def test_weights_that_are_changed_from_outside_are_those_of_set_weights_on_every
             }
     kinds = [one["kind"] for one in command("ledger", "show", "j")]
     assert kinds.count("mix") == 1
+    assert "weights" in kinds
     assert command("ledger", "verify", "j")["ok"]
 
 
