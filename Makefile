@@ -18,7 +18,7 @@ PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --wi
 # pip compiles every module of every package, for a minute; Python keeps those that are imported, where it may.
 COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TEST_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
@@ -63,7 +63,7 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \
 	cp "$$fresh/lock" requirements.lock
 
-test: setup ## run every test, two at a time (JOBS=1: one)
+test: setup ## run every test, three at a time (JOBS=1: one): they wait a third of their time
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 # Runs in a copy of the tree, whose libraries end the process at the first invalid access.

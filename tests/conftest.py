@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ __all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
 
 # In one process with tests that fork: gRPC would start its threads again in each child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# A shell has what runs in its background ignore SIGINT, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -109,6 +109,7 @@ def test_the_proof_of_the_demo_holds_and_the_demo_leaves_nothing_behind(
     assert no_new_sockets(sockets)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_training_leaves_nothing(started):
     sockets = stale_sockets()
     demo = start(started)

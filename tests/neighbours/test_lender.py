@@ -38,7 +38,8 @@ from dataplane.rpc.fetches import Neighbour
 __all__ = ["bench", "every_line_is_written"]
 
 REFUSALS = {
-    "garbage": (lambda s: s.sendall(os.urandom(48) + b"x" * 200), "where an opening begins"),
+    # Not the first byte of TLS, which is refused for another reason.
+    "garbage": (lambda s: s.sendall(b"\xff" + os.urandom(47) + b"x" * 200), "an opening begins"),
     "http": (lambda s: s.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n" * 4), "an opening begins"),
     "an older generation": (lambda s: s.sendall(opening(generation=1)), "generation 1, not 2"),
     "a later generation": (lambda s: s.sendall(opening(generation=3)), "generation 3, not 2"),

@@ -88,7 +88,7 @@ def torchrun(shards: str, out: Path, when: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("when", "loaders"),
-    [("never", 1), pytest.param("after", 1, marks=pytest.mark.slow), ("both", 2)],
+    [pytest.param(when, 1, marks=pytest.mark.slow) for when in ("never", "after")] + [("both", 2)],
 )
 def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
     shards, tmp_path, when, loaders
