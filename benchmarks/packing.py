@@ -24,8 +24,9 @@ from plan_scale import manifest_of
 
 from dataplane.arena.slab_layout import row_bytes
 from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, PackPolicy, PackSpec
+from dataplane.plan.order import Order
 from dataplane.plan.packed_blocks import with_counts
-from dataplane.plan.packs import pack_count, packing_of, packs_of
+from dataplane.plan.packs import costs, pack_count, packing_of, packs_of
 from dataplane.rpc.messages import Batch
 from dataplane.worker.columns import open_block
 from dataplane.worker.gather import Gather
@@ -114,6 +115,27 @@ def padded(length: int) -> list[PackFigure]:
     return [*found, PackFigure(name, _DOCUMENTS / took / 1e6, "M documents/s")]
 
 
+def balance(policy: PackPolicy, lanes: int, window: int) -> list[PackFigure]:
+    """How much more the most expensive pack of a step costs than the mean of 64 ranks, over an
+    epoch of 256 blocks of about 256 packs.
+    """
+    found, ranks = [], 64
+    for is_balanced in (False, True):
+        spec = PackSpec("tokens", 8192, policy, balanced=is_balanced)
+        lengths = [web_lengths(2 * _GROUP * 8192, seed) for seed in range(256)]
+        of_blocks = [costs(packs_of(each, spec, 5), spec) for each in lengths]
+        counts = np.array([len(each) for each in of_blocks])
+        order = Order(counts, 7, True, lanes, window, 1, balanced=is_balanced)
+        block, row = order.locate(np.arange(order.sample_count))
+        cost = np.concatenate(of_blocks)[(np.cumsum(counts) - counts)[block] + row]
+        steps = cost[: len(cost) // ranks * ranks].reshape(-1, ranks)
+        value = float((steps.max(axis=1) / steps.mean(axis=1)).mean())
+        told = "balanced" if is_balanced else "as they come"
+        name = f"{policy.value}, {lanes} lanes, windows of {window:,}: {told}"
+        found.append(PackFigure(name, value, "max/mean"))
+    return found
+
+
 def made(length: int, rows: int) -> list[PackFigure]:
     """Tokens a second that one worker gathers into a slab of so many rows, from packs and from rows
     of this length.
@@ -186,6 +208,9 @@ def main() -> int:
     asked = parser.parse_args()
     measures = [each for length in (2048, 8192) for each in planned(length)]
     measures += padded(16_384)
+    for lanes, window in ((1, 1 << 16), (64, 150), (64, 600), (128, 512), (96, 512)):
+        measures += balance(PackPolicy.BEST_FIT, lanes, window)
+    measures += balance(PackPolicy.PAD, 64, 600)
     measures += [each for length in (2048, 8192) for each in made(length, 2 * _GROUP)]
     measures += indexed()
     told = json.dumps([asdict(each) for each in measures]) if asked.json else table(measures)

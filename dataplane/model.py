@@ -228,7 +228,8 @@ class PackSpec:
     `documents` documents at most; 0 chooses a number from the length. Tokens are padded with
     `pad_value`, carried columns with zero. With the policy PAD, a pack is a padded batch [rows,
     width], the width a multiple of `multiple`, of `length` tokens at most; its outputs are
-    "lengths", always, and "labels".
+    "lengths", always, and "labels". `balanced`: at each step all ranks have packs of about the same
+    cost.
     """
 
     column: str
@@ -240,6 +241,7 @@ class PackSpec:
     multiple: int = 1
     documents: int = 0
     pad_value: int = 0
+    balanced: bool = False
 
 
 ColumnValue = tuple[str, float]

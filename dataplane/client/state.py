@@ -282,6 +282,9 @@ def _shown(value: object) -> str:
     if _is_hash(value):
         return f"another value (hash {str(value)[1:]})"
     text = str(value) if value not in ((), "") else "not given"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
+        text = ", ".join(f"{each.name}={part}" for each, part in parts if part != each.default)
     return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}…"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
+from dataplane.plan.balance import Turns
 from dataplane.plan.finder import Finder
 from dataplane.plan.permute import Domain, Words, checked_word, extended, key, permutation
 from dataplane.plan.windows import Int64, Windows
@@ -79,8 +80,9 @@ class Order:
     """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
     `ramp` is how often the first window of a lane is halved in epoch 0, so that its first batches
-    need few blocks. `shuffle=False` is the dataset's own order, whatever `lanes`, `window` and
-    `ramp` say: one lane, and windows of one sample.
+    need few blocks. If it is `balanced`, samples are packs that plan/balance.py has numbered, and
+    those of about the same cost stand together. `shuffle=False` is the dataset's own order,
+    whatever the others say: one lane, and windows of one sample.
     """
 
     __slots__ = (
@@ -97,6 +99,8 @@ class Order:
         window: int,
         epoch: int,
         ramp: int = 0,
+        *,
+        balanced: bool = False,
     ) -> None:
         """Raises:  ConfigError: lanes or window < 1; ramp not in [0, RAMP_MAX]; seed or epoch not
         uint64; no samples.
@@ -119,7 +123,6 @@ class Order:
                 field="window",
             )
         self.ramp = ramp if shuffle and epoch == 0 else 0
-        self._windows = Windows(seed, epoch, self.lanes, self.window, self.ramp, self.sample_count)
         # The block at each place of the order, and the place of each block. Both are computed here,
         # in a thread, since the first caller may be the node's event loop.
         self._blocks: NDArray[np.integer] | None = None
@@ -134,7 +137,13 @@ class Order:
             self._ranks = np.empty_like(self._blocks)
             self._ranks[self._blocks] = np.arange(len(self._blocks), dtype=self._blocks.dtype)
         np.cumsum(block_rows, out=self._starts[1:])
-        self._finder = Finder(self._starts)
+        self._finder = finder = Finder(self._starts)
+        balance = None
+        if balanced and shuffle:
+            balance = Turns(seed, epoch, lanes), lambda places: finder.find(places)[1]
+        self._windows = Windows(
+            seed, epoch, self.lanes, self.window, self.ramp, self.sample_count, balance
+        )
 
     @property
     def block_count(self) -> int:

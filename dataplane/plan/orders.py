@@ -23,8 +23,16 @@ def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
 
     Raises:  ConfigError: as `Order`.
     """
+    pack = spec.view.pack
     return Order(
-        manifest.block_rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp
+        manifest.block_rows,
+        spec.seed,
+        spec.shuffle,
+        spec.lanes,
+        spec.window,
+        epoch,
+        spec.ramp,
+        balanced=pack is not None and pack.balanced,
     )
 
 

@@ -60,7 +60,8 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     digits. The seed is that of the view's map, and `code` the hash of its file; "" without one.
     """
     assert view.pack is not None
-    pack = replace(view.pack, carry=(), outputs=(), pad_value=0)  # these change no counts
+    # These change no counts.
+    pack = replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
     recipe = {**asdict(replace(view, collate="", pack=pack)), "seed": seed if view.map else 0}
     recipe["code"] = code
     text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"

@@ -13,6 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
+from dataplane.plan.balance import numbered
 from dataplane.plan.loops import best_fit, best_fit_count, loops
 from dataplane.plan.permute import permutation
 
@@ -99,7 +100,24 @@ def packs_of(lengths: Int64, pack: PackSpec, keyed: int | None) -> Packs:
     count = len(lengths)
     ranked = np.arange(count) if keyed is None else permutation(keyed, count).astype(np.int64)
     make = _wrapped if pack.policy is PackPolicy.WRAP else _fitted
-    return make(_kept(lengths, pack), ranked, pack)
+    made = make(_kept(lengths, pack), ranked, pack)
+    return _reordered(made, numbered(costs(made, pack))) if pack.balanced else made
+
+
+def costs(packs: Packs, pack: PackSpec) -> Int64:
+    """What attention over each pack costs: the sum of the squares of its documents' lengths, all of
+    a padded batch as long as its width.
+
+    Shapes:  result: int64[packs].
+    """
+    if not len(packs):
+        return np.zeros(0, np.int64)
+    lengths, first = packs.pieces[2].astype(np.int64), packs.starts[:-1]
+    if pack.policy is PackPolicy.PAD:
+        widths = np.maximum.reduceat(_padded(lengths, pack), first)
+        return widths**2 * np.diff(packs.starts)
+    found: Int64 = np.add.reduceat(lengths**2, first)
+    return found
 
 
 def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
@@ -207,6 +225,17 @@ def _wrapped(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
         np.minimum(stops - starts, kept[some[of]] - begins),
         starts % pack.length,
     )
+
+
+def _reordered(packs: Packs, order: Int64) -> Packs:
+    """The same packs in another order.
+
+    Shapes:  order: int64[packs].
+    """
+    sizes = np.diff(packs.starts)[order].astype(np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    taken = np.repeat(packs.starts[:-1][order] - starts[:-1], sizes) + np.arange(starts[-1])
+    return Packs(starts.astype(np.int32), np.ascontiguousarray(packs.pieces[:, taken]))
 
 
 def _packs(starts: Int64, *pieces: Int64) -> Packs:

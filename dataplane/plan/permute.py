@@ -43,6 +43,7 @@ class Domain(enum.IntEnum):
     SOURCE = 7
     PACK = 8
     TOMBSTONE = 9
+    BALANCE = 10
     SHARE = 11
     MAP = 15
     COLLATE = 16

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.plan.balance import Turns
 from dataplane.plan.loops import loops, number_values
 from dataplane.plan.permute import GAMMA, Domain, extended, key, permutations
 
@@ -33,6 +35,7 @@ _HELD_PER_LANE = 2
 _TOGETHER = 1 << 17
 
 _WORD = (1 << 64) - 1
+Balance = tuple[Turns, Callable[[Int64], Int64]]
 _Number = TypeVar("_Number", Int64, int)
 
 
@@ -60,17 +63,27 @@ class Windows:
     """The place in its lane of the sample at each lane offset. Not thread-safe.
 
     `short` lanes come last and have one sample less than the `lanes - short` before them; those
-    have `length`. The first window of each lane is cut into `ramp` + 1 parts.
+    have `length`. The first window of each lane is cut into `ramp` + 1 parts. With `balance`,
+    samples are packs; its second part gives the row in its block of each place of all lanes
+    together.
     """
 
     __slots__ = (
-        "_capacity", "_key", "_lanes", "_lengths", "_pool", "_ramp", "_shifted", "_slots",
-        "_window",
+        "_balance", "_capacity", "_key", "_lanes", "_lengths", "_pool", "_ramp", "_shifted",
+        "_slots", "_window",
     )  # fmt: skip
 
     def __init__(
-        self, seed: int, epoch: int, lanes: int, window: int, ramp: int, sample_count: int
+        self,
+        seed: int,
+        epoch: int,
+        lanes: int,
+        window: int,
+        ramp: int,
+        sample_count: int,
+        balance: Balance | None = None,
     ) -> None:
+        self._balance = balance
         self._key = key(seed, Domain.WINDOW, epoch)
         self._lanes = lanes
         self._window = window
@@ -272,7 +285,16 @@ class Windows:
             together = max(1, _TOGETHER // length)
             for begin in range(0, len(alike), together):
                 some = alike[begin : begin + together]
-                self._pool[slots[some], :length] = permutations(keys[some], length)
+                if self._balance is None:
+                    self._pool[slots[some], :length] = permutations(keys[some], length)
+                    continue
+                turns, rows_at = self._balance
+                begins = self._start(lane[some], number[some])
+                offsets = begins[:, None] + np.arange(length)
+                shared, longer = self._lengths
+                firsts = lane[some] * shared + np.minimum(lane[some], longer)
+                rows = rows_at((offsets + firsts[:, None]).reshape(-1)).reshape(offsets.shape)
+                self._pool[slots[some], :length] = turns.permutations(keys[some], offsets, rows)
 
 
 def _divided(whole: _Number, halved: _Number | int) -> _Number:

@@ -104,6 +104,28 @@ def pack_spec(given: object) -> PackSpec | None:
     )
 
 
+def balanced(pack: PackSpec | None, given: object, *, shuffle: bool, is_mixture: bool) -> bool:
+    """Whether this argument of a DataLoader asks for balanced packs.
+
+    Raises:  ConfigError: it is not "cost", or this job cannot have it.
+    """
+    if given is None:
+        return False
+    if given != "cost":
+        raise _refused(given, 'pass "cost", or leave it out')
+    if is_mixture:
+        raise _refused(given, "ranks have packs of different sources at a step: leave it out")
+    if pack is None:
+        raise _refused(given, f"only packs have such costs: pass {_EXAMPLE}, too")
+    if not shuffle:
+        raise _refused(given, "it is an order of packs: pass shuffle=True, too")
+    return True
+
+
+def _refused(given: object, advice: str) -> ConfigError:
+    return ConfigError(f"balance={given!r:.80}: {advice}", field="balance")
+
+
 def _outputs(given: object, policy: PackPolicy, columns: Sequence[str]) -> tuple[str, ...]:
     usual = _OUTPUTS[policy]
     asked, known = usual if given is None else _names("outputs", given), (*usual, _LABELS)

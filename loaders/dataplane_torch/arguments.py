@@ -27,7 +27,7 @@ from dataplane.transforms.functions import function_name
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import ARGUMENTS, column_options
-from dataplane.transforms.pack_options import pack_spec
+from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
@@ -119,6 +119,14 @@ def job_of(given: Arguments) -> JobToOpen:
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
     view = _view(options)
+    balances = balanced(
+        view.pack,
+        options["balance"],
+        shuffle=bool(given.shuffle),
+        is_mixture=mixture is not None,
+    )
+    if balances and view.pack is not None:
+        view = dataclasses.replace(view, pack=dataclasses.replace(view.pack, balanced=True))
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options)
     if given.timeout < 0:
         raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")

@@ -50,6 +50,7 @@ class UrlOptions(TypedDict, total=False):
     split: Sequence[str | float] | None
     limit: int | None
     pack: Pack | None
+    balance: str | None
     format: str | None
     lanes: int | None
     window: int | None

@@ -284,6 +284,8 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, po
         table = pa.table({"tokens": some, "even": [row[0] % 2 == 0 for row in some]})
         pq.write_table(table, tmp_path / f"{shard}.parquet", row_group_size=30)
     options = {"shuffle": True, "seed": 3, "window": 16, "where": "even"}
+    if policy == "pad":
+        options["balance"] = "cost"
     pack, batch_size = Pack("tokens", 32, policy, outputs=[], pad_value=-1), size or 1
     with DataLoader(str(tmp_path / "*.parquet"), size, pack=pack, **options) as loader:
         steps = [batch["tokens"].reshape(batch_size, -1).tolist() for batch in loader]

@@ -57,7 +57,7 @@ def cuts(lane, lanes, window, ramp, epoch, count):
     return [*halves, *range(first, count + window, window)]
 
 
-def order(block_rows, seed, lanes, window, epoch, ramp=0):
+def order(block_rows, seed, lanes, window, epoch, ramp=0, *, balanced=False):
     """(block, row) at every position of the epoch."""
     blocks = permutation(key(seed, BLOCKS, epoch), len(block_rows))
     samples = [(block, row) for block in blocks for row in range(block_rows[block])]
@@ -71,9 +71,41 @@ def order(block_rows, seed, lanes, window, epoch, ramp=0):
             inside, begin = mine[begin:end], end
             if inside:
                 keyed = key(seed, WINDOW, epoch, lane, number)
-                shuffled += [inside[place] for place in permutation(keyed, len(inside))]
+                places = permutation(keyed, len(inside))
+                if balanced:
+                    turns = key(seed, BALANCE, epoch), len(shuffled), -(-512 // lanes)
+                    places = balanced_window(keyed, *turns, [row for _, row in inside])
+                shuffled += [inside[place] for place in places]
         served.append(shuffled)
     return [served[position % lanes][position // lanes] for position in range(len(samples))]
+
+
+BALANCE = 10
+
+
+def balanced_window(keyed, turned, begin, together, rows):
+    """Which place of a window of packs stands at each of its offsets, which begin at `begin`."""
+    bits, count = (len(rows) - 1).bit_length(), range(len(rows))
+    turn = [(turned + (begin + at) // together * GAMMA & MASK) >> 32 for at in count]
+    drawn = [mix(keyed + at * GAMMA & MASK) >> 32 for at in count]
+    share = [(row * GAMMA & MASK) >> bits for row in rows]
+    by_turn = sorted(count, key=lambda at: (turn[at] << 32 | drawn[at]) >> bits)
+    found = dict(zip(by_turn, sorted(count, key=share.__getitem__), strict=True))
+    return [found[at] for at in count]
+
+
+def numbered(packs, multiple, *, is_padded=False):
+    """The packs of a block, balanced, in the order of their numbers."""
+    costs = []
+    for pack in packs:
+        taken = [length for _, _, length, _ in pack]
+        if is_padded:
+            taken = [padded(max(taken), multiple)] * len(taken)
+        costs.append(sum(length**2 for length in taken))
+    by_cost = sorted(range(len(packs)), key=costs.__getitem__)
+    by_share = sorted(range(len(packs)), key=lambda number: number * GAMMA & MASK)
+    found = dict(zip(by_share, by_cost, strict=True))
+    return [packs[found[number]] for number in range(len(packs))]
 
 
 TOMBSTONE = 9

@@ -44,6 +44,7 @@ def test_documentation_has_every_golden_vector_and_no_other():
             (joined(lengths), joined("none" if one is None else one for one in rest), packs)
             for (lengths, *rest), packs in golden.PACKS.items()
         ),
+        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.BALANCED.items()),
         *(
             (joined(asked[:4]), joined(asked[4:]), str(row))
             for asked, row in golden.SUBSTITUTES.items()

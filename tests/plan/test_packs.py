@@ -33,11 +33,12 @@ def forms(draw: st.DrawFn) -> PackSpec:
         draw(st.sampled_from(LongPolicy)),
         multiple=multiple,
         documents=draw(st.sampled_from([0, 1, 2, 3])),
+        balanced=draw(st.booleans()),
     )
 
 
 def _plain(lengths: list[int], form: PackSpec, keyed: int | None) -> list[list[tuple[int, ...]]]:
-    return plain.packs(
+    packs = plain.packs(
         lengths,
         form.length,
         keyed,
@@ -46,6 +47,8 @@ def _plain(lengths: list[int], form: PackSpec, keyed: int | None) -> list[list[t
         multiple=form.multiple,
         most=form.documents,
     )
+    is_padded = form.policy is PackPolicy.PAD
+    return plain.numbered(packs, form.multiple, is_padded=is_padded) if form.balanced else packs
 
 
 def _listed(packs: Packs) -> list[list[tuple[int, ...]]]:
@@ -134,7 +137,7 @@ def test_pieces_lie_side_by_side_within_their_pack(
 def test_a_padded_batch_has_equal_rows_within_its_tokens_and_padding_is_counted(
     lengths: list[int], form: PackSpec, keyed: int | None
 ) -> None:
-    form, room, widths = replace(form, policy=PackPolicy.PAD), 0, []
+    form, room, widths = replace(form, policy=PackPolicy.PAD, balanced=False), 0, []
     array = np.array(lengths, np.int64)
     for batch in _listed(packs_of(array, form, keyed)):
         width = max(-(-length // form.multiple) * form.multiple for _, _, length, _ in batch)

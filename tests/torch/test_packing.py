@@ -117,7 +117,8 @@ def test_global_batches_of_packs_are_the_same_for_any_number_of_ranks(
 ) -> None:
     url = written(tmp_path / "d", documents(300))
     pack = Pack("tokens", SIZE, policy)
-    asked = {"global_batch_size": 24, "shuffle": True, "end": "drop"}
+    balance = "cost" if policy == "wrap" else None
+    asked = {"global_batch_size": 24, "shuffle": True, "end": "drop", "balance": balance}
     alone = [batch["tokens"] for batch in read(url, pack, **asked)]
     for size in (2, 3, 8) if policy == "best_fit" else (3,):
         ranks = [
@@ -141,11 +142,15 @@ def test_a_run_is_resumed_within_an_epoch_of_packs(tmp_path: Path) -> None:
         loader.load_state_dict(state)
         rest = list(loader)
     assert [batch["tokens"].tolist() for batch in rest] == [b["tokens"].tolist() for b in whole[5:]]
-    with (
-        DataLoader(url, **{**asked, "pack": Pack("tokens", 2 * SIZE)}) as loader,
-        pytest.raises(SpecMismatch, match=r"loader: pack: .*64\} here"),
+    for other, said in (
+        ({"pack": Pack("tokens", 2 * SIZE)}, r"loader: pack: .*64\} here"),
+        ({"balance": "cost"}, r"loader: pack: .*balanced=True here"),
     ):
-        loader.load_state_dict(state)
+        with (
+            DataLoader(url, **{**asked, **other}) as loader,
+            pytest.raises(SpecMismatch, match=said),
+        ):
+            loader.load_state_dict(state)
 
 
 def test_wrapped_packs_are_full_and_long_documents_can_be_left_out(tmp_path: Path) -> None:
@@ -191,6 +196,9 @@ def test_packs_of_a_view_have_only_its_rows(tmp_path: Path) -> None:
         ({"pack": Pack("tokens", SIZE, "first_fit")}, "best_fit, wrap"),
         ({"pack": Pack("tokens", SIZE, pad_value=1 << 40)}, "no int32"),
         ({"pack": Pack("tokens", SIZE, outputs=["mask"])}, "choose from position_ids"),
+        ({"pack": Pack("tokens", SIZE), "balance": "cost"}, "balance='cost': .*shuffle=True"),
+        ({"pack": Pack("tokens", SIZE), "balance": True, "shuffle": True}, 'pass "cost"'),
+        ({"balance": "cost", "shuffle": True}, "balance='cost': only packs"),
     ],
 )
 def test_packs_that_cannot_be_made_are_refused(
@@ -199,6 +207,12 @@ def test_packs_that_cannot_be_made_are_refused(
     url = written(tmp_path / "d", documents(20))
     with pytest.raises(ConfigError, match=said), DataLoader(url, 4, **given) as loader:
         next(iter(loader))
+
+
+def test_packs_of_several_sources_are_not_balanced() -> None:
+    mixture = Mixture({"a": Source("a/", weight=1), "b": Source("b/", weight=1)})
+    with pytest.raises(ConfigError, match="balance='cost': ranks have packs of different sources"):
+        DataLoader(mixture, 4, True, pack=Pack("tokens", SIZE), balance="cost")
 
 
 def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def test_padded_batches_have_every_document_once_and_never_exceed_their_tokens(u
 
 
 def test_ranks_of_any_number_have_the_same_padded_batches_also_from_the_middle(url: str) -> None:
-    alone = read(url, shuffle=True)
-    ranks = [read(url, shuffle=True, dp_rank=rank, dp_size=4, name="p") for rank in range(4)]
+    asked = {"shuffle": True, "balance": "cost"}
+    alone = read(url, **asked)
+    ranks = [read(url, **asked, dp_rank=rank, dp_size=4, name="p") for rank in range(4)]
     steps = [batch for step in zip(*ranks, strict=True) for batch in step]
     extra = steps[len(alone) :]
     assert len(extra) == -len(alone) % 4
@@ -102,12 +103,12 @@ def test_ranks_of_any_number_have_the_same_padded_batches_also_from_the_middle(u
     for empty in extra:
         shapes = {name: tuple(one.shape) for name, one in empty.items()}
         assert shapes == {"tokens": (0, 0), "mask": (0, 0), "lengths": (0,), "labels": (0, 0)}
-    with DataLoader(url, None, True, pack=PACK, dp_rank=0, dp_size=2, name="q") as loader:
+    with DataLoader(url, None, pack=PACK, **asked, dp_rank=0, dp_size=2, name="q") as loader:
         batches = iter(loader)
         for _ in range(5):
             next(batches)
         state = loader.state_dict()
-    with DataLoader(url, None, True, pack=PACK, name="r") as loader:
+    with DataLoader(url, None, pack=PACK, **asked, name="r") as loader:
         loader.load_state_dict(state)
         assert same(list(loader), alone[10:])
 

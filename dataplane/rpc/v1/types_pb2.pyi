@@ -262,7 +262,7 @@ class View(_message.Message):
     def __init__(self, where: _Optional[str] = ..., sample: _Optional[int] = ..., split_from: _Optional[int] = ..., split_to: _Optional[int] = ..., limit: _Optional[int] = ..., map: _Optional[str] = ..., collate: _Optional[str] = ..., pack: _Optional[_Union[PackSpec, _Mapping]] = ...) -> None: ...
 
 class PackSpec(_message.Message):
-    __slots__ = ("column", "length", "policy", "long", "carry", "outputs", "multiple", "documents", "pad_value")
+    __slots__ = ("column", "length", "policy", "long", "carry", "outputs", "multiple", "documents", "pad_value", "balanced")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,7 @@ class PackSpec(_message.Message):
     MULTIPLE_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     PAD_VALUE_FIELD_NUMBER: _ClassVar[int]
+    BALANCED_FIELD_NUMBER: _ClassVar[int]
     column: str
     length: int
     policy: PackPolicy
@@ -281,7 +282,8 @@ class PackSpec(_message.Message):
     multiple: int
     documents: int
     pad_value: int
-    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ..., policy: _Optional[_Union[PackPolicy, str]] = ..., long: _Optional[_Union[LongPolicy, str]] = ..., carry: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., multiple: _Optional[int] = ..., documents: _Optional[int] = ..., pad_value: _Optional[int] = ...) -> None: ...
+    balanced: bool
+    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ..., policy: _Optional[_Union[PackPolicy, str]] = ..., long: _Optional[_Union[LongPolicy, str]] = ..., carry: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., multiple: _Optional[int] = ..., documents: _Optional[int] = ..., pad_value: _Optional[int] = ..., balanced: bool = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options", "ramp", "view", "mixture")

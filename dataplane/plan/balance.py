@@ -1,0 +1,76 @@
+"""Balance: an order in which packs of about the same cost stand at about the same position of every
+lane, so that all ranks have them at the same step. docs/order.md specifies it.
+
+The plan knows no costs. The packs of a block are numbered so that the number says which part of the
+block's packs is cheaper, evenly for any consecutive numbers; a window is put in order by that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.loops import loops, sort_rows
+from dataplane.plan.permute import GAMMA, Domain, Words, key, mix_in_place
+
+Int64 = NDArray[np.int64]
+
+POSITIONS = 512
+"""Of an epoch, so many in a row or a few more have packs of about the same cost."""
+_HIGH = np.uint64(0xFFFFFFFF00000000)
+
+
+class Turns:
+    """Which part of all packs, from the cheapest on, has its turn at each lane offset of an epoch:
+    the same in all lanes, and evenly distributed over any stretch of offsets.
+    """
+
+    def __init__(self, seed: int, epoch: int, lanes: int) -> None:
+        self._key = np.uint64(key(seed, Domain.BALANCE, epoch))
+        self._together = -(-POSITIONS // lanes)
+
+    def permutations(self, keys: Words, offsets: Int64, numbers: Int64) -> Words:
+        """The permutation of each window: which of its samples stands at each of its offsets.
+        `numbers` are those of the packs at these offsets before.
+
+        Shapes:  keys: uint64[m].   offsets, numbers: int64[m, length].   result: uint64[m, length].
+        """
+        index = np.arange(offsets.shape[1], dtype=np.uint64)
+        words = index * np.uint64(GAMMA) + keys[:, None]
+        mix_in_place(words)
+        words >>= np.uint64(32)
+        turns = (offsets // self._together).astype(np.uint64) * np.uint64(GAMMA) + self._key
+        words |= turns & _HIGH
+        found = np.empty_like(words)
+        np.put_along_axis(found, _sorted(words).astype(np.int64), _sorted(_shares(numbers)), axis=1)
+        return found
+
+
+def numbered(costs: Int64) -> Int64:
+    """Which of the packs of a block, given in any order by their costs, has each number.
+
+    Shapes:  costs, result: int64[packs].
+    """
+    found = np.empty(len(costs), np.int64)
+    by_share = np.argsort(_shares(np.arange(len(costs))), kind="stable")
+    found[by_share] = np.argsort(costs, kind="stable")
+    return found
+
+
+def _shares(numbers: Int64) -> Words:
+    """What part of the packs of a block is cheaper than the one of this number, in 2**-64."""
+    return numbers.astype(np.uint64) * np.uint64(GAMMA)
+
+
+def _sorted(words: Words) -> Words:
+    """The stable argsort of each row by the leading bits of its words, which are overwritten.
+
+    Shapes:  words: uint64[m, length].   result: the same.
+    """
+    length = words.shape[1]
+    mask = np.uint64((1 << (length - 1).bit_length()) - 1)
+    words &= ~mask
+    words |= np.arange(length, dtype=np.uint64)
+    sort_rows(words, loops().library)
+    words &= mask
+    return words
