@@ -73,6 +73,25 @@ class LedgerEntry(Struct, frozen=True):
         return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, cls)
 
 
+class LedgerMark(Struct, frozen=True):
+    """Names an entry, and so all before it, by the first 16 digits of its hash."""
+
+    seq: int
+    hash: str
+
+    @classmethod
+    def of(cls, entry: LedgerEntry) -> LedgerMark:
+        """That of an entry."""
+        return cls(entry.seq, entry.hash[:16])
+
+    def is_in(self, marks: Sequence[LedgerMark]) -> bool:
+        """Whether a ledger with these last entries has it. True if it may have had it: it may have
+        left out old entries.
+        """
+        found = [one for one in marks if one.seq >= self.seq]
+        return bool(found) and (found[0].seq > self.seq or found[0] == self)
+
+
 class SourceUrls(Struct, frozen=True):
     """Where one source of a mixture is, and in which format ("" for the one that it looks like)."""
 

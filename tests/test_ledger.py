@@ -11,7 +11,16 @@ from hypothesis import given
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.ledger import MARK, Ledger, LedgerEntry, LedgerPosition, canonical, faults, head_of
+from dataplane.ledger import (
+    MARK,
+    Ledger,
+    LedgerEntry,
+    LedgerMark,
+    LedgerPosition,
+    canonical,
+    faults,
+    head_of,
+)
 from dataplane.model import ColumnOptions, DatasetIdentity, End
 
 names = st.text(max_size=8)
@@ -79,3 +88,15 @@ def test_any_change_of_an_entry_is_found(head, found, data):
 def test_what_is_no_ledger_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"run\.jsonl is not a ledger, or damaged"):
         Ledger.from_lines(text, "run.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("seq", "head", "known", "is_there"),
+    [(3, "c", "abc", True), (3, "x", "abc", False), (3, "c", "ab", False), (1, "a", "", False),
+     (2, "b", "__cd", True), (2, "x", "abc", False)],
+)  # fmt: skip
+def test_a_mark_is_found_in_the_ledger_that_has_it_or_may_have_left_it_out(
+    seq, head, known, is_there
+):
+    marks = [LedgerMark(at, one) for at, one in enumerate(known, 1) if one != "_"]
+    assert LedgerMark(seq, head).is_in(marks) == is_there

@@ -38,7 +38,7 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.ledger import LedgerEntry
+from dataplane.ledger import LedgerEntry, LedgerMark
 from dataplane.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
@@ -138,8 +138,12 @@ class Session:
             state = RunState.of(job, 0, 0)
             self._state = job, state
         gaps = changes_of(job.entries).gaps(epoch)
+        mark = state.mark
+        if self.mixes_applied:
+            last = LedgerMark.of(self._mix_entries[max(self.mixes_applied)])
+            mark = last if mark is None or mark.seq < last.seq else mark
         return dataclasses.replace(
-            state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix
+            state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix, mark=mark
         ).normalised(job.spec, gaps)
 
     def ledger(self, epoch: int, cursor: int) -> str:

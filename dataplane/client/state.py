@@ -19,6 +19,7 @@ from dataplane.client.digest import RowsDigest
 from dataplane.client.mix_state import mix_from_dict, mix_to_dict
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
+from dataplane.ledger import LedgerMark
 from dataplane.model import DatasetIdentity, End
 from dataplane.rpc.messages import JobOpened
 from dataplane.units import whole
@@ -42,6 +43,7 @@ class RunState:
     was taken in the last step of the one before. `order` is the version of the order; states of
     version 1 do not name theirs. `digest` covers the rows of all steps so far, if it is known.
     `mix` are the weights of a mixture, and `asked_weights` names those that its loader was given.
+    `mark` is where the job's ledger was, as far as the run depends on it.
     """
 
     spec_digest: str
@@ -56,6 +58,7 @@ class RunState:
     digest: RowsDigest | None = None
     mix: MixHistory | None = None
     asked_weights: str = ""
+    mark: LedgerMark | None = None
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -63,7 +66,7 @@ class RunState:
         spec = job.spec
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
-            asked_weights=spec.asked_weights,
+            asked_weights=spec.asked_weights, mark=job.mark,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,6 +90,8 @@ class RunState:
             saved["digest"] = self.digest.to_dict(self.epoch, self.cursor)
         if self.mix is not None:
             saved["mixture"] = mix_to_dict(self.mix, self.asked_weights)
+        if self.mark is not None:
+            saved["ledger"] = {"entry": self.mark.seq, "head": self.mark.hash}
         return saved
 
     @property
@@ -152,6 +157,7 @@ class RunState:
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
+            _mark(saved),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -314,6 +320,17 @@ def _dataset(saved: Mapping[object, object]) -> DatasetIdentity | None:
         case [str(content), str(layout)]:
             return DatasetIdentity(content, layout)
     raise ConfigError(f"this state is damaged: its dataset is {found!r:.80}", key="dataset")
+
+
+def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
+    found = saved.get("ledger")
+    if found is None:
+        return None
+    if isinstance(found, Mapping):
+        seq, head = whole(found.get("entry")), found.get("head")
+        if seq is not None and isinstance(head, str):
+            return LedgerMark(seq, head)
+    raise ConfigError(f"this state is damaged: its ledger is {found!r:.80}", key="ledger")
 
 
 def _number(saved: Mapping[object, object], key: str) -> int:

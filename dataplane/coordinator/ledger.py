@@ -31,12 +31,13 @@ from dataplane.changes import (
 )
 from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
 from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
+from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
 from dataplane.model import End
 from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
+MARKS_MAX = 64
 TOMBSTONES_MAX = 1024
 _OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
 _MAY_GO = (*_OF_LAUNCHES, WEIGHTS)
@@ -49,6 +50,8 @@ class JobLedger:
         self._job_id = job_id
         self.entries = sorted(entries, key=lambda entry: entry.seq)
         self._head = self.entries[-1].hash if self.entries else ""
+        self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
+        """Those of the last entries."""
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
 
@@ -202,6 +205,7 @@ class JobLedger:
         entry = LedgerEntry(seq, kind, at, payload, by, now, self._head)
         self.entries.append(entry)
         self._head = entry.hash
+        self.marks = (*self.marks[1 - MARKS_MAX :], LedgerMark.of(entry))
         writes: list[Write] = [Keep(LedgerRecord(self._job_id, str(seq), entry))]
         if len(self.entries) > ENTRIES_MAX:
             old = next(i for i, one in enumerate(self.entries) if one.kind in _MAY_GO)

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -53,7 +53,8 @@ class Job(Struct, frozen=True):
     software that decodes images on every node of the job, "" without images. `urls`, `format` and
     `identity` are the dataset as the first member declared it. `mix` are the weights of a mixture
     as members read with them from `mix_from` on: the furthest place that any has told. The
-    generation has those changes of its ledger whose number is `last_change` or less.
+    generation has those changes of its ledger whose number is `last_change` or less; the ledger had
+    come to `mark` when it began.
     """
 
     job_id: str
@@ -73,6 +74,7 @@ class Job(Struct, frozen=True):
     mix: MixHistory | None = None
     mix_from: LedgerPosition | None = None
     last_change: int = 0
+    mark: LedgerMark | None = None
 
     def has_other_weights(self, progress: MemberProgress) -> bool:
         """Whether a member reads with other weights, and from no earlier place: the others follow

@@ -117,9 +117,10 @@ class Roster:
         Raises:  ConfigError: rows were taken out of another dataset.
         """
         self.ledger.check_layout(job)
-        job = replace(job, last_change=self.ledger.last_change)
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes += self.ledger.ended(self.job, "a newer launch", now)
+        mark = self.ledger.marks[-1] if self.ledger.marks else None
+        job = replace(job, last_change=self.ledger.last_change, mark=mark)
         writes.append(Keep(job))
         if job.incarnation not in self._incarnations or job.incarnation != self.job.incarnation:
             self._incarnations[job.incarnation] = job.generation

@@ -173,7 +173,8 @@ class CoordinatorState:
         nodes = self._nodes.of(roster, self._clock) if is_first else None
         job, ledger = roster.job, roster.ledger
         entries = (*ledger.changes(job), *ledger.mixes(job))
-        return JoinResponse(job.generation, self._lease_s, nodes, entries)
+        marks = job.mark, ledger.marks
+        return JoinResponse(job.generation, self._lease_s, nodes, entries, *marks)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -127,7 +128,14 @@ class Jobs:
             plan_s=time.monotonic() - indexed,
             advice=_advice(opened, member, self._config.block_arena_bytes),
             entries=(*member.entries, *(member.following.entries if member.following else ())),
+            **self._marks(member),
         )
+
+    def _marks(self, member: ServedMember) -> dict[str, Any]:
+        """Where the job's ledger was and is, if it lasts longer than this node."""
+        if member.joined is None or self._config.embedded:
+            return {}
+        return {"mark": member.joined.mark, "marks": member.joined.marks}
 
     async def _admit(
         self,
@@ -173,6 +181,7 @@ class Jobs:
             next(self.opener.numbers),
             joining,
             following=following,
+            joined=joined,
         )
 
     def _release(self, delivery: DeliveryArena, slab_id: int) -> None:

@@ -16,7 +16,7 @@ from dataplane.node.following import Following
 from dataplane.node.opener import OpenedJob
 from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
-from dataplane.rpc.membership import JoinRequest, MemberProgress
+from dataplane.rpc.membership import JoinRequest, JoinResponse, MemberProgress
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.weights import MixHistory
 
@@ -29,6 +29,7 @@ class ServedMember(Struct, eq=False):
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
     slabs of this epoch are consumed. `following` knows of other weights of a mixture.
+    `joined` is what the coordinator said when it joined.
     """
 
     request: messages.OpenJob
@@ -54,6 +55,7 @@ class ServedMember(Struct, eq=False):
     is_leaving: bool = False
     described: tuple[messages.DescribedColumn, ...] | None = None
     following: Following | None = None
+    joined: JoinResponse | None = None
 
     @property
     def spec(self) -> JobSpec:

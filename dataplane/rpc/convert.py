@@ -57,6 +57,7 @@ _SHARED: dict[str, type] = {
     "ShareChange": weights.ShareChange,
     "PeerTls": config.PeerTls,
     "LedgerEntry": ledger.LedgerEntry,
+    "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,
     "Tombstone": changes.Tombstone,
 }

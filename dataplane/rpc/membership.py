@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from dataplane.changes import Tombstone
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
 from dataplane.weights import MixHistory
 
@@ -100,13 +100,16 @@ class KnownNodes(Struct, frozen=True):
 
 class JoinResponse(Struct, frozen=True):
     """The place was taken. `nodes`: None if the node has other members in this job, so that it has
-    been told, or if it is too early to tell. `entries` are the changes of the launch.
+    been told, or if it is too early to tell. `entries` are the changes of the launch. `mark` is the
+    last entry of the ledger when the generation began, and `marks` are the last ones now.
     """
 
     generation: int
     lease_s: float
     nodes: JobNodes | None = None
     entries: tuple[LedgerEntry, ...] = ()
+    mark: LedgerMark | None = None
+    marks: tuple[LedgerMark, ...] = ()
 
 
 class MixProposal(Struct, frozen=True):

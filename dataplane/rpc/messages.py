@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry
+from dataplane.ledger import LedgerEntry, LedgerMark
 from dataplane.model import (
     ColumnOptions,
     ColumnSpec,
@@ -117,7 +117,8 @@ class OpenJob(Struct, frozen=True):
 class JobOpened(Struct, frozen=True):
     """The job, equal on every rank but for its advice; sent with the delivery arena's
     descriptor. The node spent `index_s` on the dataset's index and `plan_s` on everything after
-    that, both in seconds. `entries` are the changes of the launch.
+    that, both in seconds. `entries` are the changes of the launch. `mark` is the last entry of the
+    job's ledger when its generation began, and `marks` are the last ones now.
     """
 
     spec: JobSpec
@@ -134,6 +135,8 @@ class JobOpened(Struct, frozen=True):
     plan_s: float = 0.0
     advice: tuple[str, ...] = ()
     entries: tuple[LedgerEntry, ...] = ()
+    mark: LedgerMark | None = None
+    marks: tuple[LedgerMark, ...] = ()
 
 
 class DescribeColumns(Struct, frozen=True):

@@ -16,7 +16,8 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     then has the weights of the state; if the loader's own were edited since it was saved, those,
     from the first round on that begins at the state's position or later.
 
-    Warns on rank 0 if the state was accepted only because of `dataset_moved`. The argument is meant
+    Warns on rank 0 if the job's ledger is not the one of the state's run, and if the state was
+    accepted only because of `dataset_moved`. The argument is meant
     for one resume, since it would also accept a later change that keeps all sizes.
 
     Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
@@ -41,6 +42,16 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
             f"the images before this state were made by {state.pixels}, and from here on they are "
             f"made by {made}: single pixels can differ. The sample order, crops and flips stay the "
             "same",
+            stacklevel=4,
+        )
+    mark = state.mark
+    if mark is not None and not mark.is_in(session.job.marks) and not session.request.topology.rank:
+        warnings.warn(
+            f"the ledger of job {session.request.job_id!r} is not the one of this state's run: it"
+            f" does not have that one's entry {mark.seq} ({mark.hash}). Steps that were skipped,"
+            " rows that were taken out and weights that were changed there are not known here. To"
+            " go on with them, resume under the same name= at the same coordinator; after the next"
+            " checkpoint this is not said again",
             stacklevel=4,
         )
     state = state.normalised(session.job.spec, session.changes.gaps(state.epoch))

@@ -14,6 +14,7 @@ from dataplane import config
 from dataplane.client.state import RunState
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
+from dataplane.ledger import LedgerMark
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
 from dataplane.plan.identity import identity_of
 from dataplane.rpc.messages import JobOpened
@@ -122,6 +123,15 @@ def test_a_state_is_the_same_after_it_was_saved():
     assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     known = {"version": 2, "spec_digest": job().digest, "order": 2}
     assert {**state.to_dict(), **OLD, **known} == state.to_dict()
+
+
+def test_a_state_keeps_where_the_ledger_was():
+    state = replace(RunState.of(job(), 2, 24), mark=LedgerMark(12, "0123456789abcdef"))
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert RunState.from_dict(saved) == state
+    assert saved["ledger"] == {"entry": 12, "head": "0123456789abcdef"}
+    with pytest.raises(ConfigError, match="its ledger is"):
+        RunState.from_dict({**saved, "ledger": {"entry": "x"}})
 
 
 def test_a_state_without_its_order_is_refused():

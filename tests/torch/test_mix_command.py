@@ -163,6 +163,34 @@ def test_a_step_can_be_named_and_the_next_epoch_and_a_job_that_nobody_reads(
     assert rest == set_inside(folder, 2 * BATCH, FIRST)[: ROUND * 2 // BATCH] + rest[42:]
 
 
+def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command: Command) -> None:
+    with ranks(folder, 1, "m") as (loader,):
+        next(iter(loader))
+        state = saved(loader)
+    assert "ledger" not in state
+    wait_until_idle(command, "m")
+    with ranks(folder, 2, "m", state) as loaders:
+        for loader in loaders:
+            next(iter(loader))
+        command("mix", "m", *weights(SECOND), "--at-step", "30")
+        states = [[saved(loader) for loader in loaders]]
+        for loader in loaders:
+            rows_of(loader)
+        states.append([saved(loader) for loader in loaders])
+    assert states[0][0] == states[0][1]
+    assert states[1][0] == states[1][1]
+    kinds = {one["seq"]: one["kind"] for one in command("ledger", "show", "m")}
+    assert [kinds[each[0]["ledger"]["entry"]] for each in states] == ["end", "mix"]
+    for each in states:
+        with ranks(folder, 1, "m", each[0]):
+            pass
+        with (
+            pytest.warns(UserWarning, match="the ledger of job 'n' is not the one of this state"),
+            ranks(folder, 1, "n", each[0]),
+        ):
+            pass
+
+
 def wait_until_idle(command: Command, job: str) -> None:
     while command("ledger", "show", job)[-1]["kind"] != "end":
         threading.Event().wait(0.05)

@@ -190,7 +190,7 @@ class SourceAsked(_message.Message):
     def __init__(self, name: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., weight: _Optional[float] = ..., passes: _Optional[float] = ..., passes_max: _Optional[int] = ..., mean_length: _Optional[float] = ..., view: _Optional[_Union[_types_pb2.View, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice", "entries")
+    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice", "entries", "mark", "marks")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,8 @@ class JobOpened(_message.Message):
     PLAN_S_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.JobSpec
     digest: str
     sample_count: int
@@ -219,7 +221,9 @@ class JobOpened(_message.Message):
     plan_s: float
     advice: _containers.RepeatedScalarFieldContainer[str]
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ..., advice: _Optional[_Iterable[str]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+    mark: _types_pb2.LedgerMark
+    marks: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerMark]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ..., advice: _Optional[_Iterable[str]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., mark: _Optional[_Union[_types_pb2.LedgerMark, _Mapping]] = ..., marks: _Optional[_Iterable[_Union[_types_pb2.LedgerMark, _Mapping]]] = ...) -> None: ...
 
 class DescribeColumns(_message.Message):
     __slots__ = ("job_id", "first")

@@ -411,6 +411,14 @@ class LedgerEntry(_message.Message):
     previous: str
     def __init__(self, seq: _Optional[int] = ..., kind: _Optional[str] = ..., position: _Optional[_Union[LedgerPosition, _Mapping]] = ..., payload: _Optional[str] = ..., by: _Optional[str] = ..., at: _Optional[float] = ..., previous: _Optional[str] = ...) -> None: ...
 
+class LedgerMark(_message.Message):
+    __slots__ = ("seq", "hash")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    hash: str
+    def __init__(self, seq: _Optional[int] = ..., hash: _Optional[str] = ...) -> None: ...
+
 class Tombstone(_message.Message):
     __slots__ = ("shard", "row")
     SHARD_FIELD_NUMBER: _ClassVar[int]
