@@ -37,11 +37,13 @@ from dataplane.worker.named_sources import Gathers, NamedSources
 _ARGUMENT = "collate"
 _FOUND = ColumnSpec("columns", Kind.ARRAY, "uint8", (0,))
 _DTYPES = frozenset(
-    (
+    np.dtype(name)
+    for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 )
+"""Those of tensors, as this machine stores them."""
 _Array = np.ndarray[Any, np.dtype[Any]]
 _GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
 
@@ -281,12 +283,12 @@ def _as_before(
 
 def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
     """The array with the type and the number of dimensions of the first batch."""
-    array = _array(given, spec.name, at)
-    if array.dtype.name != spec.dtype and not hasattr(given, "dtype"):
-        changed = array.astype(spec.dtype)  # Python's numbers have no type of their own
+    array, dtype = _array(given, spec.name, at), np.dtype(spec.dtype)
+    if array.dtype != dtype and not hasattr(given, "dtype"):
+        changed = array.astype(dtype)  # Python's numbers have no type of their own
         if np.array_equal(changed, array):
             array = changed
-    if array.dtype.name != spec.dtype or array.ndim != len(spec.shape):
+    if array.dtype != dtype or array.ndim != len(spec.shape):
         raise at.fault(
             f"returned {array.dtype.name} of {array.ndim} dimensions in column {spec.name!r}, and "
             f"{spec.dtype} of {len(spec.shape)} for the first batch of the dataset: return numpy "
@@ -297,6 +299,8 @@ def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
 
 def _array(given: object, name: str, at: CalledAt) -> _Array:
     """As an array of numbers, in C order."""
+    if type(given) is np.ndarray and given.dtype in _DTYPES and given.flags.c_contiguous:
+        return given
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     if not (hasattr(given, "__array__") or is_list or isinstance(given, numbers.Number)):
         raise at.fault(
@@ -310,12 +314,13 @@ def _array(given: object, name: str, at: CalledAt) -> _Array:
             f"returned {kind_of(given)} in column {name!r}, of which numpy makes no array: "
             f"{error!s:.300}. Pad lists of different lengths"
         ) from error
-    if array.dtype.name not in _DTYPES:
+    native = array.dtype.newbyteorder("=")
+    if native not in _DTYPES:
         raise at.fault(
             f"returned {kind_of(given)} in column {name!r}, of type {array.dtype}: tensors have "
             "numbers or bools. Leave it out, or return numbers that stand for it"
         )
-    return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    return array.astype(native, order="C", copy=False)
 
 
 # -- where it goes -----------------------------------------------------------------------------
@@ -334,8 +339,8 @@ class _Place(msgspec.Struct, frozen=True):
         """Copy the array there."""
         shape = np.array(array.shape, np.int64).view(np.uint8)
         memory[self.shape : self.shape + len(shape)] = shape
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        memory[self.values : self.values + len(raw)] = raw
+        if self.count:
+            np.ndarray(array.shape, array.dtype, memory, self.values)[...] = array
 
 
 def _places(arrays: Sequence[_Array], end: int) -> tuple[list[_Place], int]:
