@@ -19,7 +19,8 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
 )
-from dataplane.commands.traced import is_a_ledger, live_ledger
+from dataplane.commands.targets import is_a_ledger
+from dataplane.commands.traced import live_ledger
 from dataplane.ledger import Ledger, LedgerEntry, faults, head_of
 
 

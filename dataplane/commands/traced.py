@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dataplane import suffixes
 from dataplane.commands.options import (
     SECURITY_SETTINGS,
     Settings,
@@ -21,8 +20,9 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.commands.targets import is_a_ledger, names_urls
 from dataplane.errors import ConfigError, DatasetChangedError
-from dataplane.ledger import MARK, Ledger, SourceUrls
+from dataplane.ledger import Ledger, SourceUrls
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
@@ -164,23 +164,6 @@ def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
             job=target[0],
         )
     return of_ledger(settings, asked, ledger)
-
-
-def is_a_ledger(target: Sequence[str]) -> bool:
-    """Whether this is one file that begins as ledgers do."""
-    if len(target) != 1 or not Path(target[0]).is_file():
-        return False
-    with Path(target[0]).open("rb") as file:
-        return file.read(len(MARK)) == MARK
-
-
-def names_urls(target: Sequence[str]) -> bool:
-    """Whether these are urls or paths, and not the name of a job."""
-    return any("://" in one or Path(one).exists() or _is_a_path(one) for one in target)
-
-
-def _is_a_path(text: str) -> bool:
-    return any(mark in text for mark in "/*?{") or bool(suffixes.suffix_of(text))
 
 
 def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:

@@ -202,6 +202,7 @@ def test_what_names_no_job_is_refused(saved, shards, capsys, tmp_path):
         (("one", "two"), "the urls of one dataset, a ledger, or a job"),
         ((str(tmp_path / "damaged"),), "is not a ledger, or damaged"),
         ((str(tmp_path / "newer"),), "ledger of version 9"),
+        (("gone.jsonl",), "there is no file gone.jsonl"),
     ):
         assert run(["trace", *arguments, "--step", "10"]) == 2
         assert why in capsys.readouterr().err

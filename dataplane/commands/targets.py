@@ -1,0 +1,44 @@
+"""What a command line names: a ledger, urls of a dataset, or a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataplane import suffixes
+from dataplane.errors import ConfigError
+from dataplane.ledger import MARK
+
+
+def is_a_ledger(target: Sequence[str]) -> bool:
+    """Whether this is one file that begins as ledgers do.
+
+    Raises:  ConfigError: it looks like the path of a file, and there is none.
+    """
+    if len(target) != 1:
+        return False
+    _expect_file(target[0])
+    if not Path(target[0]).is_file():
+        return False
+    with Path(target[0]).open("rb") as file:
+        return file.read(len(MARK)) == MARK
+
+
+def _expect_file(name: str) -> None:
+    """Raises:  ConfigError: this looks like the path of a file, and there is none."""
+    is_one = "://" not in name and not any(mark in name for mark in "*?{")
+    is_path = name.startswith(("/", "./", "../")) or suffixes.suffix_of(name)
+    if is_one and is_path and not Path(name).exists():
+        raise ConfigError(
+            f"there is no file {name}: check the path; `dataplane ledger export JOB` writes the"
+            " ledger of a job, and loader.ledger() that of a run without a service"
+        )
+
+
+def names_urls(target: Sequence[str]) -> bool:
+    """Whether these are urls or paths, and not the name of a job."""
+    return any("://" in one or Path(one).exists() or _is_a_path(one) for one in target)
+
+
+def _is_a_path(text: str) -> bool:
+    return any(mark in text for mark in "/*?{") or bool(suffixes.suffix_of(text))
