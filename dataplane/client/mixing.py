@@ -117,10 +117,11 @@ def rows_reached(session: Session, digest: RowsDigest, cursor: int) -> RowsDiges
     """The digest when everything up to this cursor of its epoch is consumed."""
     epoch = digest.epoch
     changes = () if session.mix is None else session.mix.between(epoch, digest.end, cursor)
+    gaps = session.changes.gaps(epoch)
     for position in changes:
         order = rows_order(session, epoch, position)
-        digest = digest.reached(position).continued(order, epoch, position)
-    return digest.reached(cursor, session.changes.gaps(epoch))
+        digest = digest.reached(position, gaps).continued(order, epoch, position)
+    return digest.reached(cursor, gaps)
 
 
 def _own(session: Session) -> MixHistory | None:

@@ -37,7 +37,7 @@ def skip(
     resume it from an older checkpoint.
 
     The job is one of a coordinator (`dataplane serve`), in whose ledger the skip is kept. A job
-    whose node its trainer started has none. In mixtures no steps can be skipped.
+    whose node its trainer started has none.
 
     \b
     Examples:

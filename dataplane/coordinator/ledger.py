@@ -38,6 +38,7 @@ from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, S
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
 MARKS_MAX = 64
+_SAMPLES_MAX = 1 << 62
 TOMBSTONES_MAX = 1024
 _OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
 _MAY_GO = (*_OF_LAUNCHES, WEIGHTS)
@@ -231,16 +232,11 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
 
     Raises:  ConfigError: there are no such steps, or a running job has begun them.
     """
-    if job.spec.mixture is not None:
-        raise ConfigError(
-            f"job {job.job_id!r} reads a mixture, whose steps cannot be skipped: resume from an "
-            "older checkpoint with other weights for a while (loader.set_weights)",
-            field="steps",
-        )
     batch, epoch = job.spec.global_batch, job.epoch if asked.epoch is None else asked.epoch
-    count = job.sample_count // batch
-    if job.spec.end is not End.DROP:
-        count = -(-job.sample_count // batch)
+    mixture, samples = job.spec.mixture, job.sample_count
+    if mixture is not None and not mixture.length:
+        samples = _SAMPLES_MAX  # how many an epoch has depends on the weights
+    count = samples // batch if job.spec.end is End.DROP else -(-samples // batch)
     if not 0 <= asked.first < asked.stop <= count:
         raise ConfigError(
             f"there are no steps {asked.first}:{asked.stop}: an epoch of job {job.job_id!r} has "
@@ -259,4 +255,4 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
             f"skip them, and resume it from a checkpoint at step {asked.first} or before",
             field="steps",
         )
-    return Skip(epoch, asked.first * batch, min(asked.stop * batch, job.sample_count))
+    return Skip(epoch, asked.first * batch, min(asked.stop * batch, samples))

@@ -55,8 +55,8 @@ class Streams:
             mix_of(member.spec, request.mix),
         )
         if member.following is not None:
-            known = request.known_entry
-            send = member.following.sending(request.epoch, request.cursor, known, send)
+            at_place, gaps = (request.epoch, request.cursor), member.changes.gaps(request.epoch)
+            send = member.following.sending(*at_place, request.known_entry, send, gaps)
         stream = self._made_ahead(member, at)
         if stream is None:
             order = await self._order(member, at.epoch, at.mix)

@@ -144,7 +144,8 @@ class EpochReader:
         if is_known or mix is None or position is None:
             self._change = None
             return
-        self._change = ((position - self.start_cursor) // self._global_batch, mix)
+        live = self._gaps.live
+        self._change = ((live(position) - live(self.start_cursor)) // self._global_batch, mix)
 
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""

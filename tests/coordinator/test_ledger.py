@@ -280,10 +280,15 @@ def test_what_cannot_be_changed_is_refused(machine, request_):
     assert entries(machine) == ()
 
 
-def test_steps_of_a_mixture_are_not_skipped(machine):
+@pytest.mark.parametrize(("length", "bound"), [(0, None), (160, 10)])
+def test_steps_of_a_mixture_are_skipped_up_to_its_length(machine, length, bound):
     sources = (SourceSpec("web", "f", 1 << 32),)
-    arrive(machine, spec=other(mixture=MixtureSpec(sources)))
-    assert "reads a mixture, whose steps cannot be skipped" in str(machine.ask(skip(5, 7)))
+    request = join(spec=other(mixture=MixtureSpec(sources, length=length)))
+    machine.ask(structs.replace(request, sample_count=160))
+    assert machine.ask(skip(5, 7)).entry.seq == 1
+    answer = machine.ask(skip(9, 11))
+    assert isinstance(answer, ConfigError) == (bound is not None)
+    assert bound is None or f"has steps 0:{bound}" in str(answer)
 
 
 def test_1_changes_are_bounded_and_never_left_out(machine, monkeypatch):

@@ -191,6 +191,47 @@ def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command:
             pass
 
 
+def test_steps_of_a_mixture_are_skipped_also_where_its_weights_change(
+    folder: Path, command: Command
+) -> None:
+    """The round in which other weights begin begins within the skipped steps."""
+    change = ROUND // BATCH
+    whole = set_inside(folder, 2 * BATCH, SECOND)
+    with ranks(folder, 1, "s") as (loader,):
+        assert len(loader) == len(whole)
+    command("skip", "s", "--steps", f"{change - 1}:{change + 3}", "--epoch", "0")
+    left = [*whole[: change - 1], *whole[change + 3 :]]
+    digests = set()
+    for size in (1, 3):
+        with ranks(folder, size, "s") as loaders:
+            passes: list[list[list[int]]] = [[] for _ in loaders]
+            states = []
+            for batches in zip(*loaders, strict=True):
+                for found, batch in zip(passes, batches, strict=True):
+                    found.append(batch["id"].tolist())
+                if len(passes[0]) == 2:
+                    for loader in loaders:
+                        loader.set_weights(SECOND)
+                states.append(saved(loaders[0]))
+            del batch, batches  # a rank that holds tensors has not left
+            digests |= {saved(one)["digest"]["value"] for one in loaders}
+            assert joined(passes) == left
+    for at in (1, change - 3, change - 2, change - 1, change + 9):
+        with ranks(folder, 2, "s", states[at]) as loaders:
+            assert joined([rows_of(loader) for loader in loaders]) == left[at + 1 :]
+            digests |= {saved(one)["digest"]["value"] for one in loaders}
+    assert len(digests) == 1
+    for step, skipped in ((change - 2, False), (change - 1, True), (change + 3, False)):
+        rows = command("trace", "s", "--epoch", "0", "--step", f"{step}", *places(folder))
+        assert {one["is_skipped"] for one in rows} == {skipped}
+        ids = [one["row"] + 10_000 * list(FIRST).index(one["source"]) for one in rows]
+        assert ids == whole[step]
+
+
+def places(folder: Path) -> list[str]:
+    return [f"--data={name}={folder}/{name}.parquet" for name in FIRST]
+
+
 def wait_until_idle(command: Command, job: str) -> None:
     while command("ledger", "show", job)[-1]["kind"] != "end":
         threading.Event().wait(0.05)
