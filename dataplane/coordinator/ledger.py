@@ -53,6 +53,8 @@ class JobLedger:
         self._head = self.entries[-1].hash if self.entries else ""
         self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
         """Those of the last entries."""
+        # Every heartbeat of every member asks for them.
+        self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
 
@@ -103,12 +105,12 @@ class JobLedger:
 
     def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
         """The entries of other weights that hold for the job, from the one behind `after` on."""
-        some = (entry for entry in self.entries if entry.kind == MIX and entry.seq > after)
+        some = [entry for entry in self._mixes if entry.seq > after]
         return mixes_in_force(some, job.spec, layout_of(job.spec, job.identity))
 
     def mix_of_request(self, request: str) -> LedgerEntry | None:
         """The entry that was made for this request, if there is one."""
-        some = (entry for entry in reversed(self.entries) if entry.kind == MIX)
+        some = reversed(self._mixes)
         return next((one for one in some if facts_of(one).get("request") == request), None)
 
     def mix(
@@ -205,6 +207,7 @@ class JobLedger:
         seq = self.entries[-1].seq + 1 if self.entries else 1
         entry = LedgerEntry(seq, kind, at, payload, by, now, self._head)
         self.entries.append(entry)
+        self._mixes += [entry] if kind == MIX else []
         self._head = entry.hash
         self.marks = (*self.marks[1 - MARKS_MAX :], LedgerMark.of(entry))
         writes: list[Write] = [Keep(LedgerRecord(self._job_id, str(seq), entry))]
