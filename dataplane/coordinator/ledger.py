@@ -2,8 +2,8 @@
 
 Invariants:
 1. Entries are only appended. Their number is bounded: of too many, the oldest are left out that say
-   where launches started and ended, and which weights they had, and nothing else ever is. Changes
-   are refused beyond their own bounds.
+   where launches started and ended, but not that of the open one, and which weights they had, of
+   which there are fewer, and nothing else ever is. Changes are refused beyond their own bounds.
 2. A launch that reads has a start, and an end once its last member went, or a newer one took over.
 3. A generation has the changes that were there when it began, whatever was changed since.
 """
@@ -37,6 +37,7 @@ from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, S
 
 ENTRIES_MAX = 4096
 CHANGES_MAX = 512
+WEIGHTS_MAX = 1024
 MARKS_MAX = 64
 _SAMPLES_MAX = 1 << 62
 TOMBSTONES_MAX = 1024
@@ -211,10 +212,17 @@ class JobLedger:
         self._head = entry.hash
         self.marks = (*self.marks[1 - MARKS_MAX :], LedgerMark.of(entry))
         writes: list[Write] = [Keep(LedgerRecord(self._job_id, str(seq), entry))]
-        if len(self.entries) > ENTRIES_MAX:
-            old = next(i for i, one in enumerate(self.entries) if one.kind in _MAY_GO)
-            writes.append(Forget(LedgerRecord, self._job_id, str(self.entries.pop(old).seq)))
+        if kind == WEIGHTS and sum(one.kind == WEIGHTS for one in self.entries) > WEIGHTS_MAX:
+            writes.append(self._forget_oldest((WEIGHTS,)))
+        elif len(self.entries) > ENTRIES_MAX:
+            writes.append(self._forget_oldest(_MAY_GO))
         return writes
+
+    def _forget_oldest(self, kinds: tuple[str, ...]) -> Write:
+        may_go = (
+            at for at, one in enumerate(self.entries) if one.kind in kinds and one is not self._open
+        )
+        return Forget(LedgerRecord, self._job_id, str(self.entries.pop(next(may_go)).seq))
 
 
 def _launch(job: Job) -> str:

@@ -8,16 +8,19 @@ Invariants:
 1. The weights come into force at the furthest place that a joined member has promised, and none
    hands over anything beyond its promise before it knows the entry, or that there is none. So no
    rank has read anything that would have to be of other weights.
-2. A promise is that of one join: a member that joins again has to promise again.
+2. A promise is that of one join: when a member joins again, all have to promise again, under
+   another name of the proposal.
 3. A proposal is no part of what is stored: after a restart it is as if nobody had asked. The entry
-   is on disk before anybody hears of it.
+   is on disk before anybody hears of it. It ends with its launch, or when nobody is left to ask.
+4. A heartbeat costs the same whether or not there is a proposal: who is awaited is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.coordinator.records import Answer, Job, Member
 from dataplane.errors import ConfigError
@@ -28,16 +31,19 @@ from dataplane.transforms.mixture_options import weights_of
 
 PROPOSED_S = 60.0
 _NAMED_MAX = 8
+_SHOWN_MAX = 1000
 
 
 class Proposed(Struct, eq=False):
-    """One proposal, by whom, until when it lasts, and what members have promised."""
+    """One proposal, by whom, until when it lasts, what members have promised, and who has not."""
 
     asked: MixAsked
     by: str
     proposal: MixProposal
     until: float
+    awaited: set[str]
     promises: dict[str, MixPromise]
+    turn: int = 0
     refusal: ConfigError | None = None
 
 
@@ -53,8 +59,10 @@ class Mixing:
         now = self.proposed
         return None if now is None or now.refusal is not None else now.proposal
 
-    def propose(self, job: Job, asked: MixAsked, by: str, now: float) -> None:
-        """Ask all members, unless they are asked already.
+    def propose(
+        self, job: Job, asked: MixAsked, by: str, members: Iterable[str], now: float
+    ) -> None:
+        """Ask these members, which are all, unless they are asked already.
 
         Raises:  ConfigError: it was refused; or another one is not decided yet.
         """
@@ -71,44 +79,55 @@ class Mixing:
                 job=job.job_id,
             )
         proposal = MixProposal(asked.request, asked_place(job, asked))
-        self.proposed = Proposed(asked, by, proposal, now + PROPOSED_S, {})
+        self.proposed = Proposed(asked, by, proposal, now + PROPOSED_S, set(members), {})
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
         """What a member has promised."""
         now = self.proposed
-        if now is not None and promise is not None and promise.request == now.asked.request:
+        if now is not None and promise is not None and promise.request == now.proposal.request:
             now.promises[member_id] = promise
+            now.awaited.discard(member_id)
 
     def joined(self, member_id: str) -> None:
-        """A member joins, maybe again."""
+        """A member joins, maybe again: what it has promised before may still be on its way."""
+        now = self.proposed
+        if now is None:
+            return
+        if member_id in now.promises or member_id in now.awaited:
+            now.turn += 1
+            now.proposal = replace(now.proposal, request=f"{now.asked.request}#{now.turn}")
+            now.awaited.update(now.promises)
+            now.promises.clear()
+        now.awaited.add(member_id)
+
+    def left(self, member_id: str) -> None:
+        """A member is gone."""
         if self.proposed is not None:
             self.proposed.promises.pop(member_id, None)
+            self.proposed.awaited.discard(member_id)
 
     def decided(
-        self, job: Job, joined: Iterable[Member], now: float
+        self, job: Job, members: Mapping[str, Member], now: float
     ) -> tuple[Proposed, LedgerPosition] | None:
         """The proposal and its place, if all members have promised; it is over then."""
         at = self.proposed
         if at is None or at.refusal is not None:
             return None
-        members = list(joined)
-        awaited = [member for member in members if member.member_id not in at.promises]
-        if awaited:
+        if at.awaited:
             if now >= at.until:
-                at.refusal = _unanswered(job, awaited)
+                at.refusal = _unanswered(job, [members[name] for name in at.awaited])
             return None
-        found = {one.topology.rank: at.promises[one.member_id] for one in members}
+        found = {members[name].topology.rank: one for name, one in at.promises.items()}
         at.refusal = _refusal(job, at, found)
         if at.refusal is not None or not found:
             return None
         self.proposed = None
         return at, max(promise.position for promise in found.values())
 
-    def awaited_ranks(self, joined: Iterable[Member]) -> tuple[int, ...]:
+    def awaited_ranks(self, members: Mapping[str, Member]) -> tuple[int, ...]:
         """The ranks that have not promised."""
-        promises = {} if self.proposed is None else self.proposed.promises
-        ranks = (one.topology.rank for one in joined if one.member_id not in promises)
-        return tuple(sorted(set(ranks)))
+        awaited = () if self.proposed is None else self.proposed.awaited
+        return tuple(sorted({members[name].topology.rank for name in awaited}))
 
 
 def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
@@ -150,7 +169,7 @@ def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigErro
         rank = min(unable)
         return ConfigError(
             f"rank {rank} of job {job.job_id!r} cannot read other weights while it runs:"
-            f" {unable[rank]}. Stop the job, and edit the weights of its Mixture",
+            f" {unable[rank][:_SHOWN_MAX]}. Stop the job, and edit the weights of its Mixture",
             job=job.job_id,
             rank=rank,
         )

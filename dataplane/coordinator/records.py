@@ -77,12 +77,17 @@ class Job(Struct, frozen=True):
     mark: LedgerMark | None = None
 
     def has_other_weights(self, progress: MemberProgress) -> bool:
-        """Whether a member reads with other weights, and from no earlier place: the others follow
-        when they come there.
+        """Whether a member reads with weights that come after these: the others follow when they
+        come there. At one place, more changes are later ones, so that members do not take turns.
         """
         if progress.mix is None or progress.mix_from is None or progress.mix == self.mix:
             return False
-        return self.mix_from is None or progress.mix_from >= self.mix_from
+        if self.mix is None or self.mix_from is None:
+            return True
+        return (progress.mix_from, len(progress.mix.changes)) > (
+            self.mix_from,
+            len(self.mix.changes),
+        )
 
     @property
     def present_spec(self) -> JobSpec:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
+from dataplane.ledger import LedgerPosition
 from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
@@ -18,6 +19,7 @@ _ARENA_BYTES_MAX = 1 << 50
 _WORKER_COUNT_MAX = 1 << 16
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
+_PLACE_MAX = 1 << 62
 
 Difference = tuple[str, str, str]
 
@@ -87,6 +89,14 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
         check_name("job_id", known.job_id)
     for progress in request.members:
         check_name("bound", progress.bound, needed=False)
+        places = [("progress", LedgerPosition(progress.epoch, progress.cursor))]
+        places += [("began", progress.began)] if progress.began is not None else []
+        places += [("mix_from", progress.mix_from)] if progress.mix_from is not None else []
+        if progress.promise is not None:
+            places.append(("promise", progress.promise.position))
+        for field, at in places:
+            if max(at.epoch, at.cursor) >= _PLACE_MAX:
+                raise ConfigError(f"{field} is beyond the end of any epoch", field=field)
 
 
 def spec_mismatch(

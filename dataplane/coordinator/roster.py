@@ -130,6 +130,7 @@ class Roster:
         self._joined_count, self._present, self.seats = Counter(), set(), Seats()
         self._missing, self.incomplete_since = None, now
         self.neighbours.clear()
+        self.mixing = Mixing()
         if len(self._incarnations) > INCARNATIONS_MAX:
             oldest = min(self._incarnations, key=self._incarnations.__getitem__)
             del self._incarnations[oldest]
@@ -148,7 +149,10 @@ class Roster:
             oldest = next(name for name in self._gone if not self._is_last_gone(name))
             del self.members[oldest], self._gone[oldest]
             writes.append(Forget(Member, self.job.job_id, oldest))
+        if phase is not Phase.JOINED:
+            self.mixing.left(member.member_id)
         if self.is_idle:
+            self.mixing = Mixing()
             writes += self.ledger.ended(self.job, phase.value, now)
         return writes
 
@@ -177,10 +181,10 @@ class Roster:
                 at = asked_place(job, asked) or LedgerPosition(job.epoch, job.cursor)
                 writes = self.ledger.mix(job, asked.request, weights, at, by, now)
             else:
-                self.mixing.propose(job, asked, by, now)
+                self.mixing.propose(job, asked, by, self._joined, now)
                 writes = self.decide_mix(now)
             entry = self.ledger.mix_of_request(asked.request)
-        awaited = () if entry is not None else self.mixing.awaited_ranks(self.joined())
+        awaited = () if entry is not None else self.mixing.awaited_ranks(self.members)
         at_batch = job.epoch, job.cursor, job.spec.global_batch
         return ChangeResponse(entry, not self.is_idle, *at_batch, awaited), writes
 
@@ -188,7 +192,7 @@ class Roster:
         """Append the proposed weights to the ledger, if all members have agreed on their place."""
         if self.mixing.proposal is None:
             return []
-        decided = self.mixing.decided(self.job, self.joined(), now)
+        decided = self.mixing.decided(self.job, self.members, now)
         if decided is None:
             return []
         proposed, at = decided

@@ -195,7 +195,6 @@ class CoordinatorState:
             self._writes += roster.begin(following, self._now)
 
     def _seat(self, roster: Roster, request: JoinRequest) -> None:
-        roster.mixing.joined(request.member_id)
         known = roster.members.get(request.member_id)
         deadline = self._clock + self._lease_s
         if known is not None:
@@ -205,6 +204,7 @@ class CoordinatorState:
                 topology, node_id = request.topology, request.node_id
                 renewed = replace(known, topology=topology, node_id=node_id, deadline=deadline)
                 self._refresh(roster, renewed)
+                roster.mixing.joined(request.member_id)
                 return
         conflict = roster.seats.conflict(request.topology)
         if conflict is not None:
@@ -223,6 +223,7 @@ class CoordinatorState:
             deadline=deadline,
         )
         self._writes += roster.move(newcomer, Phase.JOINED, self._now)
+        roster.mixing.joined(request.member_id)
 
     def _who_said_what(self, roster: Roster, request: JoinRequest, first: Sequence[Member]) -> str:
         """A table of places, from those of `first` on."""
@@ -349,7 +350,8 @@ class CoordinatorState:
         roster = view.named(request.job_id, self._jobs)
         self._expire(roster)
         if request.mix is not None and request.skip is None and request.tombstones is None:
-            answer, self._writes = roster.mix(request.mix, request.by, self._now)
+            answer, writes = roster.mix(request.mix, request.by, self._now)
+            self._writes += writes
             return answer
         job, is_idle = roster.job, roster.is_idle
         entry, writes = roster.ledger.change(job, request, self._now, is_idle=is_idle)

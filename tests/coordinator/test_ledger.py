@@ -153,6 +153,27 @@ def test_a_mixture_has_the_weights_that_its_furthest_member_reads_with(machine):
     assert history() == first
 
 
+def test_members_that_read_with_other_weights_from_one_place_take_no_turns(machine, monkeypatch):
+    few = MixHistory((ShareChange(0, 0, (1, 3)),), 500)
+    more = MixHistory((*few.changes, ShareChange(1, 0, (2, 2))), 500)
+    spec = other(mixture=MixtureSpec(tuple(SourceSpec(n, n, 1) for n in "ab"), length=500))
+    for rank in (0, 1):
+        machine.ask(join(rank, spec=spec))
+    for _ in range(3):
+        for member, history in (("m0-i1", more), ("m1-i1", few)):
+            machine.verdict(member, epoch=1, mix=((1, 0), history), began=(0, 0))
+    assert [one.kind for one in entries(machine)].count("weights") == 1
+    monkeypatch.setattr(ledger, "WEIGHTS_MAX", 5)
+    for epoch in range(2, 30):
+        later = MixHistory((*few.changes, ShareChange(epoch, 0, (epoch, 1))), 500)
+        machine.verdict("m0-i1", epoch=epoch, mix=((epoch, 0), later), began=(0, 0))
+    kinds = [one.kind for one in entries(machine)]
+    assert (kinds.count("start"), kinds.count("weights")) == (1, 5)
+    before = entries(machine)
+    machine.restart()
+    assert entries(machine) == before
+
+
 def test_the_weights_that_members_read_with_are_noted_once_and_when_they_are_taken_back(machine):
     sources = tuple(SourceSpec(name, name, share) for name, share in (("a", 1), ("b", 3)))
     spec = replace(join(0).spec, mixture=MixtureSpec(sources, length=500))

@@ -14,7 +14,8 @@ from membership import beat, join, leave, progress
 from msgspec import structs
 
 from dataplane.coordinator import mixing
-from dataplane.errors import ConfigError
+from dataplane.coordinator.roster import Roster
+from dataplane.errors import ConfigError, DataplaneError
 from dataplane.ledger import LedgerPosition
 from dataplane.mixture import MixtureSpec, SourceSpec
 from dataplane.model import Region
@@ -25,6 +26,7 @@ from dataplane.rpc.membership import (
     MixAsked,
     MixPromise,
     MixProposal,
+    StatusRequest,
     StepsSkipped,
 )
 from dataplane.rpc.messages import Batch, Slab, WeightsAsked
@@ -104,6 +106,74 @@ def test_2_who_joins_again_promises_again(machine):
     late = structs.replace(progress("m1-i1"), promise=promise(64))
     machine.ask(beat(late, node_id="elsewhere"))
     assert machine.ask(mix()).awaited_ranks == (0, 1)
+
+
+def test_2_a_promise_that_was_on_its_way_when_its_member_joined_again_does_not_count(machine):
+    arrive(machine)
+    machine.ask(mix())
+    say(machine, 0, 0)
+    arrive(machine)  # over another connection
+    late = say(machine, 0, 0, promise(32))
+    assert late.entries == ()
+    assert late.proposal.request != "r"
+    (entry,) = say(machine, 0, 64, promise(96, late.proposal.request)).entries
+    assert entry.position == LedgerPosition(0, 96)
+    assert machine.ask(mix()).entry == entry
+
+
+def test_2_who_may_not_join_is_not_awaited(machine):
+    arrive(machine)
+    machine.ask(mix())
+    refused = join(0, 4, member="other", spec=SPEC)
+    assert isinstance(machine.ask(refused), DataplaneError)
+    assert say(machine, 0, 0, promise(32)).entries
+
+
+def test_3_a_proposal_ends_with_its_launch(machine):
+    arrive(machine)
+    machine.ask(mix())
+    machine.ask(leave("m0-i1"))
+    first = machine.ask(mix()).entry
+    second = machine.ask(mix("s")).entry
+    assert first.seq < second.seq
+    arrive(machine, 0, "i2")
+    told = structs.replace(progress("m0-i2", 2), promise=promise(160))
+    verdict = machine.ask(beat(told)).verdicts[0]
+    assert verdict.proposal is None
+    assert verdict.entries[-1] == second
+
+
+def test_3_the_end_of_a_lease_is_on_disk_with_the_entry_that_follows(machine):
+    arrive(machine)
+    say(machine, 0, 48)
+    machine.now += 2 * LEASE_S
+    for _ in range(8):  # the machine's clock of leases goes on by events
+        machine.now += LEASE_S / 3
+        machine.ask(StatusRequest("j"))
+    assert machine.ask(mix()).entry is not None
+    before = machine.ask(LedgerRequest("j")).entries
+    machine.restart()
+    assert machine.ask(LedgerRequest("j")).entries == before
+    assert [one.kind for one in before] == ["start", "end", "mix"]
+
+
+def test_a_place_beyond_all_epochs_is_refused(machine):
+    arrive(machine)
+    far = LedgerPosition(0, 1 << 63)
+    for told in ({"cursor": 1 << 63}, {"began": far}, {"promise": MixPromise("r", far)}):
+        answer = machine.ask(beat(structs.replace(progress("m0-i1"), **told)))
+        assert isinstance(answer, ConfigError)
+        assert "beyond the end" in str(answer)
+    assert machine.ask(beat(progress("m0-i1"))).verdicts[0].error is None
+
+
+def test_4_a_heartbeat_looks_at_one_member_while_a_proposal_lasts(machine, monkeypatch):
+    for rank in (0, 1):
+        arrive(machine, rank)
+    machine.ask(mix())
+    monkeypatch.setattr(Roster, "joined", lambda _: pytest.fail("all members are looked at"))
+    assert say(machine, 0, 0, promise(32)).entries == ()
+    assert say(machine, 1, 0, promise(32)).entries
 
 
 def test_3_a_restart_forgets_what_was_not_decided(machine):
