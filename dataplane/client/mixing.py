@@ -103,7 +103,22 @@ def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
             follow(session, one, 0)
 
 
-def rows_order(session: Session, epoch: int, position: int) -> str:
+def rows_reached(
+    session: Session, before: RowsDigest, epoch: int, begin: int, cursor: int
+) -> RowsDigest:
+    """The digest when a pass that began at this place of an epoch has consumed everything up to the
+    cursor. What decides its rows may have become known since it began, also those at its begin.
+    """
+    digest = before.continued(_rows_order(session, epoch, begin), epoch, begin)
+    changes = () if session.mix is None else session.mix.between(epoch, begin, cursor)
+    gaps = session.changes.gaps(epoch)
+    for position in changes:
+        order = _rows_order(session, epoch, position)
+        digest = digest.reached(position, gaps).continued(order, epoch, position)
+    return digest.reached(cursor, gaps)
+
+
+def _rows_order(session: Session, epoch: int, position: int) -> str:
     """16 hex digits over what decides which rows stand at this place."""
     job = session.job
     rows = session.changes.rows_digest(job.spec.rows_digest(job.dataset.layout))
@@ -111,17 +126,6 @@ def rows_order(session: Session, epoch: int, position: int) -> str:
         return rows
     text = f"{rows}:{session.mix.digest_at(epoch, position)}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def rows_reached(session: Session, digest: RowsDigest, cursor: int) -> RowsDigest:
-    """The digest when everything up to this cursor of its epoch is consumed."""
-    epoch = digest.epoch
-    changes = () if session.mix is None else session.mix.between(epoch, digest.end, cursor)
-    gaps = session.changes.gaps(epoch)
-    for position in changes:
-        order = rows_order(session, epoch, position)
-        digest = digest.reached(position, gaps).continued(order, epoch, position)
-    return digest.reached(cursor, gaps)
 
 
 def _own(session: Session) -> MixHistory | None:

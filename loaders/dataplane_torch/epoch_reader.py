@@ -123,12 +123,18 @@ class EpochReader:
                 return False
 
     def _follow(self) -> None:
-        """Read with the weights that people have asked for from the present step on."""
+        """Read with the weights that people have asked for from the present step on. Behind the
+        last step, they are those of the next epoch.
+        """
         session = self._session
         if session.mixes_asked is not self._known:
             self._known = session.mixes_asked
             self._asked = asked_of(session, self.epoch, self.start_cursor)
-        while self._asked and self._asked[0].position.cursor < self._after(self.step + 1):
+        while (
+            self._asked
+            and not self.is_complete
+            and self._asked[0].position.cursor < self._after(self.step + 1)
+        ):
             found = follow(session, self._asked[0], self.cursor)
             del self._asked[0]
             self.change(found.position if found.epoch == self.epoch else None)

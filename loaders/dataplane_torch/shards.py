@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.digest import RowsDigest
-from dataplane.client.mixing import changed, rows_order, rows_reached, sample_count, state_at
+from dataplane.client.mixing import changed, rows_reached, sample_count, state_at
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import left_of, step_count
@@ -97,8 +97,7 @@ class UrlJob:
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
-        rows = rows_order(self._session, self._epoch, self._cursor)
-        self._digest = self._rows().continued(rows, self._epoch, self._cursor)
+        self._digest = self._rows()
         # A state is used by one pass: if that one is left early, the next starts the epoch again.
         self._cursor, self._ended = 0, None
         self._reader = self._last = self._digested = reader
@@ -231,7 +230,8 @@ class UrlJob:
         reader = self._digested
         if reader is None:
             return self._digest
-        return rows_reached(self._session, self._digest, reader.cursor)
+        begin = reader.start_cursor
+        return rows_reached(self._session, self._digest, reader.epoch, begin, reader.cursor)
 
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:

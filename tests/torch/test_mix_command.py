@@ -62,7 +62,12 @@ def weights(given: dict[str, float]) -> list[str]:
 
 @contextlib.contextmanager
 def ranks(
-    folder: Path, size: int, name: str, state: Any = None, given: dict[str, float] = FIRST
+    folder: Path,
+    size: int,
+    name: str,
+    state: Any = None,
+    given: dict[str, float] = FIRST,
+    **mixture: Any,
 ) -> Iterator[list[Any]]:
     """The loaders of all ranks of one launch."""
     with contextlib.ExitStack() as stack:
@@ -70,7 +75,8 @@ def ranks(
         for rank in range(size):
             place = Topology(rank, size, rank, size, rank, size)
             options = {**OPTIONS, "topology": place, "name": name}
-            loaders.append(stack.enter_context(DataLoader(mixed(folder, given), **options)))
+            source = mixed(folder, given, **mixture)
+            loaders.append(stack.enter_context(DataLoader(source, **options)))
         for loader in loaders if state else ():
             loader.load_state_dict(state)
         yield loaders
@@ -161,6 +167,35 @@ def test_a_step_can_be_named_and_the_next_epoch_and_a_job_that_nobody_reads(
     with ranks(folder, 1, "k") as (loader,):
         rest = rows_of(loader)
     assert rest == set_inside(folder, 2 * BATCH, FIRST)[: ROUND * 2 // BATCH] + rest[42:]
+
+
+def test_weights_behind_the_last_step_are_those_of_the_next_epoch_from_its_first_row_on(
+    folder: Path, command: Command
+) -> None:
+    """A round begins with the samples that are dropped; one rank knows of it before it comes there,
+    and the other one with its next epoch.
+    """
+    last = 3 * ROUND // BATCH
+    with ranks(folder, 2, "t", length=3 * ROUND + 30) as loaders:
+        first = iter(loaders[0])
+        next(first)
+        command("mix", "t", *weights(SECOND), "--at-step", str(last))
+        assert (len([*first]), len(rows_of(loaders[1]))) == (last - 1, last)
+        ends = [saved(loader) for loader in loaders]
+        assert ends[0] == ends[1]
+        passes = [iter(loader) for loader in loaders]
+        for _ in range(2):
+            for each in passes:
+                next(each)
+        states = [saved(loader) for loader in loaders]
+        rest = [[batch["id"].tolist() for batch in each] for each in passes]
+        ends = [saved(loader) for loader in loaders]
+    assert states[0] == states[1]
+    assert ends[0] == ends[1]
+    assert [one[:2] for one in ends[0]["mixture"]["changes"]] == [[0, 0], [1, 0]]
+    with ranks(folder, 1, "t", states[0], length=3 * ROUND + 30) as (loader,):
+        assert rows_of(loader) == joined(rest)
+        assert {**saved(loader), "ledger": None} == {**ends[0], "ledger": None}
 
 
 def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command: Command) -> None:
