@@ -1,11 +1,11 @@
-"""`dataplane trace` and `where` of a job whose samples are packs: the documents in each."""
+"""`dataplane trace`, `where` and `replay` of jobs whose samples are packs: their documents."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
@@ -78,30 +78,73 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
+    return [facts for facts, _, _ in _pieces_of(job, step, epoch, None)]
+
+
+def replayed_documents(
+    job: Traced, step: StepRows, epoch: int, columns: Sequence[str] | None, prefix: str
+) -> pa.Table:
+    """The documents of these packs: what `documents_of` says of each, in columns whose names
+    begin with this prefix, then its values. Of the columns that are packed, a row has what lies
+    in the pack. Without `columns`, it has these.
+
+    Raises:  ConfigError: there is no such column.  As documents_of.
+    """
+    packs = [one.view.pack for one in job.sources if one.view.pack is not None]
+    packed_names = [packs[0].column, *packs[0].carry]
+    names = packed_names if columns is None else list(columns)
+    facts: list[dict[str, object]] = []
+    values: dict[str, list[pa.Array]] = {name: [] for name in names}
+    for found, batch, row in _pieces_of(job, step, epoch, names):
+        facts.append(found)
+        begin, count = cast(int, found["first_token"]), cast(int, found["tokens"])
+        for name in names:
+            column = batch.column(name).slice(row, 1)
+            if name in packed_names:
+                cut = column[0].values.slice(begin, count)
+                column = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), cut)
+            values[name].append(column)
+    table = pa.Table.from_pylist(
+        [{f"{prefix}{name}": value for name, value in one.items()} for one in facts]
+    )
+    for name in names if facts else ():
+        joined = pa.chunked_array(values[name]).unify_dictionaries()
+        table = table.append_column(name, joined)
+    return table.combine_chunks()
+
+
+def _pieces_of(
+    job: Traced, step: StepRows, epoch: int, columns: Sequence[str] | None
+) -> Iterator[tuple[dict[str, object], pa.RecordBatch, int]]:
+    """What is said of each document of these packs, and the row of a batch that it is, which has
+    its tokens and these columns.
+    """
     order = job.order(epoch)
     numbers = step.blocks + job.first_blocks[step.sources]
     keys: list[int | None] = [None] * len(numbers)
     if job.spec.shuffle:
         keys = order.pack_keys(step.positions % order.sample_count, numbers).tolist()
     names = [row_names(one.of_rows, rows_only(one.view)) for one in job.sources]
+    batches: dict[int, pa.RecordBatch] = {}
     packs: dict[tuple[int, int | None], Packs] = {}
-    found: list[dict[str, object]] = []
     for at, (number, source, block, pack) in enumerate(
         zip(numbers.tolist(), step.sources.tolist(), step.blocks.tolist(),
             step.block_rows.tolist(), strict=True)
     ):  # fmt: skip
-        of = job.sources[source]
+        of, keyed = job.sources[source], keys[at]
         of_rows = _block_of_rows(of, block)
-        if (number, keys[at]) not in packs:
-            packs[number, keys[at]] = _packs(job, of, of_rows, keys[at])
-        own = packs[number, keys[at]]
+        if number not in batches:
+            batches[number] = _documents(job, of, of_rows, columns or ())
+        if (number, keyed) not in packs:
+            packs[number, keyed] = _packs(of, batches[number], keyed)
+        own = packs[number, keyed]
         pieces = own.pieces[:, own.starts[pack] : own.starts[pack + 1]]
         blocks = np.full(pieces.shape[1], of_rows)
         shards, shard_rows = names[source].of(blocks, pieces[0].astype(np.int64))
         for piece, shard, row in zip(
             pieces.T.tolist(), shards.tolist(), shard_rows.tolist(), strict=True
         ):
-            found.append({
+            facts: dict[str, object] = {
                 "position": int(step.positions[at]),
                 "dp_rank": int(step.dp_ranks[at]),
                 **job.place_of(source, shard),
@@ -110,8 +153,8 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
                 "tokens": piece[2],
                 "place": piece[3],
                 "is_padding": bool(step.is_padding[at]),
-            })  # fmt: skip
-    return found
+            }
+            yield facts, batches[number], piece[0]
 
 
 def _block_of_rows(source: TracedSource, block: int) -> int:
@@ -143,7 +186,8 @@ def packs_with(
     of_packs = int(of.manifest.kept.searchsorted(kept))
     if of_packs == of.manifest.block_count or of.manifest.kept[of_packs] != kept:
         return  # it fills no pack
-    lengths, number = _lengths(job, of, block), int(job.first_blocks[source]) + of_packs
+    lengths = _lengths(_documents(job, of, block), of.view.pack.column)
+    number = int(job.first_blocks[source]) + of_packs
     for epoch in epochs:
         order = job.order(epoch)
         for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
@@ -165,26 +209,43 @@ def _key_at(order: TracedOrder, place: Place, block: int) -> int:
     return int(order.pack_keys(np.array([position]), np.array([block]))[0])
 
 
-def _packs(job: Traced, source: TracedSource, block: int, keyed: int | None) -> Packs:
+def _packs(source: TracedSource, batch: pa.RecordBatch, keyed: int | None) -> Packs:
     """The packs of a block of rows."""
     assert source.view.pack is not None
-    return packs_of(_lengths(job, source, block), source.view.pack, keyed)
+    return packs_of(_lengths(batch, source.view.pack.column), source.view.pack, keyed)
 
 
-def _lengths(job: Traced, source: TracedSource, block: int) -> Int64:
-    """How many tokens each row of a block has."""
-    view, rows = source.view, source.rows
-    assert view.pack is not None
-    assert rows is not None
-    schema, column = schema_of(rows), view.pack.column
-    if not view.map:
-        batch = read_block(rows, block, schema, [column], view=rows_only(view))
-    else:
-        function, shard = loaded("map", view.map), int(rows.block_shard[block])
-        names = schema.names if function.reads is None else function.reads
-        batch = read_block(rows, block, schema, names, view=rows_only(view))
-        at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
-        batch = mapped_block(function, batch, job.spec.seed, shard, at)
+def _lengths(batch: pa.RecordBatch, column: str) -> Int64:
+    """How many tokens each row has."""
     lengths = pc.fill_null(pc.list_value_length(batch.column(column)), 0).cast(pa.int64())
     found: Int64 = lengths.to_numpy(zero_copy_only=False)
     return found
+
+
+def _documents(
+    job: Traced, source: TracedSource, block: int, columns: Sequence[str] = ()
+) -> pa.RecordBatch:
+    """The rows of a block, with their tokens and these columns: of a map, as it makes them.
+
+    Raises:  ConfigError: there is no such column.
+    """
+    view, rows = source.view, source.rows
+    assert view.pack is not None
+    assert rows is not None
+    schema, names = schema_of(rows), [*dict.fromkeys((view.pack.column, *columns))]
+    if not view.map:
+        _expect_columns(names, schema.names)
+        return read_block(rows, block, schema, names, view=rows_only(view))
+    function, shard = loaded("map", view.map), int(rows.block_shard[block])
+    reads = schema.names if function.reads is None else function.reads
+    batch = read_block(rows, block, schema, reads, view=rows_only(view))
+    at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
+    batch = mapped_block(function, batch, job.spec.seed, shard, at)
+    _expect_columns(names, batch.schema.names)
+    return batch
+
+
+def _expect_columns(names: Sequence[str], known: Sequence[str]) -> None:
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")

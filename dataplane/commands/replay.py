@@ -49,6 +49,8 @@ def replay(
     Only the blocks with rows of the step are read. Image steps, padding and other options of the
     job are not applied. A job is named as for `dataplane trace`. With --out, each row has the
     columns dataplane.position, .dp_rank, .shard and .row beside its own, and .source in a mixture.
+    Of packs, each row is a document with the tokens, and the values carried along, that lie in its
+    pack, and .first_token, .tokens and .place say which these are.
 
     \b
     Examples:
@@ -57,19 +59,27 @@ def replay(
       dataplane replay checkpoints/ledger.jsonl --step 7 --out step-7.arrow
     """
     job = traced(settings, asked)
-    job.refuse_packs("replay")
     rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
-    table = values_of(job, rows, _names(job, columns), asked["workers"])
+    if job.is_packed:
+        from dataplane.commands.packed_rows import replayed_documents
+
+        names = None if columns is None else _listed(columns)
+        of = job.epoch if epoch is None else epoch
+        table = replayed_documents(job, rows, of, names, _PREFIX)
+    else:
+        table = values_of(job, rows, _names(job, columns), asked["workers"])
     if out is not None:
         _write(table, out)
-        output.stdout().print(f"{output.counted(table.num_rows, 'row')} of step {step} in {out}")
+        what = "document" if job.is_packed else "row"
+        output.stdout().print(f"{output.counted(table.num_rows, what)} of step {step} in {out}")
         return
     from dataplane.commands.values import shown
 
     cells = zip(*(shown(column.combine_chunks()) for column in table.columns), strict=True)
     if as_json:
-        place = _place_names(job)
+        place = [name for name in table.column_names if name.startswith(_PREFIX)]
         own = table.column_names[len(place) :]
+        place = [name.removeprefix(_PREFIX) for name in place]
         output.write_json([
             {**dict(zip(place, row, strict=False)),
              "values": dict(zip(own, row[len(place) :], strict=True))}
@@ -78,6 +88,10 @@ def replay(
         return
     headings = [name.removeprefix(_PREFIX) for name in table.column_names]
     output.write_table(headings, [[short(cell) for cell in row] for row in cells], f"step {step}")
+
+
+def _listed(columns: str) -> list[str]:
+    return [name.strip() for name in columns.split(",") if name.strip()]
 
 
 def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -> pa.Table:
@@ -142,7 +156,7 @@ def _names(job: Traced, columns: str | None) -> list[str]:
     known = [name for name in each[0] if all(name in names for names in each)]
     options = job.spec.column_options
     if columns is not None:
-        asked = [name.strip() for name in columns.split(",") if name.strip()]
+        asked = _listed(columns)
         missing = [name for name in asked if name not in known]
         if missing or not asked:
             raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")

@@ -93,15 +93,6 @@ class Traced:
         named = {"source": of.name} if of.name else {}
         return {**named, "shard": of.manifest.shards.urls[shard]}
 
-    def refuse_packs(self, command: str) -> None:
-        """Raises:  ConfigError: samples are packs."""
-        if self.is_packed:
-            raise ConfigError(
-                f"the samples of this job are packs of rows, which `dataplane {command}` does not "
-                "know yet: `dataplane trace` shows the documents of each pack of a step",
-                field="pack",
-            )
-
     @property
     def epoch(self) -> int:
         """The epoch that is meant if none is named."""

@@ -301,8 +301,23 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, po
             pack_of = made[one["position"] - batch_size * step]
             pack_of[one["place"] : one["place"] + one["tokens"]] = rows[number][begin:end]
         assert made == tokens
-    assert run(["replay", ledger, "--step", "0"]) == 2
-    assert "are packs of rows" in capsys.readouterr().err
+        replayed = asked(capsys, "replay", ledger, "--epoch", "0", "--step", f"{step}")
+        places = [{name: one[name] for name in found[0]} for one in replayed]
+        assert places == found
+        for one in replayed:
+            (values,) = one["values"].values()
+            pack_of = tokens[one["position"] - batch_size * step]
+            assert pack_of[one["place"] : one["place"] + one["tokens"]] == values
+    out = str(tmp_path / "step.arrow")
+    step_0 = ["replay", ledger, "--epoch", "0", "--step", "0"]
+    assert run([*step_0, "--columns", "even,tokens", "--out", out]) == 0
+    table = pa.ipc.open_file(out).read_all()
+    assert table.column_names[-2:] == ["even", "tokens"]
+    assert all(table["even"].to_pylist())
+    lengths = [len(each) for each in table["tokens"].to_pylist()]
+    assert lengths == table["dataplane.tokens"].to_pylist() != []
+    assert run([*step_0, "--columns", "odd"]) == 2
+    assert "no column ['odd']: there are tokens, even" in capsys.readouterr().err
     for shard, row in ((0, 44), (1, 2), (1, 0)):
         for one in asked(capsys, "where", ledger, "--row", f"{shard}:{row}", "--epochs", "0:1"):
             pack_of = steps[one["step"]][one["position"] - batch_size * one["step"]]
