@@ -6,6 +6,7 @@ A trainer plans nothing: its node answers, from the job, the weights and the pla
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -73,10 +74,12 @@ def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
     return found
 
 
-def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged:
+def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | None:
     """Read with weights that people have asked for, by a rank that has come so far in the epoch.
+    None if no epoch can be planned with them from there on, which is so on all ranks: they change
+    nothing, and a warning says so.
 
-    Raises:  ConfigError: it has come too far; or they are no weights for this mixture.
+    Raises:  ConfigError: it has come too far.
     """
     at = asked.position
     if at.cursor < reached:
@@ -90,7 +93,17 @@ def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged:
     weights, mixture = dict(asked.weights), session.request.mixture
     assert mixture is not None, "others have no weights"
     given = tuple(weights.get(source.name, 0.0) for source in mixture.sources)
-    found = changed(session, at.epoch, at.cursor, given)
+    try:
+        found = changed(session, at.epoch, at.cursor, given)
+    except ConfigError as error:
+        session.mixes_applied.add(asked.seq)
+        warnings.warn(
+            f"entry {asked.seq} of the ledger of job {session.request.job_id!r} changes nothing:"
+            f" from sample {at.cursor} of epoch {at.epoch} on, it cannot be read with the weights"
+            f" {weights}: {error}",
+            stacklevel=2,
+        )
+        return None
     session.mix = found.mix
     session.mixes_applied.add(asked.seq)
     return found

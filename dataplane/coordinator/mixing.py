@@ -78,7 +78,7 @@ class Mixing:
                 " are about to agree on the step: try again in a few seconds",
                 job=job.job_id,
             )
-        proposal = MixProposal(asked.request, asked_place(job, asked))
+        proposal = MixProposal(asked.request, asked_place(job, asked), asked.sources, asked.weights)
         self.proposed = Proposed(asked, by, proposal, now + PROPOSED_S, set(members), {})
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
@@ -168,8 +168,8 @@ def _refusal(job: Job, at: Proposed, found: dict[int, MixPromise]) -> ConfigErro
     if unable:
         rank = min(unable)
         return ConfigError(
-            f"rank {rank} of job {job.job_id!r} cannot read other weights while it runs:"
-            f" {unable[rank][:_SHOWN_MAX]}. Stop the job, and edit the weights of its Mixture",
+            f"rank {rank} of job {job.job_id!r} cannot read these weights:"
+            f" {unable[rank][:_SHOWN_MAX]}",
             job=job.job_id,
             rank=rank,
         )
@@ -190,7 +190,8 @@ def _unanswered(job: Job, awaited: Sequence[Member]) -> ConfigError:
     named = ", ".join(map(str, ranks[:_NAMED_MAX])) + (", …" if len(ranks) > _NAMED_MAX else "")
     return ConfigError(
         f"ranks {named} of job {job.job_id!r} have not agreed to other weights within"
-        f" {PROPOSED_S:.0f} s, so that they stay as they are: `dataplane status {job.job_id}` shows"
-        " whether their nodes answer",
+        f" {PROPOSED_S:.0f} s, so that they stay as they are: either they have not begun to read,"
+        f" or their nodes do not answer, which `dataplane status {job.job_id}` shows. Try again"
+        " when they do",
         job=job.job_id,
     )

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, DataplaneError
 from dataplane.mixture import MixtureSpec
 from dataplane.node.member import ServedMember
 from dataplane.node.mixing import shares_of
@@ -19,6 +19,7 @@ from dataplane.plan.changes import Changes, Place, changed, next_boundary, sched
 from dataplane.plan.counting import SHARES_SUM
 from dataplane.plan.mixture import Mixed
 from dataplane.plan.orders import mixed_of, sample_count_of, with_mix
+from dataplane.rpc.membership import MixProposal
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
 from dataplane.weights import MixHistory, ScheduledShares, ShareChange
 
@@ -67,6 +68,23 @@ def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChange
     if not found or found[0].place != (0, 0):
         found = (ShareChange(0, 0, mixed.shares), *found)
     return WeightsChanged(MixHistory(found, asked.mix.length), *at)
+
+
+def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
+    """Why a member cannot read these weights, from the place on that was asked for or that it has
+    reached; "" if it can.
+    """
+    mixture, at = member.request.mixture, proposal.at or member.place_reached
+    mix = mix_of(member.spec, member.mix)
+    if mixture is None or mix is None or at is None:
+        return ""
+    given = dict(zip(proposal.sources, proposal.weights, strict=True))
+    weights = tuple(given.get(source.name, 0.0) for source in mixture.sources)
+    try:
+        weights_changed(member, ChangeWeights(member.job_id, at.epoch, at.cursor, mix, weights))
+    except DataplaneError as error:
+        return str(error)
+    return ""
 
 
 def _as_opened(

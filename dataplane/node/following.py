@@ -20,8 +20,8 @@ from dataplane.rpc.messages import FromNodeBody, Slab, WeightsAsked
 AHEAD_S = 5.0
 """About how long it takes until all nodes have heard of a proposal, and of its outcome."""
 _CANNOT = (
-    "it is a ShardedIterableDataset, whose batches are made in other processes, or a pipeline stage"
-    " without columns"
+    "they do not change while it runs, since it is a ShardedIterableDataset, whose batches other"
+    " processes make, or a pipeline stage without columns. Stop the job, and edit its Mixture"
 )
 
 
@@ -70,9 +70,22 @@ class Following:
 
         return answer
 
-    def heard(self, verdict: MemberVerdict, reached: LedgerPosition, per_s: float) -> bool:
+    def is_new(self, proposal: MixProposal | None) -> bool:
+        """Whether an answer to this one is still to be given."""
+        had = self.promise
+        return proposal is not None and (had is None or had.request != proposal.request)
+
+    def heard(
+        self,
+        verdict: MemberVerdict,
+        reached: LedgerPosition | None,
+        per_s: float,
+        refusal: str = "",
+    ) -> bool:
         """What the coordinator says to a member that has reached this place, at so many samples of
-        all ranks a second. Returns whether it has made a promise, which others wait for.
+        all ranks a second. Returns whether it has made a promise, which others wait for. It makes
+        none before it has begun to read: it will begin at a place that nobody knows here. With a
+        `refusal`, it cannot read the weights that are proposed.
         """
         known = self.known_entry
         self.entries += [entry for entry in verdict.entries if entry.seq > known]
@@ -81,8 +94,13 @@ class Following:
         proposal, had = verdict.proposal, self.promise
         if proposal is None:
             self.promise = None
-        elif had is None or had.request != proposal.request:
-            self.promise = self._promised(proposal, max(self._handed, reached), per_s)
+        elif self.is_new(proposal):
+            self.promise = None
+            if not self._follows:
+                self.promise = MixPromise(proposal.request, self._handed, refusal=_CANNOT)
+            elif reached is not None:
+                at = max(self._handed, reached)
+                self.promise = self._promised(proposal, at, per_s, refusal)
         if self.promise is not had or verdict.entries:
             waiting, self._waiting = self._waiting, []
             for answer, request_id, slab in waiting:
@@ -90,11 +108,11 @@ class Following:
         return self.promise is not None and self.promise is not had
 
     def _promised(
-        self, proposal: MixProposal, handed: LedgerPosition, per_s: float
-    ) -> MixPromise:  # fmt: skip
+        self, proposal: MixProposal, handed: LedgerPosition, per_s: float, refusal: str
+    ) -> MixPromise:
         """Nothing is handed beyond the result that was not before."""
-        if not self._follows:
-            return MixPromise(proposal.request, handed, refusal=_CANNOT)
+        if refusal:
+            return MixPromise(proposal.request, handed, refusal=refusal)
         if proposal.at is not None:
             return MixPromise(proposal.request, max(handed, proposal.at), handed > proposal.at)
         batch = self._global_batch

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
-from dataplane.ledger import LedgerPosition
+from dataplane.node.changes import refusal_of
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
@@ -218,17 +218,19 @@ class Heartbeat:
                 self._end(member, error)
         elif verdict.error is not None:
             self._end(member, verdict.error)
-        elif member.following is not None and self._follow(member, verdict):
+        elif member.following is not None and await self._follow(member, verdict):
             self._jobs.joined.set()  # others wait for what it says
         elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
             self._end(member, self._missing(member, verdict))
 
-    def _follow(self, member: ServedMember, verdict: membership.MemberVerdict) -> bool:
+    async def _follow(self, member: ServedMember, verdict: membership.MemberVerdict) -> bool:
         """Other weights of a mixture may be on their way."""
-        assert member.following is not None
-        reached = LedgerPosition(member.epoch, member.cursor)
+        following, refusal = member.following, ""
+        assert following is not None
+        if verdict.proposal is not None and following.is_new(verdict.proposal):
+            refusal = await asyncio.to_thread(refusal_of, member, verdict.proposal)
         per_s = member.rate * member.request.topology.dp_size
-        return member.following.heard(verdict, reached, per_s)
+        return following.heard(verdict, member.place_reached, per_s, refusal)
 
     def _missing(self, member: ServedMember, verdict: membership.MemberVerdict) -> ConfigError:
         ranks, place = ", ".join(map(str, verdict.missing_dp_ranks)), member.request.topology

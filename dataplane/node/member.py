@@ -92,6 +92,11 @@ class ServedMember(Struct, eq=False):
         """Its id."""
         return self.request.member_id
 
+    @property
+    def place_reached(self) -> LedgerPosition | None:
+        """Where it reads; None if it has not begun."""
+        return None if self.began is None else LedgerPosition(self.epoch, self.cursor)
+
     def reached(self, epoch: int, cursor: int) -> None:
         """The samples that all ranks have consumed, as reported by its trainer. Never goes back."""
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))

@@ -65,8 +65,10 @@ class Streams:
         stream.send = send
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
+        member.seen = (0.0, 0, 0)  # the way to this place was not read
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)
-        begin = request.cursor + request.first_step * member.spec.global_batch
+        first_step = min(request.first_step, stream.walk.step_count)
+        begin = request.cursor + first_step * member.spec.global_batch
         member.mix, member.mix_from = at.mix, LedgerPosition(request.epoch, begin)
         # Not before: the order takes processor time that the first batch needs.
         stream.on_begun = partial(self._start, "next order", self._expect_next, member, stream)

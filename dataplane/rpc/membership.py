@@ -113,10 +113,14 @@ class JoinResponse(Struct, frozen=True):
 
 
 class MixProposal(Struct, frozen=True):
-    """Somebody wants other weights of a mixture: `at` a place, or as soon as possible."""
+    """Somebody wants other weights of a mixture: `at` a place, or as soon as possible. Each source
+    has one.
+    """
 
     request: str
     at: LedgerPosition | None = None
+    sources: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 class MixPromise(Struct, frozen=True):

@@ -137,7 +137,8 @@ class EpochReader:
         ):
             found = follow(session, self._asked[0], self.cursor)
             del self._asked[0]
-            self.change(found.position if found.epoch == self.epoch else None)
+            if found is not None:
+                self.change(found.position if found.epoch == self.epoch else None)
 
     def change(self, position: int | None) -> None:
         """The session has other weights of a mixture: from this position of the epoch on, None if

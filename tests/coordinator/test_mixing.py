@@ -35,11 +35,11 @@ SPEC = other(
     mixture=MixtureSpec((SourceSpec("web", "f", 1 << 31), SourceSpec("code", "g", 1 << 31)))
 )
 BATCH = SPEC.global_batch
+WEIGHTS = ("code", "web"), (0.75, 0.25)
 
 
 def mix(request: str = "r", step: int | None = None, epoch: int | None = None, **more: Any) -> Any:
-    sources, weights = ("code", "web"), (0.75, 0.25)
-    asked = MixAsked(request, sources, weights, step, epoch)
+    asked = MixAsked(request, *WEIGHTS, step, epoch)
     return ChangeRequest("j", "me@here", mix=structs.replace(asked, **more))
 
 
@@ -67,7 +67,7 @@ def test_1_the_place_is_the_furthest_that_a_member_has_promised(machine):
     asked = machine.ask(mix())
     assert (asked.entry, asked.is_running, asked.awaited_ranks) == (None, True, (0, 1))
     for rank in (0, 1):
-        assert say(machine, rank, 32).proposal == MixProposal("r")
+        assert say(machine, rank, 32).proposal == MixProposal("r", None, *WEIGHTS)
     assert say(machine, 0, 64, promise(320)).entries == ()
     assert machine.ask(mix()).awaited_ranks == (1,)
     verdict = say(machine, 1, 96, promise(160))
@@ -209,7 +209,7 @@ def test_a_job_that_nobody_reads_has_them_from_where_it_is(machine):
     ("promised", "why"),
     [
         (promise(64, is_late=True), "from step 4 of epoch 0 on, at the earliest"),
-        (promise(0, refusal="it is a stone"), "rank 1 of job 'j' cannot read other weights"),
+        (promise(0, refusal="it is a stone"), "rank 1 of job 'j' cannot read these weights: it is"),
         (None, "ranks 1 of job 'j' have not agreed to other weights within 60 s"),
     ],
 )
@@ -255,6 +255,7 @@ class Member:
         self.machine, self.rank, self.cursor = machine, rank, 0
         self.taken: list[tuple[int, int]] = []
         self.known = self.asked = 0
+        self.has_begun = True
         self.join()
 
     def join(self) -> None:
@@ -279,6 +280,7 @@ class Member:
 
     def take(self, steps: int) -> None:
         """Ask for a slab of so many steps, unless one is awaited."""
+        self.has_begun = True
         if self.asked:
             return
         self.asked, first = 1, (self.cursor - self.start) // BATCH
@@ -291,7 +293,7 @@ class Member:
             self.machine, self.rank, self.cursor, following.promise, following.known_entry
         )
         assert verdict.error is None
-        following.heard(verdict, LedgerPosition(0, self.cursor), per_s)
+        following.heard(verdict, LedgerPosition(0, self.cursor) if self.has_begun else None, per_s)
 
 
 @pytest.mark.parametrize("outcome", ["decided", "forgotten"])
@@ -316,6 +318,27 @@ def test_1_what_is_behind_a_promise_waits_for_the_outcome(machine, outcome):
     assert first.cursor == 3 * BATCH
 
 
+def test_2_who_has_not_begun_promises_nothing(machine):
+    """It may begin anywhere, such as where a state was taken."""
+    first, second = Member(machine, 0), Member(machine, 1)
+    machine.ask(mix())
+    second.has_begun, second.cursor = False, 50 * BATCH
+    for _ in range(3):
+        first.beat(0), second.beat(0)
+    assert machine.ask(mix()).awaited_ranks == (1,)
+    second.open()
+    second.take(1)
+    second.beat(0), second.beat(0)
+    assert machine.ask(mix()).entry.position.cursor == 51 * BATCH
+    machine.ask(mix("s"))
+    second.has_begun = False
+    for _ in range(61):
+        machine.wait(1)
+        first.beat(0), second.beat(0)
+    assert "ranks 1 of job 'j' have not agreed" in str(refused := machine.ask(mix("s")))
+    assert "they have not begun to read" in str(refused)
+
+
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 2), st.integers(1, 4)),
@@ -323,7 +346,7 @@ MOVES = st.lists(
         st.tuples(st.just("take"), st.integers(0, 2), st.integers(1, 4)),
         st.tuples(st.just("beat"), st.integers(0, 2), st.sampled_from([0, 7])),
         st.tuples(st.just("mix"), st.integers(0, 3), st.integers(-1, 12)),
-        st.tuples(st.sampled_from(["join", "restart"]), st.integers(0, 2), st.just(0)),
+        st.tuples(st.sampled_from(["join", "restart"]), st.integers(0, 2), st.sampled_from([0, 7])),
     ),
     max_size=60,
 )
@@ -346,6 +369,9 @@ def test_1_no_member_reads_beyond_a_place_before_it_knows_the_weights(moves):
             member.beat(number)
         else:
             member.join()
+            member.has_begun = number == 0
+    for member in members:
+        member.take(1)
     for _ in range(4):  # nobody waits for ever
         for member in members:
             member.beat(0)

@@ -198,6 +198,28 @@ def test_weights_behind_the_last_step_are_those_of_the_next_epoch_from_its_first
         assert {**saved(loader), "ledger": None} == {**ends[0], "ledger": None}
 
 
+def test_weights_with_which_no_epoch_can_be_planned_change_nothing(
+    folder: Path, command: Command
+) -> None:
+    least = weights({"web": 0, "code": 0, "math": 1})
+    epoch = {"exhausted": "stop", "length": 390}
+    why = "an epoch of 390 samples was asked for, but the sources have only 40 with these weights"
+    with ranks(folder, 2, "u", **epoch) as loaders:
+        passes = [iter(loader) for loader in loaders]
+        first = joined([[next(one)["id"].tolist()] for one in passes])
+        for at in ([], ["--at-step", "3"]):
+            said = command("mix", "u", *least, *at, status=2)
+            assert f"rank 0 of job 'u' cannot read these weights: {why}" in said
+        found = first + joined([[batch["id"].tolist() for batch in one] for one in passes])
+    wait_until_idle(command, "u")  # nobody is there to plan with them
+    command("mix", "u", *least, "--at-step", "2", "--epoch", "0")
+    for size in (1, 2):
+        with ranks(folder, size, "u", **epoch) as loaders:
+            with pytest.warns(UserWarning, match=f"job 'u' changes nothing: .*: {why}"):
+                assert joined([rows_of(loader) for loader in loaders]) == found
+            assert len(saved(loaders[0])["mixture"]["changes"]) == 1
+
+
 def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command: Command) -> None:
     with ranks(folder, 1, "m") as (loader,):
         next(iter(loader))
@@ -293,4 +315,4 @@ def test_what_cannot_be_changed_is_refused(folder: Path, command: Command) -> No
     with contextlib.closing(dataset):
         next(iter(dataset))
         said = command("mix", "torch", *weights(SECOND), status=2)
-        assert "rank 0 of job 'torch' cannot read other weights while it runs" in said
+        assert "rank 0 of job 'torch' cannot read these weights: they do not change" in said

@@ -218,12 +218,16 @@ class MemberVerdict(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class MixProposal(_message.Message):
-    __slots__ = ("request", "at")
+    __slots__ = ("request", "at", "sources", "weights")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     request: str
     at: _types_pb2.LedgerPosition
-    def __init__(self, request: _Optional[str] = ..., at: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request: _Optional[str] = ..., at: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., sources: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class MixPromise(_message.Message):
     __slots__ = ("request", "position", "is_late", "refusal")
