@@ -4,7 +4,7 @@ have read, and what it has to know before it reads on. No clock, no I/O.
 Invariants:
 1. A slab with positions behind other weights is handed only to streams that know these.
 2. From a promise on until its outcome is known, no slab with positions behind it is handed over.
-   Such slabs wait, and are handed over then, or released.
+   Such slabs wait, and are handed over then, or released. So no error ends the promise.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from dataplane.changes import NO_GAPS, Gaps, mix_of_entry
+from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.node.served import Send
 from dataplane.rpc.membership import MemberVerdict, MixPromise, MixProposal
@@ -19,6 +20,7 @@ from dataplane.rpc.messages import FromNodeBody, Slab, WeightsAsked
 
 AHEAD_S = 5.0
 """About how long it takes until all nodes have heard of a proposal, and of its outcome."""
+_CURSOR_MAX = (1 << 63) - 1
 _CANNOT = (
     "they do not change while it runs, since it is a ShardedIterableDataset, whose batches other"
     " processes make, or a pipeline stage without columns. Stop the job, and edit its Mixture"
@@ -41,6 +43,7 @@ class Following:
         self._global_batch, self._release, self._follows = global_batch, release, follows
         self._handed = LedgerPosition(0, 0)
         self._waiting: list[tuple[Send, int, Slab]] = []
+        self._waits_since: float | None = None
 
     @property
     def known_entry(self) -> int:
@@ -105,7 +108,24 @@ class Following:
             waiting, self._waiting = self._waiting, []
             for answer, request_id, slab in waiting:
                 answer(request_id, slab)
+        if not self._waiting:
+            self._waits_since = None
         return self.promise is not None and self.promise is not had
+
+    def is_overdue(self, now: float, patience_s: float) -> bool:
+        """Whether slabs have waited for so long, as far as this was asked since."""
+        if not self._waiting:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        return self._waits_since is not None and now - self._waits_since >= patience_s
+
+    def refuse(self, error: DataplaneError) -> None:
+        """Answer those that wait with this error."""
+        waiting, self._waiting = self._waiting, []
+        for answer, request_id, slab in waiting:
+            self._release(slab.slab_id)
+            answer(request_id, error)
 
     def _promised(
         self, proposal: MixProposal, handed: LedgerPosition, per_s: float, refusal: str
@@ -117,4 +137,5 @@ class Following:
             return MixPromise(proposal.request, max(handed, proposal.at), handed > proposal.at)
         batch = self._global_batch
         ahead = -(-(handed.cursor + int(per_s * AHEAD_S)) // batch) * batch
-        return MixPromise(proposal.request, LedgerPosition(handed.epoch, ahead))
+        cursor = max(handed.cursor, min(ahead, _CURSOR_MAX))
+        return MixPromise(proposal.request, LedgerPosition(handed.epoch, cursor))

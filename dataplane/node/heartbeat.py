@@ -21,6 +21,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
 from dataplane.node.member import ServedMember, progress_of
+from dataplane.node.stall import undecided
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
@@ -81,6 +82,7 @@ class Heartbeat:
         self._is_embedded = config.embedded
         self._stall_timeout_s = config.stall_timeout_s
         self._join_timeout_s = config.stall_timeout_s / 2
+        self._waits_s = config.task_timeout_s
         self._coordinator = config.coordinator
         self._registered = asyncio.Event()
         self._last_error = ""
@@ -151,6 +153,16 @@ class Heartbeat:
                 continue  # the client of the coordinator has logged it
             except DataplaneError as error:
                 self._trace.failed("heartbeat", error=error)
+
+    def look(self) -> None:
+        """Requests that wait for the coordinator get an error before their trainers give up; call
+        it about twice a second.
+        """
+        now, node_id = time.monotonic(), self._node.node_id
+        for member in list(self._jobs.members.values()):  # sending may find that a trainer is gone
+            if member.following is not None and member.following.is_overdue(now, self._waits_s):
+                error = undecided(self._waits_s, member.job_id, self._coordinator, node_id)
+                member.following.refuse(error)
 
     async def _due(self) -> None:
         """Wait for the next beat. After a join it comes at once, but not more often than joins of a

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from dataplane.errors import ConfigError
 from dataplane.rpc.messages import FromNodeBody, Slab
 from dataplane.scheduler.walk import Walk
 
@@ -13,14 +14,15 @@ Send = Callable[[int, FromNodeBody], None]
 
 
 class ServedStream(Struct, eq=False):
-    """`send` answers a request of its consumer. `on_begun` is called once, after its next slab was
-    sent. `on_planned` is called once, when its last step is planned; `is_planned` says that this
-    happened, `has_failed` that planning failed.
+    """`send` answers a request of its consumer, which was sent its steps before `steps_sent`.
+    `on_begun` is called once, after its next slab was sent. `on_planned` is called once, when its
+    last step is planned; `is_planned` says that this happened, `has_failed` that planning failed.
     """
 
     stream_id: int
     walk: Walk
     send: Send
+    steps_sent: int = 0
     on_begun: Callable[[], None] | None = None
     on_planned: Callable[[], None] | None = None
     is_planned: bool = False
@@ -30,9 +32,27 @@ class ServedStream(Struct, eq=False):
     def answer(self, request_id: int, body: FromNodeBody) -> None:
         """Answer a request of its consumer."""
         self.send(request_id, body)
-        if self.on_begun is not None and isinstance(body, Slab):
+        if not isinstance(body, Slab):
+            return
+        self.steps_sent = body.batches[-1].step + 1
+        if self.on_begun is not None:
             call, self.on_begun = self.on_begun, None
             call()
+
+    def check_consumed(self, cursor: int) -> None:
+        """Check what the consumer says that all ranks have consumed.
+
+        Raises:  ConfigError: more than it was sent.
+        """
+        walk, begin = self.walk, self.walk.stream
+        steps = max(begin.first_step, self.steps_sent)
+        end = walk.gaps.after(begin.cursor, steps * walk.global_batch)
+        if cursor > end:
+            raise ConfigError(
+                f"this trainer says that {cursor} samples of epoch {begin.epoch} are consumed, and"
+                f" was sent batches up to sample {end}: a trainer counts what it was given",
+                field="cursor",
+            )
 
     def tell_planned(self) -> None:
         """Call `on_planned` once, if its last step is planned."""

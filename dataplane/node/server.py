@@ -237,6 +237,7 @@ class TrainerConnection:
             raise ConfigError(f"stream {body.stream_id} is not open on this connection")
         if member.error is not None:
             raise member.error
+        stream.check_consumed(body.cursor)
         member.epoch = stream.walk.stream.epoch
         member.cursor, member.stall_s, member.bound = body.cursor, body.stall_s, body.bound
         self._server.engine.request(stream, request_id)
@@ -329,6 +330,7 @@ class NodeServer:
             while beating is not None and not self._is_done(stop):
                 self.door.look()
                 self.engine.tick()
+                self.heartbeat.look()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
                     self.draining = True

@@ -34,3 +34,16 @@ def stall_error(
         shard=shard,
         node=node_id,
     )
+
+
+def undecided(waited_s: float, job: str, coordinator: str, node_id: str) -> DataStallError:
+    """The error for a rank whose next batches may be of other weights of a mixture."""
+    return DataStallError(
+        f"no batch for {waited_s:.0f} s: the coordinator at {coordinator} has not said where the"
+        f" new weights of `dataplane mix {job}` begin, and the next batches may lie behind it"
+        f" (node {node_id}). If it does not answer, restart it; then resume the job",
+        stage="coordinator",
+        job=job,
+        coordinator=coordinator,
+        node=node_id,
+    )

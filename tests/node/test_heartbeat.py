@@ -11,10 +11,14 @@ from membership import join, node, progress
 
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.errors import LeaseFenced
+from dataplane.errors import DataStallError, LeaseFenced
+from dataplane.ledger import LedgerPosition
+from dataplane.model import Region
+from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.watchdog import Watchdog
-from dataplane.rpc.membership import HeartbeatRequest, MemberVerdict, NodeReads
+from dataplane.rpc.membership import HeartbeatRequest, MemberVerdict, MixProposal, NodeReads
+from dataplane.rpc.messages import Batch, Slab
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -68,6 +72,30 @@ def test_a_maker_that_ends_is_named_no_longer() -> None:
         await coordinator.close()
 
     asyncio.run(main())
+
+
+def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it() -> None:
+    found: list[Any] = []
+    following = Following((), 8, lambda _: None, follows=True)
+    verdict = MemberVerdict("m", proposal=MixProposal("r"))
+    assert following.heard(verdict, LedgerPosition(0, 0), 0.0)
+    slab = Slab(1, 1, Region(0, 0), (Batch(0, 8, 8),), b"")
+    following.sending(0, 0, 0, lambda number, body: found.append((number, body)))(7, slab)
+    jobs: Any = SimpleNamespace(members={"m": SimpleNamespace(following=following, job_id="j")})
+    engine: Any = None
+    trace = Trace("test")
+    config = replace(default_node_config(), coordinator="10.0.0.9:7077", stall_timeout_s=0.0)
+    beat = Heartbeat(
+        config, Coordinator(CoordinatorConfig("")), jobs, engine, "node", trace, Outages(),
+        Watchdog(trace), NodeReads,
+    )  # fmt: skip
+    beat.look()
+    ((number, error),) = found
+    assert (number, type(error)) == (7, DataStallError)
+    said = (
+        "the coordinator at 10.0.0.9:7077 has not said where the new weights of `dataplane mix j`"
+    )
+    assert said in str(error)
 
 
 def test_nodes_hear_soon_of_ranks_that_join_last_however_many_there_are() -> None:

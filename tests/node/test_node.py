@@ -59,6 +59,11 @@ def test_what_is_asked_out_of_turn_is_refused_and_the_connection_lives(
             trainer.call(messages.OpenStream("j", 0, 91))
         with pytest.raises(ConfigError, match="step_stride"):
             trainer.call(messages.OpenStream("j", 0, 0, 0, 0))
+        stream = trainer.call(messages.OpenStream("j", 0, 8, 2)).stream_id
+        for cursor in (17, (1 << 64) - 1):
+            with pytest.raises(ConfigError, match="was sent batches up to sample 16"):
+                trainer.call(messages.NextSlab(stream, cursor))
+        assert trainer.call(messages.NextSlab(stream, 16)).batches[0].step == 2
         assert len(trainer.batches()) == 23
 
 
@@ -86,7 +91,7 @@ def test_a_trainer_that_closes_is_not_lost_even_with_unread_messages(
     with Node(tmp_path, log_level="info") as node, Trainer(node) as trainer:
         trainer.open(arrow)
         stream = trainer.call(messages.OpenStream("j", 2, 0)).stream_id
-        trainer.ask(messages.NextSlab(stream, 4, 0.0))
+        trainer.ask(messages.NextSlab(stream, 0, 0.0))
         assert select.select([trainer.sock], [], [], 60)[0], "the answer lies there"
         trainer.tell(messages.CloseJob("j", 2, 8, at_exit=at_exit))
         trainer.close()

@@ -137,7 +137,7 @@ def test_the_scheduler_learns_the_next_order_once_the_first_batch_was_sent() -> 
         assert state.next_order is None
         stream.answer(1, messages.EndOfStream(stream.stream_id))
         assert stream.on_begun is not None
-        batch = messages.Slab(stream.stream_id, 1, Region(0, 1), (), b"")
+        batch = messages.Slab(stream.stream_id, 1, Region(0, 1), (messages.Batch(0, 8, 8),), b"")
         stream.answer(2, batch)
         stream.answer(3, batch)
         while state.next_order is None:  # noqa: ASYNC110
