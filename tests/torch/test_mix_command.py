@@ -218,6 +218,7 @@ def test_weights_with_which_no_epoch_can_be_planned_change_nothing(
             with pytest.warns(UserWarning, match=f"job 'u' changes nothing: .*: {why}"):
                 assert joined([rows_of(loader) for loader in loaders]) == found
             assert len(saved(loaders[0])["mixture"]["changes"]) == 1
+        wait_until_idle(command, "u")  # the next launch has the name of the first
 
 
 def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command: Command) -> None:
