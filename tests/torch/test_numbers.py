@@ -59,10 +59,15 @@ def test_a_dataset_for_torchs_loader_takes_them_too(fake, kind):
     dataset.close()
 
 
-@pytest.mark.parametrize("wrong", [True, np.True_, 8.0, np.float64(8), "8", None, -1, 0, 1 << 40])
+@pytest.mark.parametrize("wrong", [True, np.True_, 8.0, np.float64(8), "8", -1, 0, 1 << 40])
 def test_what_is_not_a_count_is_refused_with_its_name(wrong):
     with pytest.raises(ConfigError, match=r"batch_size=.*a whole number from 1"):
         DataLoader(URL, batch_size=wrong)
+
+
+def test_no_count_is_for_samples_that_are_batches_already():
+    with pytest.raises(ConfigError, match=r"batch_size=None: .*Pass the samples of a rank's batch"):
+        DataLoader(URL, batch_size=None)
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", -1])
