@@ -301,8 +301,8 @@ class View:
 
 
 class MixUnit(enum.StrEnum):
-    """What the weights of a mixture are shares of: its samples, their tokens, or its batches, each
-    of which is then of one source.
+    """What the weights of a mixture are shares of: its samples, their tokens, or its batches. A
+    batch then has samples of one source only.
     """
 
     SAMPLES = "samples"

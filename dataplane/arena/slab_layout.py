@@ -31,6 +31,8 @@ _Number = TypeVar("_Number", int, Ints)
 ALIGN_BYTES: Final = 64
 SIDE_BYTES: Final = 8
 """Of one length or offset."""
+SHAPE_BYTES: Final = 2 * SIDE_BYTES
+"""Of the rows and the width of one padded batch."""
 INDEX_BYTES: Final = 8
 """Of one row in the row index."""
 NUMBER_BYTES: Final = 4

@@ -76,7 +76,7 @@ class _Read(Struct, eq=False):
     began: float = math.inf
     """The request that is under way: to the neighbour, or to the store."""
     is_asking: bool = False
-    """Whether that is to the neighbour."""
+    """Whether the request under way is to the neighbour."""
     is_hedged: bool = False
     answer: Answer | None = None
     """The neighbour's, if it ends the first request."""

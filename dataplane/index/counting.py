@@ -47,7 +47,7 @@ _COUNTED_AT_ONCE = 16
 _trace = Trace("node")
 
 CountRows = Callable[[StoredShard, tasks.CountRows, int], Int64]
-"""Counts rows of blocks of a shard, of which the largest decodes to so many bytes."""
+"""Counts the rows of blocks of a shard. The largest of these blocks decodes to so many bytes."""
 
 
 class _Stretch(Struct, frozen=True):
@@ -247,7 +247,7 @@ class _Run:
 
 
 class _Preambles:
-    """Those of the last few shards in a store, each of which is read once for all stretches of its
+    """The preambles of the last few shards in a store. Each is read once for all stretches of its
     shard. Thread-safe.
     """
 

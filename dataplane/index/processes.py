@@ -102,8 +102,8 @@ class IndexProcesses:
         return _locally_first(shard, partial(self._index, format_, shard))
 
     def count(self, shard: StoredShard, order: tasks.CountRows, decoded_bytes: int) -> Int64:
-        """How many rows of each of these blocks, the largest of which decodes to this size, the
-        view has.
+        """How many rows the view has of each of these blocks. The largest of them decodes to this
+        size.
 
         Shapes:  result: int64[blocks].
         Raises:  as `index`.  ConfigError: a condition cannot be evaluated.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.arena.slab_layout import ALIGN_BYTES, SIDE_BYTES, row_bytes, row_index_bytes
+from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row_index_bytes
 from dataplane.config import JobSpec
 from dataplane.model import End, Kind, PackPolicy
 from dataplane.node.dataset import Dataset
@@ -18,8 +18,6 @@ _TOLD_BYTES_A_PIECE = 16
 _SPREAD = 1.25
 # Of the column that names the source of a sample.
 _SOURCE_BYTES = 4
-# Of the shape of a padded batch.
-_SHAPE_BYTES = 2 * SIDE_BYTES
 # Weight of image-like bytes in a stored sample, relative to text or lists.
 _BYTES_PARTS = 8
 
@@ -56,7 +54,7 @@ def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
     """Bytes of one sample in a slab: exact for images and packs, approximate for all else."""
     if (pack := spec.view.pack) is not None:
         columns = packed_columns(dataset.columns.specs, pack)
-        shapes = _SHAPE_BYTES * (pack.policy is PackPolicy.PAD)
+        shapes = SHAPE_BYTES * (pack.policy is PackPolicy.PAD)
         return sum(map(row_bytes, columns)) + shapes + _SOURCE_BYTES * (spec.mixture is not None), 0
     if not spec.transforms:
         return _SOURCE_BYTES * (spec.mixture is not None), dataset.row_bytes

@@ -74,9 +74,9 @@ def explain_mixture(
     assert isinstance(order, MixedOrder)
     count, batch = order.plan.sample_count, spec.global_batch
     steps = Slice(count, 0, batch, spec.end, 0, cluster.dp_size).step_count
-    sources = _sources(spec, manifests, cluster, order)
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
+    sources = _sources(spec, manifests, cluster, order, mixed.limits.tolist())
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -93,17 +93,19 @@ def explain_mixture(
 
 
 def _sources(
-    spec: JobSpec, manifests: Sequence[Manifest], cluster: Cluster, order: MixedOrder
+    spec: JobSpec,
+    manifests: Sequence[Manifest],
+    cluster: Cluster,
+    order: MixedOrder,
+    limits: Sequence[int],
 ) -> tuple[SourcePlan, ...]:
+    """`limits`: the most samples that an epoch may have of each source."""
     mixture, plan = spec.mixture, order.plan
     assert mixture is not None
-    limits = mixed_of(spec, [each.sample_count for each in manifests]).limits.tolist()
     total, found = sum(mixture.shares), []
     for at, (source, manifest) in enumerate(zip(mixture.sources, manifests, strict=True)):
-        samples, sizes = (
-            int(plan.counts[at]),
-            BlockSizes.of(manifest.block_rows, manifest.block_decoded),
-        )
+        samples = int(plan.counts[at])
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
         is_exhausted = limits[at] < SLOTS_MAX and limits[at] - samples < mixture.batch
         last = _last_position(order, at) if is_exhausted and samples else None
         found.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dataplane.errors import ConfigError
@@ -104,13 +104,15 @@ def pack_spec(given: object) -> PackSpec | None:
     )
 
 
-def balanced(pack: PackSpec | None, given: object, *, shuffle: bool, is_mixture: bool) -> bool:
-    """Whether this argument of a DataLoader asks for balanced packs.
+def balanced(
+    pack: PackSpec | None, given: object, *, shuffle: bool, is_mixture: bool
+) -> PackSpec | None:
+    """The packs of a job, balanced if this argument of a DataLoader asks for it.
 
     Raises:  ConfigError: it is not "cost", or this job cannot have it.
     """
     if given is None:
-        return False
+        return pack
     if given != "cost":
         raise _refused(given, 'pass "cost", or leave it out')
     if is_mixture:
@@ -119,7 +121,7 @@ def balanced(pack: PackSpec | None, given: object, *, shuffle: bool, is_mixture:
         raise _refused(given, f"only packs have such costs: pass {_EXAMPLE}, too")
     if not shuffle:
         raise _refused(given, "it is an order of packs: pass shuffle=True, too")
-    return True
+    return replace(pack, balanced=True)
 
 
 def _refused(given: object, advice: str) -> ConfigError:

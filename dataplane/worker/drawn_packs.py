@@ -17,9 +17,9 @@ from msgspec import Struct
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import PackPolicy, PackSpec
 from dataplane.plan.packs import PACK_BITS, Packs, documents_max
-from dataplane.transforms.packing import LABELS, LENGTHS
+from dataplane.transforms.packing import LENGTHS
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
-from dataplane.worker.pack_blocks import NO_LABEL, PackBlock, PackForm
+from dataplane.worker.pack_blocks import LABELS_KIND, NO_LABEL, TOKENS_KIND, PackBlock, PackForm
 from dataplane.worker.rows import NumpyRows
 
 Int32s = npt.NDArray[np.int32]
@@ -88,18 +88,17 @@ def write_packs(
     rows_index = np.stack([pieces.tables, pieces.rows], axis=1).astype(np.int32)
     rows = NumpyRows([block for block, _ in drawn.packs], rows_index)
     placed = _Placed.of(pieces, form.pack)
-    for at, (spec, out) in enumerate(zip(form.specs, columns, strict=True)):
-        if at > len(form.pack.carry) and spec.name != LABELS:
+    for at, (spec, output, out) in enumerate(zip(form.specs, form.outputs, columns, strict=True)):
+        kind, _, source, width, *_ = output
+        if kind not in (TOKENS_KIND, LABELS_KIND):
             _write_where(spec.name, spec.shape, pieces, placed, out.view(np.int32))
             continue
-        is_label = at > len(form.pack.carry)
-        source = form.column(form.pack.column if is_label else spec.name)
         starts, lengths = rows.spans(source)
         if (pieces.begins + pieces.lengths > lengths).any():
             raise RowOutOfBounds("a document is shorter than it was", row=0)
         starts = starts + pieces.begins
-        put, room, width = placed.put, placed.room, form.stored[source].value_bytes
-        if not is_label:
+        put, room = placed.put, placed.room
+        if kind == TOKENS_KIND:
             spans, padding = (starts, pieces.lengths), b"" if at else form.padding
             rows.runs(source, width, spans, put * width, room * width, out, padding)
             continue

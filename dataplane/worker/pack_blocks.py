@@ -30,7 +30,7 @@ _KEYS_KEPT = 2
 NO_LABEL = -100
 """The label of what has no next token, which PyTorch's losses ignore."""
 # As kernel.h numbers them.
-_TOKENS, _LABELS = 0, 1
+TOKENS_KIND, LABELS_KIND = 0, 1
 _KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5, LENGTHS: 6}
 
 
@@ -62,7 +62,7 @@ class PackForm(Struct, frozen=True):
         if is_copied:
             element = b"" if at else self.padding
             padding = int.from_bytes(element, "little", signed=len(element) == 8)
-        kind = _TOKENS if is_copied else _LABELS
+        kind = TOKENS_KIND if is_copied else LABELS_KIND
         return (kind, row_bytes(spec), source, dtype.itemsize, dtype.kind == "i", padding)
 
     @property

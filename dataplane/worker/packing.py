@@ -17,7 +17,7 @@ import pyarrow as pa
 from msgspec.structs import astuple, replace
 
 from dataplane.arena import slab_layout
-from dataplane.arena.slab_layout import ALIGN_BYTES, SIDE_BYTES, aligned, row_bytes
+from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, aligned, row_bytes
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec
 from dataplane.plan.packs import packing_of
@@ -30,8 +30,6 @@ from dataplane.worker.gather import Gathered
 from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import PackBlock, PackForm, document_lengths
 from dataplane.worker.rows import Open, rows_of
-
-_SHAPE_BYTES = 2 * SIDE_BYTES
 
 
 class PackGather:
@@ -135,7 +133,7 @@ def _padded_into(
     """
     if any(batch.rows > 1 for batch in batches):
         raise RowOutOfBounds("a batch has more than one padded batch", row=1)
-    shapes_bytes = ALIGN_BYTES + _SHAPE_BYTES * len(batches)
+    shapes_bytes = ALIGN_BYTES + SHAPE_BYTES * len(batches)
     shapes: list[Ints] = []
 
     def write_all(count: int, columns: Sequence[Bytes]) -> None:
@@ -157,7 +155,7 @@ def _padded_into(
     begin = aligned(made.bytes_used)
     end = begin + shape.nbytes
     np.frombuffer(slab[begin:end], np.int64)[:] = shape.reshape(-1)
-    sides = tuple(range(begin, end, _SHAPE_BYTES))
+    sides = tuple(range(begin, end, SHAPE_BYTES))
     rows, values = shape[:, 0].tolist(), shape.prod(axis=1).tolist()
     columns = tuple(
         Column(column.values, sides, tuple(rows if spec.name == LENGTHS else values))

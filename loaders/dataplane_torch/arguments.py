@@ -119,14 +119,13 @@ def job_of(given: Arguments) -> JobToOpen:
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
     view = _view(options)
-    balances = balanced(
+    pack = balanced(
         view.pack,
         options["balance"],
         shuffle=bool(given.shuffle),
         is_mixture=mixture is not None,
     )
-    if balances and view.pack is not None:
-        view = dataclasses.replace(view, pack=dataclasses.replace(view.pack, balanced=True))
+    view = dataclasses.replace(view, pack=pack)
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options)
     if given.timeout < 0:
         raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
