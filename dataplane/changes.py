@@ -4,8 +4,8 @@ weights of a mixture.
 1. Changes are entries of the job's ledger. A launch has those that were there when it began, so
    that all of its ranks have the same; other weights come into force while it reads, at a place
    that no rank has passed.
-2. A skip holds for one order of rows, and a tombstone for one layout of the dataset: they say
-   nothing about others.
+2. A skip holds for one order of rows, and a tombstone for one layout of the dataset and one view
+   of its rows: they say nothing about others.
 3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
 """
 
@@ -84,10 +84,21 @@ class Skip(Struct, frozen=True, order=True):
 
 
 class Tombstone(Struct, frozen=True, order=True):
-    """A row of a shard that was taken out; both count from 0."""
+    """A row of a shard of a source that was taken out; all count from 0. `of_view` is the row's
+    number among those of its block that the view of the job leaves; None if it leaves the first.
+    """
 
     shard: int
     row: int
+    source: int = 0
+    of_view: int | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """As ledgers have it: shard and row, and what else is not the default."""
+        if self.of_view is not None:
+            return [self.shard, self.row, self.source, self.of_view]
+        return [self.shard, self.row, *([self.source] if self.source else [])]
 
 
 class Changes(Struct, frozen=True):
@@ -114,7 +125,7 @@ class Changes(Struct, frozen=True):
         """
         if not self.tombstones:
             return digest
-        rows = canonical([[one.shard, one.row] for one in self.tombstones])
+        rows = canonical([one.numbers for one in self.tombstones])
         return hashlib.blake2b(f"{digest}:{rows}".encode(), digest_size=8).hexdigest()
 
     def job_digest(self, digest: str) -> str:
@@ -140,8 +151,23 @@ def order_key(spec: JobSpec, layout: str) -> str:
 
 
 def layout_of(spec: JobSpec, identity: DatasetIdentity | None) -> str:
-    """What tombstones hold for: shards, their order, and their blocks."""
+    """The shards of a dataset, their order, and their blocks."""
     return spec.fingerprint if identity is None else identity.layout
+
+
+def rows_layout(spec: JobSpec, layout: str) -> str:
+    """What tombstones hold for: the layout, the names of sources, and what chooses rows of blocks.
+    A limit may change: the rows before it keep their numbers.
+    """
+    sources = [("", spec.view)]
+    if spec.mixture is not None:
+        sources = [(source.name, source.view) for source in spec.mixture.sources]
+    rows = [
+        [name, view.where, view.sample, view.split_from, view.split_to] for name, view in sources
+    ]
+    if rows == [["", "", 0, 0, 0]]:
+        return layout
+    return hashlib.blake2b(f"{layout}:{canonical(rows)}".encode(), digest_size=16).hexdigest()
 
 
 def skip_payload(skip: Skip, spec: JobSpec, layout: str) -> str:
@@ -151,9 +177,12 @@ def skip_payload(skip: Skip, spec: JobSpec, layout: str) -> str:
     return canonical({**facts, "steps": f"{first}:{stop}", "global_batch": spec.global_batch})
 
 
-def tombstone_payload(rows: Iterable[Tombstone], layout: str) -> str:
+def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, layout: str) -> str:
     """The payload of an entry that takes these rows out."""
-    return canonical({"rows": [[one.shard, one.row] for one in rows], "layout": layout})
+    facts: dict[str, Any] = {"rows": [one.numbers for one in rows]}
+    if spec.mixture is not None:
+        facts["sources"] = [source.name for source in spec.mixture.sources]
+    return canonical({**facts, "layout": rows_layout(spec, layout)})
 
 
 def mix_payload(request: str, weights: dict[str, float], spec: JobSpec, layout: str) -> str:
@@ -207,7 +236,8 @@ def _holding(
     if not some:
         return ()
     key = order_key(spec, layout)
-    holds_for = {SKIP: ("order", key), MIX: ("order", key), TOMBSTONE: ("layout", layout)}
+    rows = rows_layout(spec, layout)
+    holds_for = {SKIP: ("order", key), MIX: ("order", key), TOMBSTONE: ("layout", rows)}
 
     def holds(entry: LedgerEntry) -> bool:
         name, value = holds_for[entry.kind]
@@ -265,7 +295,7 @@ def changes_of(entries: tuple[LedgerEntry, ...]) -> Changes:
             if entry.kind == SKIP:
                 skips.append(Skip(entry.position.epoch, int(facts["begin"]), int(facts["end"])))
             elif entry.kind == TOMBSTONE:
-                tombstones |= {Tombstone(int(shard), int(row)) for shard, row in facts["rows"]}
+                tombstones |= {Tombstone(*map(int, numbers)) for numbers in facts["rows"]}
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(entry) from error
     return Changes(tuple(sorted(skips)), tuple(sorted(tombstones)))

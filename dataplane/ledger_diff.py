@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from dataplane.changes import (
     Changes,
+    Tombstone,
     changes_of,
     in_force,
     last_change_of,
@@ -69,7 +70,7 @@ def ledger_differences(first: Ledger, second: Ledger) -> tuple[Difference, ...]:
         *_of_weights(first, second),
         *_of_batches(*both),
         *_of_skips(*both),
-        *_of_rows(*both),
+        *_of_rows(both, (first.spec, second.spec)),
     ]
     told = []
     for what, place, values in found:
@@ -186,15 +187,21 @@ def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _of_rows(first: Sequence[_Launch], second: Sequence[_Launch]) -> Iterator[_Found]:
-    rows = [[(launch.at, launch.changes.tombstones) for launch in one] for one in (first, second)]
+def _of_rows(both: Sequence[Sequence[_Launch]], specs: tuple[JobSpec, JobSpec]) -> Iterator[_Found]:
+    rows = [[(launch.at, launch.changes.tombstones) for launch in one] for one in both]
     at = _parting(*(_merged(one) for one in rows))
     if at is not None:
         shown = [
-            ", ".join(f"{one.shard}:{one.row}" for one in _launch_at(each, at).changes.tombstones)
-            for each in (first, second)
+            ", ".join(_row_named(row, spec) for row in _launch_at(each, at).changes.tombstones)
+            for each, spec in zip(both, specs, strict=True)
         ]
         yield "tombstone", at, (shown[0] or "no row", shown[1] or "no row")
+
+
+def _row_named(row: Tombstone, spec: JobSpec) -> str:
+    """As `dataplane tombstone` names it."""
+    source = "" if spec.mixture is None else f"{spec.mixture.sources[row.source].name}:"
+    return f"{source}{row.shard}:{row.row}"
 
 
 def _merged(found: Sequence[tuple[LedgerPosition, T]]) -> list[tuple[LedgerPosition, T]]:

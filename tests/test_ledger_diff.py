@@ -35,7 +35,7 @@ def ledger_of(events, spec=SPEC, dataset=SET, **more) -> Ledger:
                 payload, last_change = skip_payload(event, spec, dataset.layout), seq
             case Tombstone():
                 kind, last_change = "tombstone", seq
-                payload = tombstone_payload([event], dataset.layout)
+                payload = tombstone_payload([event], spec, dataset.layout)
             case (epoch, cursor, batch):
                 kind, at = "start", LedgerPosition(epoch, cursor)
                 payload = canonical({"global_batch": batch, "last_change": last_change})

@@ -10,11 +10,14 @@ import numpy as np
 from dataplane.changes import Changes, Tombstone, changes_at, changes_of, in_force, layout_of
 from dataplane.ledger import LedgerPosition
 from dataplane.plan.tombstones import Substitutes
-from dataplane.plan.trail import RowNames
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place, RowsFor
+
+    BlockNames = Callable[[int], int]
 
 _NOTHING = Changes()
 
@@ -23,8 +26,7 @@ class LeftOut:
     """Of one job."""
 
     def __init__(self, job: Traced) -> None:
-        self._spec, self._ledger = job.spec, job.ledger
-        self._manifest = job.sources[0].manifest
+        self._job, self._ledger = job, job.ledger
         self._substitutes = functools.lru_cache(maxsize=16)(self._made)
 
     def changes(self, epoch: int, position: int) -> Changes:
@@ -43,22 +45,19 @@ class LeftOut:
         """Which rows stand in the places of those that were taken out; None if none were."""
         return self._substitutes(changes.tombstones).of if changes.tombstones else None
 
-    def taken_rows(self, block: int) -> list[int]:
-        """The rows of a block that were taken out of it at any time."""
+    def taken_rows(self, block: int) -> tuple[int, ...]:
+        """The rows of a block, as the order numbers it, that were taken out of it at any time."""
         ledger = self._ledger
         if ledger is None:
-            return []
+            return ()
         entries = in_force(ledger.entries, ledger.spec, layout_of(ledger.spec, ledger.dataset))
-        gone = changes_of(entries).tombstones
-        names = RowNames(self._manifest) if gone else None
-        found = [names.block_of(one.shard, one.row) for one in gone if names is not None]
-        return [row for other, row in found if other == block]
+        return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
 
     def about(
-        self, epoch: int, place: Place, block: int, stood: int, row: int
+        self, epoch: int, place: Place, block: int, stood: int, row: int, names: BlockNames
     ) -> dict[str, object] | None:
-        """What is said of a row of a block at the place of another one, `stood`, or at its own;
-        None if it does not stand there.
+        """What is said of a row of a block, as the order numbers it, at the place of another one,
+        `stood`, or at its own; None if it does not stand there. `names` says what they are called.
         """
         changes = self.changes(epoch, place.position)
         rows_for, given = self.rows_for(changes), stood
@@ -69,12 +68,10 @@ class LeftOut:
         gaps = changes.gaps(epoch).ranges
         return {
             "is_skipped": any(begin <= place.position < end for begin, end in gaps),
-            "instead_of": None if stood == row else self._shard_row(block, stood),
-            "taken_out_for": None if given == row else self._shard_row(block, given),
+            "instead_of": None if stood == row else names(stood),
+            "taken_out_for": None if given == row else names(given),
         }
 
-    def _shard_row(self, block: int, row: int) -> int:
-        return int(RowNames(self._manifest).of(np.array([block]), np.array([row]))[1][0])
-
     def _made(self, tombstones: tuple[Tombstone, ...]) -> Substitutes:
-        return Substitutes(self._manifest, self._spec.seed, tombstones)
+        manifests = [source.manifest for source in self._job.sources]
+        return Substitutes(self._job.spec, manifests, tombstones)

@@ -17,8 +17,11 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.traced import live_ledger, of_ledger, split_row
+from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dataplane.changes import Tombstone
     from dataplane.commands.traced import Traced
 
@@ -31,14 +34,16 @@ if TYPE_CHECKING:
     required=True,
     multiple=True,
     metavar="SHARD:ROW",
-    help="The shard's number, url, or end of its url, and the row in it, from 0.",
+    help="The shard's number, url, or end of its url, and the row in it, from 0; of a mixture "
+    "SOURCE:SHARD:ROW.",
 )
 @click.option(
     "--data",
     "places",
     multiple=True,
     metavar="URL",
-    help="Where the dataset of the job is now, or its manifest.",
+    help="Where the dataset of the job is now, or its manifest; for a source of a mixture "
+    "NAME=URL.",
 )
 @click.option(
     "--dataset-moved",
@@ -61,19 +66,20 @@ def tombstone(
 ) -> None:  # fmt: skip
     """Take rows out of a job, from its next start on, such as those that must not be trained on.
 
-    Another row of the same block stands in the place of each, the same in all epochs and on all
-    ranks; no other row moves, and lengths and steps stay. `dataplane trace` and `where` name it. A
-    running job goes on as it is. The rows stay in their shards.
+    Another row of the same block, one that the job's view has, stands in the place of each, the
+    same in all epochs and on all ranks; no other row moves, and lengths and steps stay. `dataplane
+    trace` and `where` name it. A running job goes on as it is. The rows stay in their shards.
 
-    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept, and one
-    over all rows of one dataset, with or without a map.
+    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept. Its
+    samples are rows: those of packs cannot be taken out yet.
 
     \b
     Examples:
       dataplane tombstone pretrain-7 --row part-00017.parquet:4 --join head:7077
       dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
+      dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
-    from dataplane.changes import changes_of, in_force, layout_of
+    from dataplane.changes import changes_of, in_force, layout_of, rows_layout
     from dataplane.plan.tombstones import check_spec, check_tombstones
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
@@ -88,21 +94,55 @@ def tombstone(
         "dp_size": None,
     }
     traced = of_ledger(settings, asked, ledger)
-    rows = [_row(traced, name) for name in row_names]
+    rows = _rows(traced, row_names)
     gone = changes_of(in_force(ledger.entries, ledger.spec, layout)).tombstones
-    check_tombstones(ledger.spec, (traced.sources[0].manifest,), sorted({*gone, *rows}))
-    request = ChangeRequest(job, who(), tombstones=RowsTaken(tuple(rows), layout))
-    entry, answer = changed(settings, request)
+    manifests = [source.manifest for source in traced.sources]
+    check_tombstones(ledger.spec, manifests, sorted({*gone, *rows}))
+    taken = RowsTaken(tuple(rows), rows_layout(ledger.spec, layout))
+    entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
     count = output.counted(len(set(rows)), "row")
     what = f"{count} will be taken out: {', '.join(row_names)}"
     tell(job, what, entry, answer, as_json=as_json)
 
 
-def _row(job: Traced, name: str) -> Tombstone:
-    from dataplane.changes import Tombstone
-    from dataplane.plan.trail import RowNames, shard_named
+def _rows(job: Traced, names: Sequence[str]) -> list[Tombstone]:
+    """The rows with these names.
 
-    manifest, (shard_name, row) = job.sources[0].manifest, split_row(name)
-    shard = shard_named(manifest, shard_name)
-    RowNames(manifest).block_of(shard, row)
-    return Tombstone(shard, row)
+    Raises:  ConfigError: there is no such row, or it is not in the view of the job.
+    """
+    from dataplane.changes import Tombstone
+    from dataplane.commands.datasets import row_names
+    from dataplane.plan.trail import RowNames, shard_named
+    from dataplane.plan.views import filters
+
+    of_source: dict[int, RowNames] = {}
+    found = []
+    for name in names:
+        number, (shard_name, row) = _source(job, name)
+        source = job.sources[number]
+        if number not in of_source:
+            of_source[number] = row_names(source.of_rows, source.view)
+        shard = shard_named(source.manifest, shard_name)
+        _, of_view = of_source[number].block_of(shard, row)
+        chosen = of_view if filters(source.view) else None
+        found.append(Tombstone(shard, row, number, chosen))
+    return found
+
+
+def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
+    """The number of the source that a row's name begins with, and the rest of it.
+
+    Raises:  ConfigError: it does not begin with a source of the mixture, or is no SHARD:ROW.
+    """
+    if job.spec.mixture is None:
+        return 0, split_row(name)
+    sources = [source.name for source in job.sources]
+    named = [one for one in sources if name.startswith(f"{one}:")]
+    if not named:
+        raise ConfigError(
+            f"--row {name}: the job mixes {', '.join(sources)}; give SOURCE:SHARD:ROW, such as "
+            f"{sources[0]}:17:4",
+            field="row",
+        )
+    source = max(named, key=len)
+    return sources.index(source), split_row(name.removeprefix(f"{source}:"))

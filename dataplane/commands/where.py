@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dataplane.commands.traced import Traced
-    from dataplane.plan.trail import Place
+    from dataplane.plan.trail import Place, RowNames
 
 EPOCHS_MAX = 1000
 
@@ -66,12 +66,13 @@ def where(
     first, stop = _epochs(epochs, job)
     number, shard = _shard(job, source_name, shard_name)
     source = job.sources[number]
-    at = row_names(source.of_rows, source.view).block_of(shard, row)
+    names = row_names(source.of_rows, source.view)
+    at = names.block_of(shard, row)
     spans = range(first, stop), asked["cursor"]
     found = [
         {"epoch": epoch, **msgspec.structs.asdict(place), "seen": _seen(job, epoch, place, more),
          **more}
-        for epoch, place, more in _changed(job, number, at, *spans)
+        for epoch, place, more in _changed(job, number, at, names, *spans)
     ]  # fmt: skip
     if as_json:
         output.write_json(found)
@@ -123,18 +124,24 @@ def _about(found: Mapping[str, Any]) -> str:
 
 
 def _changed(
-    job: Traced, source: int, at: tuple[int, int], epochs: range, cursor: int
+    job: Traced, source: int, at: tuple[int, int], names: RowNames, epochs: range, cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
     """As `_places`, with what is left out of the job, and where the row stands for others that were
     taken out.
     """
+    import numpy as np
+
     from dataplane.commands.left_out import LeftOut
 
+    def name(row: int) -> int:
+        return int(names.of(np.array([block]), np.array([row]))[1][0])
+
     left_out, (block, row) = LeftOut(job), at
-    others = [] if job.is_packed else left_out.taken_rows(block)
+    number = int(job.first_blocks[source]) + block
+    others = () if job.is_packed else left_out.taken_rows(number)
     rows = list(dict.fromkeys((row, *others)))
     for epoch, stood, place, more in _places(job, source, block, rows, epochs, cursor):
-        about = left_out.about(epoch, place, block, stood, row)
+        about = left_out.about(epoch, place, number, stood, row, name)
         if about is not None:
             yield epoch, place, {**about, **more}
 

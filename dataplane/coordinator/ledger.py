@@ -25,6 +25,7 @@ from dataplane.changes import (
     layout_of,
     mix_payload,
     mixes_in_force,
+    rows_layout,
     skip_payload,
     tombstone_payload,
     weights_entry,
@@ -143,8 +144,9 @@ class JobLedger:
         if len(in_force(taken, job.spec, layout)) < len(taken):
             raise ConfigError(
                 f"job {job.job_id!r} reads another dataset than the one of which rows were taken "
-                "out (`dataplane ledger show`): other shards, sizes or blocks. Start it under "
-                "another name, and take out the rows of this dataset",
+                "out (`dataplane ledger show`), or another view of it: other shards, sizes, blocks,"
+                " sources, or where=, sample= or split=. Start it under another name, and take out "
+                "the rows of this dataset",
                 job=job.job_id,
             )
 
@@ -164,7 +166,7 @@ class JobLedger:
             at = LedgerPosition(skip.epoch, skip.begin)
         elif asked.tombstones is not None and asked.skip is None:
             rows = self._taken(job, asked.tombstones, layout)
-            kind, payload = TOMBSTONE, tombstone_payload(rows, layout)
+            kind, payload = TOMBSTONE, tombstone_payload(rows, job.spec, layout)
             at = LedgerPosition(job.epoch, job.cursor)
         else:
             raise ConfigError("ask for one change: steps, rows or weights", field="skip")
@@ -185,10 +187,11 @@ class JobLedger:
 
         Raises:  ConfigError: too many, or of another dataset.
         """
-        if asked.layout != layout:
+        if asked.layout != rows_layout(job.spec, layout):
             raise ConfigError(
-                f"the rows to take out are of another dataset than that of job {job.job_id!r}: "
-                "other shards, sizes or blocks. Pass its place with --data",
+                f"the rows to take out are of another dataset than that of job {job.job_id!r}, or "
+                "of another view: other shards, sizes or blocks, or another launch has begun "
+                "meanwhile. Pass its place with --data, or repeat the command",
                 field="data",
             )
         gone = changes_of(in_force(self.entries, job.spec, layout)).tombstones

@@ -90,7 +90,7 @@ def delivered_order(
     order = job_order(spec, manifests, epoch)
     if not tombstones:
         return order
-    return TombstonedOrder(order, Substitutes(manifests[0], spec.seed, tombstones))
+    return TombstonedOrder(order, Substitutes(spec, manifests, tombstones))
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:

@@ -1,7 +1,7 @@
 """Rows that were taken out of a job, and the rows that stand in their places.
 
-1. A position whose row was taken out gives a live row of the same block, so that no other position
-   changes and no other block is read. docs/order.md specifies which.
+1. A position whose row was taken out gives a live row of the same block, one that the job's view
+   has, so that no other position changes and no other block is read. docs/order.md specifies which.
 2. Which row that is depends on the seed, the shard, the row, and what else is taken out of the
    block; not on the epoch, nor on ranks.
 """
@@ -18,58 +18,79 @@ from dataplane.errors import ConfigError
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
+from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.permute import GAMMA, Domain, key, mix
 from dataplane.plan.shards import starts_of
 from dataplane.plan.trail import RowNames
+from dataplane.plan.views import filters
 from dataplane.plan.windows import Int64
 
 _WORD = (1 << 64) - 1
+_ROW_BITS = 32
 
 
 class Substitutes:
-    """The rows that were taken out of a dataset, and which rows stand for them."""
+    """The rows that were taken out of the datasets of a job, and which rows stand for them. Blocks
+    are numbered as the job's order numbers them.
+    """
 
-    def __init__(self, manifest: Manifest, seed: int, tombstones: Sequence[Tombstone]) -> None:
+    def __init__(
+        self, spec: JobSpec, manifests: Sequence[Manifest], tombstones: Sequence[Tombstone]
+    ) -> None:
         """Raises:  ConfigError: there is no such row, or a block has no row left."""
-        names, gone = RowNames(manifest), dict[int, dict[int, Tombstone]]()
+        sources, first = _sources(spec), starts_of([each.block_count for each in manifests])
+        names = {source: RowNames(manifests[source]) for source in _used(tombstones, manifests)}
+        gone = dict[tuple[int, int], dict[int, Tombstone]]()
         for one in tombstones:
-            block, row = names.block_of(one.shard, one.row)
-            gone.setdefault(block, {})[row] = one
-        self._starts = starts_of(manifest.block_rows)
+            if one.of_view is None and filters(sources[one.source][0]):
+                raise _without_number(one)
+            found = names[one.source].find(one.shard, one.row, one.of_view)
+            if found is not None:  # otherwise a limit has left it out
+                gone.setdefault((one.source, found[0]), {})[found[1]] = one
+        self.gone: dict[int, tuple[int, ...]] = {}
+        """The rows of each block that were taken out of it, if any were."""
         places: list[tuple[int, int]] = []
-        for block, rows in gone.items():
-            count = int(manifest.block_rows[block])
+        for (source, block), rows in gone.items():
+            manifest, number = manifests[source], int(first[source]) + block
+            count = int(row_counts(manifest)[block])
             if len(rows) == count:
-                raise _block_is_gone(manifest, rows)
+                raise _block_is_gone(manifest, rows, is_whole=manifest.whole is None)
+            self.gone[number] = tuple(sorted(rows))
             for row, one in rows.items():
-                other = substitute(seed, one, count, rows)
-                places.append((int(self._starts[block]) + row, other))
-        self._samples, self._rows = np.array(sorted(places), np.int64).reshape(-1, 2).T
+                keyed = substitute_key(sources[source][1], one.shard, one.row)
+                places.append((number << _ROW_BITS | row, substitute(keyed, count, rows)))
+        self._places, self._rows = np.array(sorted(places), np.int64).reshape(-1, 2).T
 
     def of(self, blocks: Int64, rows: Int64) -> Int64:
         """The rows that stand in the places of these.
 
         Shapes:  blocks, rows, result: int64[n].
         """
-        samples = self._starts[blocks] + rows
-        at = np.minimum(self._samples.searchsorted(samples), len(self._samples) - 1)
-        return np.where(self._samples[at] == samples, self._rows[at], rows)
+        if not len(self._places):
+            return rows
+        places = blocks << _ROW_BITS | rows
+        at = np.minimum(self._places.searchsorted(places), len(self._places) - 1)
+        return np.where(self._places[at] == places, self._rows[at], rows)
 
 
-def substitute(seed: int, gone: Tombstone, row_count: int, all_gone: Container[int]) -> int:
-    """The row of a block of so many that stands for a row that was taken out of it, as others were:
-    `all_gone` contains their numbers. It must leave a row.
+def substitute_key(seed: int, shard: int, row: int) -> int:
+    """With which key a row of a shard of a dataset that has this seed is replaced."""
+    return int(key(seed, Domain.TOMBSTONE, shard, row))
+
+
+def substitute(keyed: int, row_count: int, gone: Container[int]) -> int:
+    """The row of a block of so many that stands for a row that was taken out of it, with this key.
+    `gone` contains all rows of the block that cannot: it must leave one.
     """
-    keyed = int(key(seed, Domain.TOMBSTONE, gone.shard, gone.row))
     while True:
         row = mix(keyed) % row_count
-        if row not in all_gone:
+        if row not in gone:
             return row
         keyed = (keyed + GAMMA) & _WORD
 
 
 class TombstonedOrder:
-    """An order of a dataset from which rows were taken out."""
+    """An order of samples out of which rows were taken."""
 
     def __init__(self, order: SampleOrder, substitutes: Substitutes) -> None:
         self._order, self._substitutes = order, substitutes
@@ -98,7 +119,7 @@ def check_tombstones(
     """
     if tombstones:
         check_spec(spec)
-        Substitutes(manifests[0], spec.seed, tombstones)
+        Substitutes(spec, manifests, tombstones)
 
 
 def check_spec(spec: JobSpec) -> None:
@@ -106,29 +127,52 @@ def check_spec(spec: JobSpec) -> None:
 
     Raises:  ConfigError: says why they cannot, and what to do.
     """
-    what = ""
-    if spec.mixture is not None:
-        what = "a mixture"
-    elif spec.view.pack is not None:
-        what = "packs"
-    elif spec.view != View(map=spec.view.map, collate=spec.view.collate):
-        what = "a view of the rows"
-    if what:
+    if spec.view.pack is not None or any(view.pack is not None for view, _ in _sources(spec)):
         raise ConfigError(
-            "`dataplane tombstone` takes rows out of jobs over all rows of one dataset, and this "
-            f"one has {what}: leave the rows out with where= on a column that names them, or write "
+            "`dataplane tombstone` takes rows out of jobs whose samples are rows, and those of this"
+            " one are packs: leave the rows out with where= on a column that names them, or write "
             "their shards anew. If rows were taken out of it before, start it under another name",
             field="tombstones",
         )
 
 
-def _block_is_gone(manifest: Manifest, rows: dict[int, Tombstone]) -> ConfigError:
+def _sources(spec: JobSpec) -> list[tuple[View, int]]:
+    """The view and the seed of each dataset of a job."""
+    if spec.mixture is None:
+        return [(spec.view, spec.seed)]
+    views = [source.view for source in spec.mixture.sources]
+    return [(view, key(spec.seed, Domain.SOURCE, at)) for at, view in enumerate(views)]
+
+
+def _used(tombstones: Sequence[Tombstone], manifests: Sequence[Manifest]) -> list[int]:
+    """The sources of these rows.
+
+    Raises:  ConfigError: there is no such source.
+    """
+    found = sorted({one.source for one in tombstones})
+    if found and not 0 <= found[0] <= found[-1] < len(manifests):
+        raise ConfigError(f"there is no source {found[-1]}: the job has {len(manifests)}")
+    return found
+
+
+def _without_number(one: Tombstone) -> ConfigError:
+    return ConfigError(
+        f"row {one.row} of shard {one.shard} was taken out, and the ledger does not say which row "
+        "of the job's view it is: `dataplane ledger verify` checks the ledger"
+    )
+
+
+def _block_is_gone(
+    manifest: Manifest, rows: dict[int, Tombstone], *, is_whole: bool
+) -> ConfigError:
     one = next(iter(rows.values()))
     url = manifest.shards.urls[one.shard]
     first, last = min(each.row for each in rows.values()), max(each.row for each in rows.values())
+    what = f"rows {first} to {last} of {url}, a whole block,"
+    if not is_whole:
+        what = f"all rows that the view has of a block of {url}, between rows {first} and {last},"
     return ConfigError(
-        f"rows {first} to {last} of {url}, a whole block, would be taken out, and no row of it is "
-        "left to stand for them: leave them out with where= on a column that names them, or write "
-        "the shard anew",
+        f"{what} would be taken out, and no row of it is left to stand for them: leave them out "
+        "with where= on a column that names them, or write the shard anew",
         shard=url,
     )

@@ -21,6 +21,7 @@ from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder, TracedOrder
+from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.shards import starts_of
 from dataplane.plan.slices import Slice
 
@@ -106,6 +107,18 @@ class RowNames:
 
         Raises:  ConfigError: there is no such shard or row, or it is not in the view.
         """
+        found = self.find(shard, row)
+        if found is None:
+            url = self._manifest.shards.urls[shard]
+            raise ConfigError(f"row {row} of {url} is not in the view of this job", shard=url)
+        return found
+
+    def find(self, shard: int, row: int, of_view: int | None = None) -> tuple[int, int] | None:
+        """As `block_of`; None if it is not in the view. `of_view` is its row in the block, if that
+        is known already.
+
+        Raises:  ConfigError: there is no such shard or row.
+        """
         count = len(self._manifest.shards)
         if not 0 <= shard < count:
             raise ConfigError(f"there is no shard {shard}: they run from 0 to {count - 1}")
@@ -114,12 +127,9 @@ class RowNames:
             raise ConfigError(f"{url} has no row {row}: it has {rows}, counted from 0", shard=url)
         sample = int(self._starts[self._manifest.shards.block_starts[shard]]) + row
         block = int(self._starts.searchsorted(sample, side="right")) - 1
-        found = self._in_view(block, sample - int(self._starts[block]))
-        if found is None:
-            raise ConfigError(f"row {row} of {url} is not in the view of this job", shard=url)
-        return found
+        return self._in_view(block, sample - int(self._starts[block]), of_view)
 
-    def _in_view(self, block: int, row: int) -> tuple[int, int] | None:
+    def _in_view(self, block: int, row: int, of_view: int | None) -> tuple[int, int] | None:
         """The same row of the same block, as the view counts them; None if it has not got it."""
         kept = self._of_view.kept
         if kept is not None:
@@ -127,13 +137,15 @@ class RowNames:
             if at == len(kept) or kept[at] != block:
                 return None
             block = at
-        if self._rows_left is not None:
+        if of_view is not None:
+            row = of_view
+        elif self._rows_left is not None:
             left = self._rows_left(block)
             at = int(left.searchsorted(row))
             if at == len(left) or left[at] != row:
                 return None
             row = at
-        return (block, row) if row < self._of_view.block_rows[block] else None
+        return (block, row) if row < row_counts(self._of_view)[block] else None
 
 
 def shard_named(manifest: Manifest, name: str) -> int:
@@ -171,7 +183,7 @@ def rows_of_step(
 ) -> StepRows:
     """The global batch of a step, and the rank that gets each of its rows. `names` are those of
     each source. `gaps` are skipped, and `rows_for` gives the rows that stand for those that were
-    taken out, if any were; then there is one source.
+    taken out, if any were.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
@@ -184,9 +196,9 @@ def rows_of_step(
     blocks, rows = order.locate(positions % count)
     first = starts_of([each.block_count for each in names])
     sources = first.searchsorted(blocks, side="right") - 1
+    stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
     blocks = blocks - first[sources]
     shards, shard_rows, taken = (np.empty_like(blocks) for _ in range(3))
-    stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
     for at in np.unique(sources).tolist():
         own = sources == at
         shards[own], shard_rows[own] = names[at].of(blocks[own], rows[own])

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 
-from dataplane.changes import Changes, Gaps, Skip, Tombstone
+from dataplane.changes import Changes, Gaps, Skip, Tombstone, rows_layout
 from dataplane.client.digest import RowsDigest
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.model import End, Stream, View
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.model import End, Exhausted, PackSpec, Stream, View
 from dataplane.plan.orders import delivered_order, job_order
 from dataplane.plan.slices import Slice
-from dataplane.plan.tombstones import check_tombstones, substitute
-from dataplane.plan.trail import RowNames
+from dataplane.plan.tombstones import check_tombstones, substitute, substitute_key
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 modest = settings(max_examples=150)
@@ -119,54 +119,75 @@ def test_a_walk_plans_exactly_the_steps_that_are_not_skipped(epoch, size, most):
 
 
 @st.composite
-def taken(draw):
+def datasets(draw):
+    """A manifest, its view, and (shard, row in the shard, number in the view) of the rows of each
+    of its blocks.
+    """
     shard_blocks = draw(shards)
-    manifest = manifest_of(shard_blocks)
-    names = RowNames(manifest)
-    rows = [
-        Tombstone(shard, row)
-        for shard in range(len(shard_blocks))
-        for row in range(names.row_count(shard))
-    ]
-    some = draw(st.sets(st.sampled_from(rows)))
-    by_block: dict[int, list[Tombstone]] = {}
-    for one in sorted(some):
-        by_block.setdefault(names.block_of(one.shard, one.row)[0], []).append(one)
-    for block, gone in by_block.items():
-        if len(gone) == manifest.block_rows[block]:
-            some.discard(gone[draw(st.integers(0, len(gone) - 1))])
+    whole = manifest_of(shard_blocks)
+    is_chosen, blocks = draw(st.booleans()), []
+    for shard, counts in enumerate(shard_blocks):
+        for at, count in enumerate(counts):
+            first = sum(counts[:at])
+            left = sorted(draw(st.sets(st.integers(0, count - 1)))) if is_chosen else range(count)
+            numbered = enumerate(left) if is_chosen else ((None, row) for row in left)
+            blocks.append([(shard, first + row, number) for number, row in numbered])
+    if not is_chosen or not any(blocks):
+        whole_blocks = blocks if not is_chosen else [
+            [(shard, sum(counts[:at]) + row, None) for row in range(count)]
+            for shard, counts in enumerate(shard_blocks) for at, count in enumerate(counts)
+        ]  # fmt: skip
+        return whole, View(map="m:f"), whole_blocks
+    view = View(where="x > 0", map="m:f")
+    return whole.viewed(np.array([len(rows) for rows in blocks])), view, list(filter(None, blocks))
+
+
+@st.composite
+def taken(draw):
+    """A job over a dataset, or a mixture, the rows that are taken out, and those of each block."""
+    found = [draw(datasets()) for _ in range(draw(st.integers(1, 3)))]
+    gone, blocks = [], []
+    for source, (_, _, rows_of_blocks) in enumerate(found):
+        for rows in rows_of_blocks:
+            some = draw(st.sets(st.sampled_from(rows), max_size=len(rows) - 1)) if rows else set()
+            gone += [Tombstone(shard, row, source, number) for shard, row, number in some]
+            blocks.append((source, [row in some for row in rows], rows))
+    manifests, views, _ = zip(*found, strict=True)
+    window, ramp = draw(st.integers(1, 30)), draw(st.integers(0, 2))
+    mixture = None
+    if len(found) > 1:
+        sources = tuple(
+            SourceSpec(f"s{at}", "f", draw(st.integers(1, 9)), 1, window, ramp, view)
+            for at, view in enumerate(views)
+        )
+        mixture = MixtureSpec(sources, Exhausted.RENORMALISE)
     spec = JobSpec(
-        "f", draw(st.integers(0, 2**64 - 1)), draw(st.booleans()), draw(st.integers(1, 4)),
-        draw(st.integers(1, 30)), 8, ramp=draw(st.integers(0, 2)),
+        "f", draw(st.integers(0, 2**64 - 1)), draw(st.booleans()), draw(st.integers(1, 4)), window,
+        8, ramp=ramp, view=views[0] if mixture is None else View(), mixture=mixture,
     )  # fmt: skip
-    return manifest, spec, draw(st.integers(0, 2)), tuple(sorted(some))
+    return manifests, spec, draw(st.integers(0, 2)), tuple(sorted(gone)), blocks
 
 
 @modest
 @given(taken())
 def test_only_positions_of_rows_that_were_taken_out_change_and_stay_in_their_block(found):
-    manifest, spec, epoch, tombstones = found
-    names = RowNames(manifest)
-    plainly = job_order(spec, (manifest,), epoch)
-    order = delivered_order(spec, (manifest,), epoch, tombstones)
+    manifests, spec, epoch, tombstones, blocks = found
+    plainly = job_order(spec, manifests, epoch)
+    order = delivered_order(spec, manifests, epoch, tombstones)
     positions = np.arange(plainly.sample_count)
     assert order.sample_count == plainly.sample_count
-    gone = {}
-    for one in tombstones:
-        block, row = names.block_of(one.shard, one.row)
-        gone.setdefault(block, {})[row] = one
-    blocks, rows = plainly.locate(positions)
     expected = []
-    for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
-        one, count = gone.get(block, {}).get(row), int(manifest.block_rows[block])
-        given_row = row
-        if one is not None:
-            given_row = plain.substitute(spec.seed, one.shard, one.row, count, gone[block])
+    for block, row in zip(*(each.tolist() for each in plainly.locate(positions)), strict=True):
+        source, is_gone, rows = blocks[block]
+        gone, given_row = [at for at, one in enumerate(is_gone) if one], row
+        if is_gone[row]:
+            seed = spec.seed if spec.mixture is None else plain.key(spec.seed, plain.SOURCE, source)
+            given_row = plain.substitute(seed, *rows[row][:2], len(rows), gone)
         expected.append((block, given_row))
     given_blocks, given_rows = order.locate(positions)
     assert list(zip(given_blocks.tolist(), given_rows.tolist(), strict=True)) == expected
-    assert not any(row in gone.get(block, ()) for block, row in expected)
-    every = np.arange(manifest.block_count)
+    assert not any(blocks[block][1][row] for block, row in expected)
+    every = np.arange(len(blocks))
     for mine, others in zip(order.block_span(every), plainly.block_span(every), strict=True):
         assert mine.tolist() == others.tolist()
 
@@ -174,21 +195,54 @@ def test_only_positions_of_rows_that_were_taken_out_change_and_stay_in_their_blo
 def test_substitutes_are_the_golden_ones():
     for (seed, shard, row, count, *gone), expected in golden.SUBSTITUTES.items():
         assert plain.substitute(seed, shard, row, count, gone) == expected
-        assert substitute(seed, Tombstone(shard, row), count, gone) == expected
+        assert substitute(substitute_key(seed, shard, row), count, gone) == expected
 
 
-def test_a_block_keeps_a_row_and_views_keep_theirs():
+def test_a_block_keeps_a_row_and_packs_keep_theirs():
     manifest, spec = manifest_of([[3], [4, 2]]), JobSpec("f")
     rows = tuple(Tombstone(1, row) for row in (4, 5))
     with pytest.raises(ConfigError, match=r"rows 4 to 5 of mem://part-1, a whole block"):
         check_tombstones(spec, (manifest,), rows)
     with pytest.raises(ConfigError, match=r"mem://part-1 has no row 6"):
         check_tombstones(spec, (manifest,), (Tombstone(1, 6),))
+    with pytest.raises(ConfigError, match="there is no source 1"):
+        check_tombstones(spec, (manifest,), (Tombstone(1, 3, 1),))
     check_tombstones(spec, (manifest,), rows[:1])
-    check_tombstones(JobSpec("f", view=View(map="m:f", collate="m:g")), (manifest,), rows[:1])
-    with pytest.raises(ConfigError, match="a view of the rows"):
-        check_tombstones(JobSpec("f", view=View(limit=3)), (manifest,), rows[:1])
-    check_tombstones(JobSpec("f", view=View(limit=3)), (manifest,), ())
+    packed = JobSpec("f", view=View(pack=PackSpec("tokens", 8)))
+    with pytest.raises(ConfigError, match="those of this one are packs"):
+        check_tombstones(packed, (manifest,), rows[:1])
+    check_tombstones(packed, (manifest,), ())
+
+
+def test_rows_that_a_view_does_not_have_need_no_other_row():
+    whole, rows = manifest_of([[3], [4, 2]]), tuple(Tombstone(1, row) for row in (1, 3, 4))
+    limited, spec = whole.viewed(np.array([3, 3, 0])), JobSpec("f", view=View(limit=6))
+    order = delivered_order(spec, (limited,), 0, rows)
+    blocks, found = order.locate(np.arange(6))
+    assert blocks.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.tolist() in ([0, 1, 2, 0, 0, 2], [0, 1, 2, 0, 2, 2])
+    chosen = JobSpec("f", view=View(where="x > 0"))
+    with pytest.raises(ConfigError, match="row 1 of shard 1 was taken out, and the ledger does"):
+        check_tombstones(chosen, (limited,), rows)
+    numbered = tuple(Tombstone(1, row, 0, row) for row in range(3))
+    with pytest.raises(ConfigError, match="all rows that the view has of a block of mem://part-1"):
+        check_tombstones(chosen, (limited,), numbered)
+
+
+def test_tombstones_hold_for_one_view_and_one_list_of_sources_whatever_the_limit():
+    def key_of(view=View(), *names):  # noqa: B008 - it is frozen
+        sources = tuple(SourceSpec(name, "f", 1, view=view) for name in names)
+        mixture = MixtureSpec(sources) if names else None
+        return rows_layout(JobSpec("f", view=view, mixture=mixture), "layout")
+
+    where = View(where="x > 0")
+    assert key_of() == key_of(View(limit=3, map="m:f")) == "layout"
+    assert key_of(where) == key_of(View(where="x > 0", limit=9))
+    keys = [
+        key_of(), key_of(where), key_of(View(sample=9)), key_of(View(split_to=9)), key_of(View(), "a"),
+        key_of(View(), "a", "b"), key_of(View(), "b", "a"), key_of(where, "a", "b"),
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
 
 
 def test_ranges_that_touch_or_overlap_are_one_and_other_epochs_have_none():

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 from fleet import Run, Service
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -66,7 +66,7 @@ def command(service: Service, capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @contextlib.contextmanager
-def ranks(url: str, size: int = 1, state: Any = None, **more: Any) -> Iterator[list[Any]]:
+def ranks(url: Any, size: int = 1, state: Any = None, **more: Any) -> Iterator[list[Any]]:
     """The loaders of all ranks of one launch."""
     with contextlib.ExitStack() as stack:
         made = []
@@ -87,14 +87,14 @@ def joined(passes: Sequence[Ids]) -> Ids:
     ]
 
 
-def read(url: str, size: int = 1, state: Any = None, **more: Any) -> tuple[Ids, list[Any]]:
+def read(url: Any, size: int = 1, state: Any = None, **more: Any) -> tuple[Ids, list[Any]]:
     """The global batches of a pass, and the states of all ranks after it."""
     with ranks(url, size, state, **more) as loaders:
         passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
         return joined(passes), [loader.state_dict() for loader in loaders]
 
 
-def states_of(url: str, **more: Any) -> tuple[Ids, list[Any]]:
+def states_of(url: Any, **more: Any) -> tuple[Ids, list[Any]]:
     """The global batches of a pass, and the state before each and after the last."""
     with ranks(url, **more) as (loader,):
         batches, states = [], [loader.state_dict()]
@@ -267,7 +267,47 @@ def test_what_cannot_be_taken_out_is_refused(shards: str, command: Command) -> N
     assert "has no row 100" in command("tombstone", "j", "--row", "0:100", status=2)
     ids = sorted({one for batch in read(shards)[0] for one in batch})
     assert ids == [one for one in range(300) if not 120 <= one < 139]
-    with pytest.raises(ConfigError, match="has a view of the rows"):
+    with pytest.raises(ConfigError, match="or another view of it"):
         read(shards, where="id > 3")
-    read(shards, name="k", where="id > 3")
-    assert "where= on a column" in command("tombstone", "k", "--row", "0:1", status=2)
+
+
+def test_rows_of_a_mixture_of_views_are_replaced_by_rows_of_the_same_view_and_source(
+    shards: str, command: Command
+) -> None:
+    urls = [f"{shards}/s{at}.parquet" for at in range(SHARDS)]
+    web = Source(urls[:2], 2.0, where="id % 2 == 0")
+    mixed = Mixture({"web": web, "code": Source(urls[2], 1.0)}, exhausted="renormalise")
+    whole, before = states_of(mixed)
+    data = [part for url in urls[:2] for part in ("--data", f"web={url}")]
+    data += ["--data", f"code={urls[2]}"]
+    said = command("tombstone", "j", "--row", "web:0:7", *data, status=2)
+    assert "row 7 of file://" in said
+    assert "is not in the view of this job" in said
+    said = command("tombstone", "j", "--row", "0:6", *data, status=2)
+    assert "mixes web, code; give SOURCE:SHARD:ROW" in said
+    rows = ("--row", "web:s1.parquet:6", "--row", "web:0:44", "--row", "code:0:6")
+    told = command("tombstone", "j", *rows, *data)["entry"]["payload"]
+    assert (told["rows"], told["sources"]) == (
+        [[0, 6, 1], [0, 44, 0, 2], [1, 6, 0, 3]],
+        ["web", "code"],
+    )
+    found, states = states_of(mixed)
+    flat, after = [[one for batch in each for one in batch] for each in (whole, found)]
+    moved = {one: other for one, other in zip(flat, after, strict=True) if one != other}
+    assert moved.keys() == {106, 44, 206}
+    assert all(one // GROUP == other // GROUP for one, other in moved.items())
+    assert {moved[one] % 2 for one in (106, 44)} == {0}
+    batches, ends = read(mixed, 3, before[4])
+    assert batches == found[4:]
+    assert read(mixed, 2)[1][0]["digest"] == states[-1]["digest"] != ends[0]["digest"]
+    step = next(step for step, batch in enumerate(whole) if 106 in batch)
+    at = whole[step].index(106)
+    of_step = ("--epoch", "0", "--step", str(step), *data)
+    traced = command("trace", "j", *of_step)[at]
+    assert (traced["source"], traced["row"], traced["instead_of"]) == ("web", moved[106] - 100, 6)
+    assert [row["values"]["id"] for row in command("replay", "j", *of_step)] == found[step]
+    named = ("--source", "web", "--epochs", "0", *data)
+    (gone,) = command("where", "j", "--row", "1:6", *named)
+    assert (gone["step"], gone["taken_out_for"]) == (step, moved[106] - 100)
+    both = command("where", "j", "--row", f"1:{moved[106] - 100}", *named)
+    assert {one["instead_of"] for one in both} == {None, 6}

@@ -420,12 +420,16 @@ class LedgerMark(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hash: _Optional[str] = ...) -> None: ...
 
 class Tombstone(_message.Message):
-    __slots__ = ("shard", "row")
+    __slots__ = ("shard", "row", "source", "of_view")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    OF_VIEW_FIELD_NUMBER: _ClassVar[int]
     shard: int
     row: int
-    def __init__(self, shard: _Optional[int] = ..., row: _Optional[int] = ...) -> None: ...
+    source: int
+    of_view: int
+    def __init__(self, shard: _Optional[int] = ..., row: _Optional[int] = ..., source: _Optional[int] = ..., of_view: _Optional[int] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "source")
