@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ MACHINE_PATH = re.compile("|".join(rf"(?<![\w.-])/{top}/" for top in ("work", "r
 PRAGMA = re.compile(r"\s*# (noqa|type: ignore|fmt:).*$")
 
 Offence = str
-_trees: dict[Path, ast.Module] = {}
+Rule = Callable[[Path, ast.AST], Iterator[Offence]]
+_rules: dict[type[ast.AST], list[Rule]] = defaultdict(list)
 
 
 def sources(*tops: str) -> Iterator[Path]:
@@ -47,16 +50,34 @@ def text_files() -> Iterator[Path]:
                 yield path
 
 
-def tree(path: Path) -> ast.Module:
-    if path not in _trees:
-        _trees[path] = ast.parse(path.read_text(), str(path))
-    return _trees[path]
+def rule(*kinds: type[ast.AST]) -> Callable[[Rule], Rule]:
+    """A rule for every node of these kinds, in all modules."""
+
+    def add(one: Rule) -> Rule:
+        for kind in kinds:
+            _rules[kind].append(one)
+        return one
+
+    return add
 
 
-def nodes(*tops: str) -> Iterator[tuple[Path, ast.AST]]:
-    for path in sources(*tops):
-        for node in ast.walk(tree(path)):
-            yield path, node
+@functools.cache
+def _broken() -> dict[Rule, list[Offence]]:
+    """What breaks each rule, found in one pass: the trees of all modules fill a gigabyte."""
+    found: dict[Rule, list[Offence]] = defaultdict(list)
+    for path in sources(*PRODUCT, "tests"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            for one in _rules.get(type(node), ()):
+                found[one].extend(one(path, node))
+    return found
+
+
+def expect_kept(one: Rule) -> None:
+    expect_none(iter(_broken().get(one, ())))
+
+
+def top_folder(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
 
 
 def at(path: Path, line: int, what: str) -> Offence:
@@ -115,15 +136,16 @@ def test_modules_are_short() -> None:
     expect_none(offences())
 
 
-def test_functions_are_short() -> None:
-    def offences() -> Iterator[Offence]:
-        for path, node in nodes(*PRODUCT, "tests"):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = (node.end_lineno or node.lineno) - node.lineno + 1
-                if count > FUNCTION_LINES_MAX:
-                    yield at(path, node.lineno, f"{node.name} has {count} lines, not 60 at most")
+@rule(ast.FunctionDef, ast.AsyncFunctionDef)
+def functions_are_short(path: Path, node: ast.AST) -> Iterator[Offence]:
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    count = (node.end_lineno or node.lineno) - node.lineno + 1
+    if count > FUNCTION_LINES_MAX:
+        yield at(path, node.lineno, f"{node.name} has {count} lines, not 60 at most")
 
-    expect_none(offences())
+
+def test_functions_are_short() -> None:
+    expect_kept(functions_are_short)
 
 
 def test_lines_are_short() -> None:
@@ -138,73 +160,92 @@ def test_lines_are_short() -> None:
     expect_none(offences())
 
 
-def test_names_are_made_of_words_that_say_something() -> None:
-    def offences() -> Iterator[Offence]:
-        for path in sources(*PRODUCT, "tests"):
-            for word in UNUSED_WORDS.intersection(words(path.stem)):
-                yield at(path, 1, f"the module's name has the word {word!r}")
-        for path, node in nodes(*PRODUCT, "tests"):
-            for name in names_defined(node):
-                line = getattr(node, "lineno", 1)
-                for word in UNUSED_WORDS.intersection(words(name)):
-                    yield at(path, line, f"{name!r} has the word {word!r}")
-                # In tests it is hypothesis' own word for what it draws.
-                if name == "data" and path.parts[len(ROOT.parts)] != "tests":
-                    yield at(path, line, "'data' alone says nothing")
+@rule(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Name, ast.Attribute, ast.alias)
+def names_say_something(path: Path, node: ast.AST) -> Iterator[Offence]:
+    for name in names_defined(node):
+        line = getattr(node, "lineno", 1)
+        for word in UNUSED_WORDS.intersection(words(name)):
+            yield at(path, line, f"{name!r} has the word {word!r}")
+        # In tests it is hypothesis' own word for what it draws.
+        if name == "data" and top_folder(path) != "tests":
+            yield at(path, line, "'data' alone says nothing")
 
-    expect_none(offences())
+
+def test_names_are_made_of_words_that_say_something() -> None:
+    for path in sources(*PRODUCT, "tests"):
+        assert not UNUSED_WORDS.intersection(words(path.stem)), path
+    expect_kept(names_say_something)
+
+
+_classes: dict[str, str] = {}
+
+
+@rule(ast.ClassDef)
+def class_names_are_defined_once(path: Path, node: ast.AST) -> Iterator[Offence]:
+    assert isinstance(node, ast.ClassDef)
+    if top_folder(path) in PRODUCT and not node.name.startswith("_"):
+        first = _classes.setdefault(node.name, at(path, node.lineno, node.name))
+        if first != at(path, node.lineno, node.name):
+            yield at(path, node.lineno, f"{node.name} is also the class in {first}")
 
 
 def test_a_class_name_is_defined_once() -> None:
-    def offences() -> Iterator[Offence]:
-        first: dict[str, str] = {}
-        for path, node in nodes(*PRODUCT):
-            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
-                continue
-            if node.name in first:
-                yield at(path, node.lineno, f"{node.name} is also the class in {first[node.name]}")
-            else:
-                first[node.name] = at(path, node.lineno, node.name)
+    expect_kept(class_names_are_defined_once)
 
-    expect_none(offences())
+
+@rule(ast.ExceptHandler)
+def no_except_is_bare(path: Path, node: ast.AST) -> Iterator[Offence]:
+    assert isinstance(node, ast.ExceptHandler)
+    if node.type is None:
+        yield at(path, node.lineno, "a bare except also catches Ctrl-C; name the error")
 
 
 def test_no_except_is_bare() -> None:
-    expect_none(
-        at(path, node.lineno, "a bare except also catches Ctrl-C; name the error")
-        for path, node in nodes(*PRODUCT, "tests")
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    )
+    expect_kept(no_except_is_bare)
+
+
+@rule(ast.Call)
+def only_commands_print(path: Path, node: ast.AST) -> Iterator[Offence]:
+    match node:
+        case ast.Call(func=ast.Name(id="print"), lineno=line):
+            if not str(path.relative_to(ROOT)).startswith(PRINTING_ALLOWED):
+                yield at(path, line, "print() belongs to the command line; log, or raise")
 
 
 def test_only_the_command_line_and_benchmarks_print() -> None:
-    expect_none(
-        at(path, node.lineno, "print() belongs to the command line; log, or raise")
-        for path, node in nodes(*PRODUCT, "tests")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id == "print"
-        if not str(path.relative_to(ROOT)).startswith(PRINTING_ALLOWED)
-    )
+    expect_kept(only_commands_print)
+
+
+@rule(ast.Import, ast.ImportFrom, ast.Attribute)
+def no_test_sleeps(path: Path, node: ast.AST) -> Iterator[Offence]:
+    if top_folder(path) == "tests":
+        sleep = isinstance(node, ast.Attribute) and node.attr == "sleep"
+        if "time.sleep" in imported(node) or (sleep and ast.unparse(node) == "time.sleep"):
+            yield at(path, getattr(node, "lineno", 1), "tests wait for events, not for time")
 
 
 def test_tests_do_not_sleep() -> None:
-    def offences() -> Iterator[Offence]:
-        for path, node in nodes("tests"):
-            if "time.sleep" in imported(node):
-                yield at(path, getattr(node, "lineno", 1), "tests wait for events, not for time")
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep":
-                yield at(path, node.lineno, "tests wait for events, not for time")
+    expect_kept(no_test_sleeps)
 
-    expect_none(offences())
+
+@rule(ast.Import, ast.ImportFrom)
+def no_pickle_outside_the_embedded_torch_path(path: Path, node: ast.AST) -> Iterator[Offence]:
+    if top_folder(path) in ("dataplane", "benchmarks"):
+        for name in imported(node):
+            if name.split(".", maxsplit=1)[0] in PICKLES:
+                line = getattr(node, "lineno", 1)
+                yield at(path, line, f"{name} is code on a wire (invariant 7)")
 
 
 def test_no_pickle_outside_the_embedded_torch_path() -> None:
-    expect_none(
-        at(path, getattr(node, "lineno", 1), f"{name} is code on a wire (invariant 7)")
-        for path, node in nodes("dataplane", "benchmarks")
-        for name in imported(node)
-        if name.split(".", maxsplit=1)[0] in PICKLES
-    )
+    expect_kept(no_pickle_outside_the_embedded_torch_path)
+
+
+@rule(ast.Name)
+def no_stub_is_left(path: Path, node: ast.AST) -> Iterator[Offence]:
+    assert isinstance(node, ast.Name)
+    if node.id == "NotImplementedError":
+        yield at(path, node.lineno, "a stub: write it, or leave it out")
 
 
 def test_nothing_is_unfinished() -> None:
@@ -213,11 +254,9 @@ def test_nothing_is_unfinished() -> None:
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if UNFINISHED.search(line):
                     yield at(path, number, f"unfinished: {line.strip()}")
-        for path, node in nodes(*PRODUCT, "tests"):
-            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
-                yield at(path, node.lineno, "a stub: write it, or leave it out")
 
     expect_none(offences())
+    expect_kept(no_stub_is_left)
 
 
 def test_no_path_of_anyones_machine_is_written_down() -> None:
