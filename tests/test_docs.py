@@ -2,8 +2,8 @@
 
 An example is run when its fence says `test` after the language: ```python test, ```sh test. The
 examples of one page run in order, in one empty folder, as a reader would try them. Those in Python
-that follow one another share a process, which imports torch once; no example sees the names of
-another.
+that follow one another share a process, which is forked from one that has torch; no example sees
+the names of another.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import upstream
+from warm import WarmPython, warm_python
 
 from dataplane.config import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLE = re.compile(r"^```(python|sh) test\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DEADLINE_S = 280
 BUCKET = "s3://corpus/"
 """What examples may write to: a bucket of a real S3 server."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
@@ -33,22 +36,49 @@ def examples(page: Path) -> list[tuple[str, str]]:
     return EXAMPLE.findall(page.read_text())
 
 
-RUN = """
-import sys
-for source in sys.argv[1:]:
-    exec(compile(source, "<example>", "exec"), {"__name__": "__main__"})
-"""
-
-
-def programs(page: Path) -> Iterator[tuple[list[str], str]]:
-    """What runs the examples of a page, one after the other, and their text."""
+def programs(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """What runs one after the other: a command, or examples in Python that share a process."""
     for language, group in itertools.groupby(examples(page), key=lambda one: one[0]):
         texts = [text for _, text in group]
-        if language == "python":
-            yield [sys.executable, "-c", RUN, *texts], "\n".join(texts)
-        else:
-            for text in texts:
-                yield ["bash", "-euo", "pipefail", "-c", text], text
+        yield from [(language, texts)] if language == "python" else [("sh", [t]) for t in texts]
+
+
+@pytest.fixture(scope="module")
+def python(run_mark: str) -> Iterator[WarmPython]:
+    with warm_python("dataplane_torch") as made:
+        yield made
+
+
+def run_python(python: WarmPython, folder: Path, environ: dict[str, str], texts: list[str]) -> str:
+    """What these examples print if they fail."""
+    with tempfile.TemporaryFile("w+") as errors:
+        script = [str(Path(__file__).with_name("page_examples.py")), str(folder), *texts]
+        process = python.run(script, environ, errors.fileno())
+        try:
+            process.stdin.close()
+            printed = process.stdout.read()
+            status = process.wait(DEADLINE_S)
+            errors.seek(0)
+            return f"{printed}{errors.read()}\nexit status {status}" if status else ""
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def run_shell(folder: Path, environ: dict[str, str], text: str) -> str:
+    """What this example prints if it fails."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    return done.stdout + f"\nexit status {done.returncode}" if done.returncode else ""
 
 
 def title(page: Path) -> str:
@@ -56,7 +86,7 @@ def title(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
-def test_the_examples_of_a_page_run(page, tmp_path, request):
+def test_the_examples_of_a_page_run(page, tmp_path, request, python):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
@@ -66,18 +96,15 @@ def test_the_examples_of_a_page_run(page, tmp_path, request):
         environ |= s3_server.environment()
         s3_server.client.create_bucket(Bucket="corpus")
     environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # or /tmp
-    for program, text in programs(page):
-        done = subprocess.run(
-            program,
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=280,
-        )
-        if done.returncode:
-            pytest.fail(f"{title(page)}:\n{text}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other would take turns
+    for language, texts in programs(page):
+        if language == "python":
+            failure = run_python(python, tmp_path, environ, texts)
+        else:
+            failure = run_shell(tmp_path, environ, texts[0])
+        if failure:
+            example = "\n".join(texts)
+            pytest.fail(f"{title(page)}:\n{example}\n{failure}", pytrace=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
