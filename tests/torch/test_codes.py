@@ -22,7 +22,7 @@ from shards import (
 
 from dataplane.errors import ConfigError, SpecMismatch
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 COUNTRIES = ["de", "fr", None, "ä", "", "de", "at"]
 VALUES = ("", "at", "de", "fr", "ä")
@@ -109,6 +109,7 @@ def test_nulls_of_codes_are_minus_one_unless_a_value_is_named(tmp_path: Path) ->
     dataset.close()
 
 
+@pytest.mark.usefixtures("own_node")
 def test_the_values_are_read_once_and_remembered(tmp_path: Path) -> None:
     (tmp_path / "rows.arrow").write_bytes(WRITERS["arrow"](rows_from(0, 50)))
     for _ in range(2):
@@ -126,13 +127,15 @@ def test_the_values_are_read_once_and_remembered(tmp_path: Path) -> None:
         loader.load_state_dict(state)
 
 
+@pytest.mark.usefixtures("own_node")
 def test_schema_and_categories_come_from_the_node_after_one_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "rows.arrow").write_bytes(WRITERS["arrow"](rows_from(0, 50)))
+    others = set(psutil.Process().children())
     with DataLoader(str(tmp_path / "rows.arrow"), 7, codes=["txt"]) as loader:
         assert len(loader) == 8
         (node,) = (
             child
-            for child in psutil.Process().children()
+            for child in set(psutil.Process().children()) - others
             if child.status() != psutil.STATUS_ZOMBIE and "--listener-fd" in child.cmdline()
         )
         node.kill()

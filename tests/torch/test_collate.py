@@ -30,7 +30,7 @@ from shards import parquet_bytes
 from dataplane.errors import BudgetTooSmall, ConfigError, FunctionError
 from dataplane.worker.functions import batch_generator
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 
 def shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Path:
@@ -114,6 +114,7 @@ def test_every_kind_of_column_comes_as_the_loader_would_deliver_it(tmp_path: Pat
             assert same(found, user_functions.all_kinds(arrays(batch)))
 
 
+@pytest.mark.usefixtures("own_node")
 @pytest.mark.parametrize("slab_bytes", ["4KiB", "64KiB"])
 def test_random_numbers_depend_on_the_step_and_on_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: str
@@ -234,6 +235,7 @@ def test_what_workers_cannot_call_is_refused_before_the_first_batch(tmp_path: Pa
         next(iter(DataLoader(tmp_path, 8, collate=user_functions.padded, sequence_part=["ids"])))
 
 
+@pytest.mark.usefixtures("own_node")
 def test_an_object_is_made_once_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = tmp_path / "counted"
     monkeypatch.setenv("COUNTED", str(counted))

@@ -16,7 +16,7 @@ from foreign_values import difference, leaf_types, leaves, needs_fill
 from dataplane.cli import run
 from dataplane.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 
 def is_written_and_read(arrays: list[pa.Array]) -> bool:

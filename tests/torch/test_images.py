@@ -36,7 +36,7 @@ GLOBAL_BATCH = 12
 CROP = [RandomResizedCrop(16), RandomHorizontalFlip()]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 
 def jpeg(number: int) -> bytes:

@@ -13,7 +13,7 @@ from shards import arrow_bytes, json_lines, parquet_bytes
 
 from dataplane.errors import ConfigError, SpecMismatch
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 TOKENS = [[], [1], [2, 3, 4], [5, 6, 7, 8, 9], None, [10, 11]]
 MARKS = [[row / 2 for row in tokens or []] for tokens in TOKENS]

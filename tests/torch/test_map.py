@@ -17,7 +17,7 @@ from dataplane_torch import DataLoader, RandomResizedCrop
 
 from dataplane.errors import ConfigError, FunctionError
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 
 def shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Path:
@@ -144,6 +144,7 @@ def test_a_function_that_ends_its_worker_is_named(tmp_path: Path) -> None:
     assert "SIGSEGV" in told
 
 
+@pytest.mark.usefixtures("own_node")
 def test_an_object_is_made_once_a_worker_and_gets_the_columns_that_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,12 +168,16 @@ def test_blocks_that_grow_beyond_what_the_first_rows_suggest_are_delivered(
     assert lengths == [row // 2 for row in range(512)]
 
 
+@pytest.mark.usefixtures("own_node")
 def test_a_node_that_replaces_a_killed_one_calls_the_map_too(tmp_path: Path) -> None:
     shards(tmp_path, rows=2048, blocks=32)
+    others = set(psutil.Process().children())
     loader = iter(DataLoader(tmp_path, batch_size=32, map=user_functions.twice, columns=["row"]))
     seen = next(loader)["row"].tolist()
     (node,) = [
-        each for each in psutil.Process().children() if "dataplane.node" in " ".join(each.cmdline())
+        each
+        for each in set(psutil.Process().children()) - others
+        if "dataplane.node" in " ".join(each.cmdline())
     ]
     node.kill()
     seen += [row for batch in loader for row in batch["row"].tolist()]

@@ -34,7 +34,7 @@ from dataplane.plan.shares import quantised
 
 
 @pytest.fixture
-def folder(tmp_path: Path, small_node: None) -> Path:
+def folder(tmp_path: Path, shared_node: None) -> Path:
     return write_sources(tmp_path)
 
 

@@ -32,7 +32,7 @@ def written(folder: Path, name: str, count: int, first: int, **more: Any) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path, small_node: None) -> Path:
+def folder(tmp_path: Path, shared_node: None) -> Path:
     for at, (name, count) in enumerate(COUNTS.items()):
         written(tmp_path, name, count, 10_000 * at)
     return tmp_path
@@ -174,7 +174,7 @@ def test_shares_may_follow_from_sizes_passes_and_lengths(folder) -> None:
     assert np.abs(found - [196, 98, 49]).max() < 4
 
 
-def test_rows_in_place_and_decoded_rows_of_numbers_are_mixed(tmp_path, small_node) -> None:
+def test_rows_in_place_and_decoded_rows_of_numbers_are_mixed(tmp_path, shared_node) -> None:
     for at, name in enumerate(("a", "b")):
         ids = np.arange(300) + 10_000 * at
         table = pa.table({"id": ids, "x": ids.astype(np.float32)})

@@ -26,7 +26,7 @@ from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMis
 COUNT = 700
 # On a machine with fewer processors than workers.
 pytestmark = [
-    pytest.mark.usefixtures("small_node"),
+    pytest.mark.usefixtures("shared_node"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
@@ -102,6 +102,7 @@ def test_shuffled_batches_are_the_same_for_torchs_workers_and_after_a_resume(sha
     dataset.close()
 
 
+@pytest.mark.usefixtures("own_node")
 def test_the_workers_of_a_rank_live_beside_each_other_for_many_heartbeats(
     shards, monkeypatch
 ) -> None:
@@ -118,7 +119,9 @@ def test_the_workers_of_a_rank_live_beside_each_other_for_many_heartbeats(
     dataset.close()
 
 
+@pytest.mark.usefixtures("own_node")
 def test_a_killed_node_costs_no_batch(shards) -> None:
+    others = set(nodes())
     with DataLoader(shards, 16, shuffle=True, columns=["i"]) as loader:
         want = [batch["i"].tolist() for batch in loader]
         loader.set_epoch(0)
@@ -127,7 +130,7 @@ def test_a_killed_node_costs_no_batch(shards) -> None:
             held.append(batch)
             seen.append(batch["i"].tolist())
             if step in (3, 20):
-                (node,) = nodes()
+                (node,) = set(nodes()) - others
                 os.kill(node.pid, signal.SIGKILL)
         assert seen == want
         assert [batch["i"].tolist() for batch in held] == want
@@ -270,6 +273,10 @@ def test_a_shuffled_table_is_the_same_with_any_arena_size(
                 writer.write_table(part)
     found = []
     for room in ("64MiB", "640KiB"):
+        # Each has a node of its own.
+        run = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": f"{tmp_path}-{room}"}
+        for name, value in run.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", room)
         with DataLoader(str(tmp_path), 500, shuffle=True, seed=3, window=6_000) as loader:
             found.append(list(loader))

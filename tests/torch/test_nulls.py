@@ -22,7 +22,7 @@ from shards import (
 
 from dataplane.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 Rows = Sequence[dict[str, Any]]
 

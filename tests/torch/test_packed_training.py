@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 SIZE, WORDS, WIDTH, HEADS = 64, 50, 32, 2
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

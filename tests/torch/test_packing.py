@@ -17,7 +17,7 @@ from shards import arrow_bytes, parquet_bytes
 
 from dataplane.errors import ConfigError, CorruptShard, SpecMismatch
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 SIZE, BLOCK = 32, 60
 SUFFIXES = {
     "parquet": lambda table: parquet_bytes(table, row_group_size=BLOCK),
@@ -227,6 +227,7 @@ def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:
     assert (ids == ord("é")).sum() == sum(map(len, texts))
 
 
+@pytest.mark.usefixtures("own_node")
 def test_packs_over_a_map_are_counted_once_and_refused_if_it_returns_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from shards import parquet_bytes
 
 from dataplane.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 BUDGET, MULTIPLE = 64, 4
 PACK = Pack(
     "tokens", BUDGET, "pad", carry=["mask"], outputs=["labels"], multiple=MULTIPLE, pad_value=-1

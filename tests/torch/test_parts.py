@@ -24,7 +24,7 @@ BY_STAGE = {0: ["tokens"], -1: ["labels", "weight"]}
 
 
 @pytest.fixture
-def shards(tmp_path: Path, small_node: None) -> str:
+def shards(tmp_path: Path, shared_node: None) -> str:
     rows = torch.arange(COUNT * LENGTH).view(COUNT, LENGTH)
     lists = pa.list_(pa.int64(), LENGTH)
     table = pa.table(

@@ -16,7 +16,7 @@ from dataplane.errors import ConfigError, SpecMismatch
 
 
 @pytest.fixture
-def folder(tmp_path: Path, small_node: None) -> Path:
+def folder(tmp_path: Path, shared_node: None) -> Path:
     return write_sources(tmp_path)
 
 

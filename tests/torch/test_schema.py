@@ -15,7 +15,7 @@ from dataplane_torch.schema import Schema
 
 from dataplane.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 # What the table in the docs is made of: a column of each type, and one row.

@@ -13,7 +13,7 @@ from shards import arrow_bytes, example_bytes, json_lines, parquet_bytes, tar_by
 
 from dataplane.errors import ConfigError, SpecMismatch
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = pytest.mark.usefixtures("shared_node")
 ROWS = 120
 WRITERS = {
     "parquet": lambda rows: parquet_bytes(pa.Table.from_pylist(rows), row_group_size=30),
