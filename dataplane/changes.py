@@ -101,6 +101,15 @@ class Tombstone(Struct, frozen=True, order=True):
         return [self.shard, self.row, *([self.source] if self.source else [])]
 
 
+class TakenDocument(Struct, frozen=True, order=True):
+    """A row of a block whose rows are packed, if it was taken out, and the key with which another
+    one is found to stand in its place.
+    """
+
+    row: int
+    key: int
+
+
 class Changes(Struct, frozen=True):
     """All changes of a launch, sorted."""
 

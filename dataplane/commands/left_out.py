@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataplane.changes import Changes, Tombstone, changes_at, changes_of, in_force, layout_of
+from dataplane.changes import (
+    Changes,
+    TakenDocument,
+    Tombstone,
+    changes_at,
+    changes_of,
+    in_force,
+    layout_of,
+)
 from dataplane.ledger import LedgerPosition
 from dataplane.plan.tombstones import Substitutes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dataplane.commands.traced import Traced
-    from dataplane.plan.trail import Place, RowsFor
-
-    BlockNames = Callable[[int], int]
+    from dataplane.plan.trail import RowsFor
 
 _NOTHING = Changes()
 
@@ -45,6 +49,12 @@ class LeftOut:
         """Which rows stand in the places of those that were taken out; None if none were."""
         return self._substitutes(changes.tombstones).of if changes.tombstones else None
 
+    def documents(self, changes: Changes, block: int) -> tuple[TakenDocument, ...]:
+        """The documents that were taken out of a block, as the order numbers it, if samples are
+        packs.
+        """
+        return self._substitutes(changes.tombstones).documents(block)
+
     def taken_rows(self, block: int) -> tuple[int, ...]:
         """The rows of a block, as the order numbers it, that were taken out of it at any time."""
         ledger = self._ledger
@@ -53,24 +63,17 @@ class LeftOut:
         entries = in_force(ledger.entries, ledger.spec, layout_of(ledger.spec, ledger.dataset))
         return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
 
-    def about(
-        self, epoch: int, place: Place, block: int, stood: int, row: int, names: BlockNames
-    ) -> dict[str, object] | None:
-        """What is said of a row of a block, as the order numbers it, at the place of another one,
-        `stood`, or at its own; None if it does not stand there. `names` says what they are called.
-        """
-        changes = self.changes(epoch, place.position)
-        rows_for, given = self.rows_for(changes), stood
-        if rows_for is not None:
-            given = int(rows_for(np.array([block]), np.array([stood]))[0])
-        if row not in (stood, given):
-            return None
-        gaps = changes.gaps(epoch).ranges
-        return {
-            "is_skipped": any(begin <= place.position < end for begin, end in gaps),
-            "instead_of": None if stood == row else names(stood),
-            "taken_out_for": None if given == row else names(given),
-        }
+    def given(self, epoch: int, position: int, block: int, stood: int) -> int:
+        """The row of a block, as the order numbers it, that is given where this one stood."""
+        rows_for = self.rows_for(self.changes(epoch, position))
+        if rows_for is None:
+            return stood
+        return int(rows_for(np.array([block]), np.array([stood]))[0])
+
+    def is_skipped(self, epoch: int, position: int) -> bool:
+        """Whether the job skips this position."""
+        gaps = self.changes(epoch, position).gaps(epoch).ranges
+        return any(begin <= position < end for begin, end in gaps)
 
     def _made(self, tombstones: tuple[Tombstone, ...]) -> Substitutes:
         manifests = [source.manifest for source in self._job.sources]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,22 +13,30 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dataplane.changes import Changes
 from dataplane.commands.datasets import read_block, row_names, schema_of
+from dataplane.commands.left_out import LeftOut
 from dataplane.errors import ConfigError
 from dataplane.node.pack_counts import counted_before
 from dataplane.plan.packed_blocks import counts_name, packed
-from dataplane.plan.packs import Int64, Packs, packs_of
+from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of
+from dataplane.plan.taken_documents import stand_ins, without
 from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
 from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
 
 if TYPE_CHECKING:
+    from dataplane.changes import TakenDocument
     from dataplane.commands.traced import Traced, TracedSource
     from dataplane.config import NodeConfig
     from dataplane.model import View
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
+    from dataplane.plan.tombstones import Substitutes
     from dataplane.plan.trail import Place, StepRows
+
+
+_INSTEAD_OF = "instead_of"
 
 
 def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
@@ -74,7 +84,8 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
 
 def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, object]]:
     """The documents of these packs, in the order in which they lie there: position and rank, shard
-    and row, the first token, how many, and where they lie in their pack. Reads the blocks' tokens.
+    and row, the first token, how many, and where they lie in their pack, and the row that was taken
+    out there. Reads the blocks' tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -105,7 +116,10 @@ def replayed_documents(
                 column = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), cut)
             values[name].append(column)
     table = pa.Table.from_pylist(
-        [{f"{prefix}{name}": value for name, value in one.items()} for one in facts]
+        [
+            {f"{prefix}{name}": value for name, value in one.items() if name != _INSTEAD_OF}
+            for one in facts
+        ]
     )
     for name in names if facts else ():
         joined = pa.chunked_array(values[name]).unify_dictionaries()
@@ -125,8 +139,10 @@ def _pieces_of(
     if job.spec.shuffle:
         keys = order.pack_keys(step.positions % order.sample_count, numbers).tolist()
     names = [row_names(one.of_rows, rows_only(one.view)) for one in job.sources]
+    left_out = LeftOut(job)
+    changes = left_out.changes(epoch, int(step.positions[0])) if len(numbers) else Changes()
     batches: dict[int, pa.RecordBatch] = {}
-    packs: dict[tuple[int, int | None], Packs] = {}
+    packs: dict[tuple[int, int | None], tuple[Packs, Packs]] = {}
     for at, (number, source, block, pack) in enumerate(
         zip(numbers.tolist(), step.sources.tolist(), step.blocks.tolist(),
             step.block_rows.tolist(), strict=True)
@@ -136,13 +152,15 @@ def _pieces_of(
         if number not in batches:
             batches[number] = _documents(job, of, of_rows, columns or ())
         if (number, keyed) not in packs:
-            packs[number, keyed] = _packs(of, batches[number], keyed)
-        own = packs[number, keyed]
-        pieces = own.pieces[:, own.starts[pack] : own.starts[pack + 1]]
-        blocks = np.full(pieces.shape[1], of_rows)
+            gone = left_out.documents(changes, number)
+            packs[number, keyed] = _packs(of, batches[number], keyed, gone)
+        whole, own = packs[number, keyed]
+        some = slice(*own.starts[pack : pack + 2].tolist())
+        pieces, blocks = own.pieces[:, some], np.full(some.stop - some.start, of_rows)
         shards, shard_rows = names[source].of(blocks, pieces[0].astype(np.int64))
-        for piece, shard, row in zip(
-            pieces.T.tolist(), shards.tolist(), shard_rows.tolist(), strict=True
+        _, stood = names[source].of(blocks, whole.pieces[0, some].astype(np.int64))
+        for piece, shard, row, other in zip(
+            pieces.T.tolist(), shards.tolist(), shard_rows.tolist(), stood.tolist(), strict=True
         ):
             facts: dict[str, object] = {
                 "position": int(step.positions[at]),
@@ -153,6 +171,7 @@ def _pieces_of(
                 "tokens": piece[2],
                 "place": piece[3],
                 "is_padding": bool(step.is_padding[at]),
+                _INSTEAD_OF: None if other == row else other,
             }
             yield facts, batches[number], piece[0]
 
@@ -167,14 +186,16 @@ def _block_of_rows(source: TracedSource, block: int) -> int:
 
 def packs_with(
     job: Traced,
+    left_out: LeftOut,
     source: int,
     at: tuple[int, int],
     epochs: Iterable[int],
     cursor: int,
-) -> Iterator[tuple[int, Place, dict[str, object]]]:
-    """Where the packs that have tokens of a row stand, epoch after epoch, and which tokens lie
-    where in each. `at` is a block of those that have rows, and a row of it. Reads the block's
-    tokens.
+) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
+    """Where the packs stand that have tokens of a row, or would have if it were not taken out,
+    epoch after epoch: the document that stood there, and the one that is given, one of which is
+    this row, and which tokens of it lie where. `at` is a block of those that have rows, and a row
+    of it. Reads the block's tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -188,19 +209,30 @@ def packs_with(
         return  # it fills no pack
     lengths = _lengths(_documents(job, of, block), of.view.pack.column)
     number = int(job.first_blocks[source]) + of_packs
+    rows = (row, *left_out.taken_rows(number))
     for epoch in epochs:
         order = job.order(epoch)
         for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
-            packs = packs_of(lengths, of.view.pack, keyed)
-            for piece in np.flatnonzero(packs.pieces[0] == row).tolist():
-                pack = int(packs.starts.searchsorted(piece, side="right")) - 1
-                _, begin, tokens, offset = packs.pieces[:, piece].tolist()
-                more: dict[str, object] = {"first_token": begin, "tokens": tokens, "place": offset}
+            whole = packs_of(lengths, of.view.pack, keyed)
+            made = functools.lru_cache(8)(partial(without, whole, lengths, of.view.pack))
+            for piece in np.flatnonzero(np.isin(whole.pieces[0], rows)).tolist():
+                pack = int(whole.starts.searchsorted(piece, side="right")) - 1
                 for place in places_of(
                     job.spec, order, number, pack, cursor=cursor, dp_size=job.dp_size
                 ):
-                    if keyed in (None, _key_at(order, place, number)):
-                        yield epoch, place, more
+                    if keyed not in (None, _key_at(order, place, number)):
+                        continue
+                    changes = left_out.changes(epoch, place.position)
+                    now = made(left_out.documents(changes, number))
+                    stood, given = int(whole.pieces[0, piece]), int(now.pieces[0, piece])
+                    if row in (stood, given):
+                        said = _said(now if row == given else whole, piece)
+                        yield epoch, place, stood, given, said
+
+
+def _said(packs: Packs, piece: int) -> dict[str, object]:
+    names = ("first_token", "tokens", "place")
+    return dict(zip(names, packs.pieces[1:, piece].tolist(), strict=True))
 
 
 def _key_at(order: TracedOrder, place: Place, block: int) -> int:
@@ -209,10 +241,34 @@ def _key_at(order: TracedOrder, place: Place, block: int) -> int:
     return int(order.pack_keys(np.array([position]), np.array([block]))[0])
 
 
-def _packs(source: TracedSource, batch: pa.RecordBatch, keyed: int | None) -> Packs:
-    """The packs of a block of rows."""
-    assert source.view.pack is not None
-    return packs_of(_lengths(batch, source.view.pack.column), source.view.pack, keyed)
+def _packs(
+    source: TracedSource, batch: pa.RecordBatch, keyed: int | None, gone: Sequence[TakenDocument]
+) -> tuple[Packs, Packs]:
+    """The packs of a block of rows, and the same without these documents."""
+    pack = source.view.pack
+    assert pack is not None
+    lengths = _lengths(batch, pack.column)
+    whole = packs_of(lengths, pack, keyed)
+    return whole, without(whole, lengths, pack, gone)
+
+
+def check_documents(job: Traced, taken: Substitutes) -> None:
+    """Check that each block keeps a document with tokens. Reads the tokens of those out of which
+    documents were taken.
+
+    Raises:  ConfigError: names the shard of one that does not.  As `documents_of`.
+    """
+    for number in taken.gone:
+        at = int(job.first_blocks.searchsorted(number, side="right")) - 1
+        source, block = job.sources[at], number - int(job.first_blocks[at])
+        assert source.view.pack is not None
+        of_rows = _block_of_rows(source, block)
+        lengths = _lengths(_documents(job, source, of_rows), source.view.pack.column)
+        try:
+            stand_ins(kept_tokens(lengths, source.view.pack), taken.documents(number))
+        except ConfigError as error:
+            url = source.manifest.shards.urls[int(source.manifest.block_shard[block])]
+            raise ConfigError(f"{url}: {error}", shard=url) from error
 
 
 def _lengths(batch: pa.RecordBatch, column: str) -> Int64:

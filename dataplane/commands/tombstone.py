@@ -70,8 +70,11 @@ def tombstone(
     same in all epochs and on all ranks; no other row moves, and lengths and steps stay. `dataplane
     trace` and `where` name it. A running job goes on as it is. The rows stay in their shards.
 
-    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept. Its
-    samples are rows: those of packs cannot be taken out yet.
+    Where samples are packs, tokens of another document of the block stand in the place of those
+    that were taken out; all other documents stay where they are. Their block is read to check
+    that one with tokens is left.
+
+    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept.
 
     \b
     Examples:
@@ -80,12 +83,11 @@ def tombstone(
       dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
     from dataplane.changes import changes_of, in_force, layout_of, rows_layout
-    from dataplane.plan.tombstones import check_spec, check_tombstones
+    from dataplane.plan.tombstones import Substitutes
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
     ledger = live_ledger(settings, job)
     layout = layout_of(ledger.spec, ledger.dataset)
-    check_spec(ledger.spec)
     asked = {
         "data": places,
         "dataset_moved": dataset_moved,
@@ -97,7 +99,11 @@ def tombstone(
     rows = _rows(traced, row_names)
     gone = changes_of(in_force(ledger.entries, ledger.spec, layout)).tombstones
     manifests = [source.manifest for source in traced.sources]
-    check_tombstones(ledger.spec, manifests, sorted({*gone, *rows}))
+    left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows}))
+    if traced.is_packed:
+        from dataplane.commands.packed_rows import check_documents
+
+        check_documents(traced, left)
     taken = RowsTaken(tuple(rows), rows_layout(ledger.spec, layout))
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
     count = output.counted(len(set(rows)), "row")

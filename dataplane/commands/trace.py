@@ -93,7 +93,7 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
     title = f"{output.counted(len(rows.positions), 'pack')} of step {step}{skipped}"
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "first token", "tokens", "place",
-                "padding")  # fmt: skip
+                "padding", "instead of row")  # fmt: skip
     output.write_table(headings, [tuple(one.values()) for one in found], title)
 
 

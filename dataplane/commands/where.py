@@ -14,8 +14,9 @@ from dataplane.commands.traced import split_row, traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from dataplane.commands.left_out import LeftOut
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place, RowNames
 
@@ -126,49 +127,54 @@ def _about(found: Mapping[str, Any]) -> str:
 def _changed(
     job: Traced, source: int, at: tuple[int, int], names: RowNames, epochs: range, cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """As `_places`, with what is left out of the job, and where the row stands for others that were
-    taken out.
+    """Where a row of a block stands, epoch after epoch, also for others that were taken out, or
+    would stand if it were not; with what is left out of the job.
     """
     import numpy as np
 
     from dataplane.commands.left_out import LeftOut
 
-    def name(row: int) -> int:
-        return int(names.of(np.array([block]), np.array([row]))[1][0])
+    def name(other: int) -> int | None:
+        return None if other == row else int(names.of(np.array([block]), np.array([other]))[1][0])
 
     left_out, (block, row) = LeftOut(job), at
-    number = int(job.first_blocks[source]) + block
-    others = () if job.is_packed else left_out.taken_rows(number)
-    rows = list(dict.fromkeys((row, *others)))
-    for epoch, stood, place, more in _places(job, source, block, rows, epochs, cursor):
-        about = left_out.about(epoch, place, number, stood, row, name)
-        if about is not None:
-            yield epoch, place, {**about, **more}
+    for epoch, place, stood, given, more in _places(job, left_out, source, at, epochs, cursor):
+        about = {
+            "is_skipped": left_out.is_skipped(epoch, place.position),
+            "instead_of": name(stood),
+            "taken_out_for": name(given),
+        }
+        yield epoch, place, {**about, **more}
 
 
 def _places(
-    job: Traced, source: int, block: int, rows: Sequence[int], epochs: Iterable[int], cursor: int
-) -> Iterator[tuple[int, int, Place, dict[str, object]]]:
-    """Where these rows of a block stand, epoch after epoch: the rows themselves, or the packs that
-    have them, with which of their tokens they have.
+    job: Traced,
+    left_out: LeftOut,
+    source: int,
+    at: tuple[int, int],
+    epochs: Iterable[int],
+    cursor: int,
+) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
+    """The places of a row of a block: the row that stood there, and the one that is given; one of
+    them is this one. Of packs that have it, also which of its tokens they have.
     """
     from dataplane.plan.trail import places_of
 
     if job.is_packed:
         from dataplane.commands.packed_rows import packs_with
 
-        for row in rows:
-            for epoch, place, more in packs_with(job, source, (block, row), epochs, cursor):
-                yield epoch, row, place, more
+        yield from packs_with(job, left_out, source, at, epochs, cursor)
         return
-    number = int(job.first_blocks[source]) + block
+    number, row = int(job.first_blocks[source]) + at[0], at[1]
     for epoch in epochs:
         order = job.order(epoch)
-        for row in rows:
+        for stood in dict.fromkeys((row, *left_out.taken_rows(number))):
             for place in places_of(
-                job.spec, order, number, row, cursor=cursor, dp_size=job.dp_size
+                job.spec, order, number, stood, cursor=cursor, dp_size=job.dp_size
             ):
-                yield epoch, row, place, {}
+                given = left_out.given(epoch, place.position, number, stood)
+                if row in (stood, given):
+                    yield epoch, place, stood, given, {}
 
 
 def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:

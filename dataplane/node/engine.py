@@ -306,8 +306,7 @@ class Engine:
             into = self._arena.view(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows))
             np.frombuffer(into, np.int32)[:] = excerpt.rows
         places = tuple(
-            tasks.ExcerptPlace(each.into, len(each.rows), each.pack_keys)
-            for each in effect.excerpts
+            tasks.ExcerptPlace(each.into, len(each.rows), *each.packs) for each in effect.excerpts
         )
         task = PoolTask(
             body=tasks.Extract(dataset.dataset_id, key, places),
@@ -339,8 +338,7 @@ class Engine:
         body = tasks.Assemble(
             delivery.datasets[0].dataset_id, effect.keys, index, effect.plan.batches,
             effect.delivery_id, effect.slab, effect.render, keep=keep,
-            pack_keys=tuple(itertools.chain.from_iterable(effect.plan.pack_keys)),
-            pack_key_counts=tuple(map(len, effect.plan.pack_keys)),
+            **effect.plan.packs_told,
             sources=delivery.sources_of(effect.plan.blocks),
             collate=delivery.collate(effect.collate),
         )  # fmt: skip

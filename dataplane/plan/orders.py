@@ -12,7 +12,8 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
 from dataplane.plan.order import Order, SampleOrder, TracedOrder
-from dataplane.plan.tombstones import Substitutes, TombstonedOrder
+from dataplane.plan.tombstoned_order import TombstonedOrder
+from dataplane.plan.tombstones import Substitutes
 from dataplane.weights import MixHistory, ShareChange
 
 _PLANS_MAX = 64

@@ -80,11 +80,11 @@ def pack_count(lengths: Int64, pack: PackSpec) -> int:
 
     Shapes:  lengths: int64[documents], in tokens.
     """
-    kept = _kept(lengths, pack)
+    kept = kept_tokens(lengths, pack)
     if pack.policy is PackPolicy.WRAP:
-        return int(_padded(kept, pack).sum()) // pack.length
+        return int(room_of(kept, pack).sum()) // pack.length
     whole, rest = np.divmod(kept, pack.length)
-    taken, most = _padded(rest, pack), documents_max(pack)
+    taken, most = room_of(rest, pack), documents_max(pack)
     if pack.policy is PackPolicy.PAD:
         fitted = len(_batch_starts(_falling(taken), pack.length, most)) - 1
     else:
@@ -100,7 +100,7 @@ def packs_of(lengths: Int64, pack: PackSpec, keyed: int | None) -> Packs:
     count = len(lengths)
     ranked = np.arange(count) if keyed is None else permutation(keyed, count).astype(np.int64)
     make = _wrapped if pack.policy is PackPolicy.WRAP else _fitted
-    made = make(_kept(lengths, pack), ranked, pack)
+    made = make(kept_tokens(lengths, pack), ranked, pack)
     return _reordered(made, numbered(costs(made, pack))) if pack.balanced else made
 
 
@@ -114,7 +114,7 @@ def costs(packs: Packs, pack: PackSpec) -> Int64:
         return np.zeros(0, np.int64)
     lengths, first = packs.pieces[2].astype(np.int64), packs.starts[:-1]
     if pack.policy is PackPolicy.PAD:
-        widths = np.maximum.reduceat(_padded(lengths, pack), first)
+        widths = np.maximum.reduceat(room_of(lengths, pack), first)
         return widths**2 * np.diff(packs.starts)
     found: Int64 = np.add.reduceat(lengths**2, first)
     return found
@@ -125,19 +125,19 @@ def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
 
     Shapes:  lengths: int64[documents], in tokens.
     """
-    kept, count = _kept(lengths, pack), pack_count(lengths, pack)
+    kept, count = kept_tokens(lengths, pack), pack_count(lengths, pack)
     packed, room = int(kept.sum()), count * pack.length
     if pack.policy is PackPolicy.WRAP:
         packed = min(packed, room)
     elif pack.policy is PackPolicy.PAD:
-        widths = _falling(_padded(kept % pack.length, pack))
+        widths = _falling(room_of(kept % pack.length, pack))
         starts = _batch_starts(widths, pack.length, documents_max(pack))
         room = int((kept // pack.length).sum()) * pack.length
         room += int((widths[starts[:-1]] * np.diff(starts)).sum())
     return Packing(int(lengths.sum()), count, packed, int((kept < lengths).sum()), room)
 
 
-def _kept(lengths: Int64, pack: PackSpec) -> Int64:
+def kept_tokens(lengths: Int64, pack: PackSpec) -> Int64:
     """How many tokens of each document are packed."""
     if pack.long is LongPolicy.TRUNCATE:
         return np.minimum(lengths, pack.length)
@@ -146,7 +146,7 @@ def _kept(lengths: Int64, pack: PackSpec) -> Int64:
     return lengths
 
 
-def _padded(lengths: Int64, pack: PackSpec) -> Int64:
+def room_of(lengths: Int64, pack: PackSpec) -> Int64:
     """The lengths, rounded up to what documents take of their packs."""
     if pack.multiple == 1:
         return lengths
@@ -156,7 +156,7 @@ def _padded(lengths: Int64, pack: PackSpec) -> Int64:
 
 def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
     whole, rest = np.divmod(kept, pack.length)
-    taken, most = _padded(rest, pack), documents_max(pack)
+    taken, most = room_of(rest, pack), documents_max(pack)
     if pack.policy is PackPolicy.PAD:
         placed, fitted = _batched(taken, ranked, pack.length, most)
         rooms = np.repeat(taken[placed[fitted[:-1]]], np.diff(fitted))
@@ -210,7 +210,7 @@ def _falling(widths: Int64) -> Int64:
 
 def _wrapped(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
     some = ranked[kept[ranked] > 0]
-    ends = np.cumsum(_padded(kept[some], pack))
+    ends = np.cumsum(room_of(kept[some], pack))
     count = int(ends[-1]) // pack.length if len(ends) else 0
     first = np.concatenate([np.zeros(1, np.int64), ends])
     cuts = np.union1d(first, np.arange(count + 1) * pack.length)

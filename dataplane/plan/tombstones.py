@@ -4,6 +4,8 @@
    has, so that no other position changes and no other block is read. docs/order.md specifies which.
 2. Which row that is depends on the seed, the shard, the row, and what else is taken out of the
    block; not on the epoch, nor on ranks.
+3. Where samples are packs, it is the tokens of a document that other ones stand for:
+   plan/taken_documents.py. Here are only its key, and the number of its row.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from dataplane.changes import Tombstone
+from dataplane.changes import TakenDocument, Tombstone
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import SampleOrder
 from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.permute import GAMMA, Domain, key, mix
 from dataplane.plan.shards import starts_of
@@ -49,6 +50,7 @@ class Substitutes:
                 gone.setdefault((one.source, found[0]), {})[found[1]] = one
         self.gone: dict[int, tuple[int, ...]] = {}
         """The rows of each block that were taken out of it, if any were."""
+        self._documents: dict[int, tuple[TakenDocument, ...]] = {}
         places: list[tuple[int, int]] = []
         for (source, block), rows in gone.items():
             manifest, number = manifests[source], int(first[source]) + block
@@ -56,8 +58,12 @@ class Substitutes:
             if len(rows) == count:
                 raise _block_is_gone(manifest, rows, is_whole=manifest.whole is None)
             self.gone[number] = tuple(sorted(rows))
-            for row, one in rows.items():
-                keyed = substitute_key(sources[source][1], one.shard, one.row)
+            seed = sources[source][1]
+            keys = {row: substitute_key(seed, one.shard, one.row) for row, one in rows.items()}
+            if manifest.documents is not None:
+                self._documents[number] = tuple(TakenDocument(*one) for one in sorted(keys.items()))
+                continue
+            for row, keyed in keys.items():
                 places.append((number << _ROW_BITS | row, substitute(keyed, count, rows)))
         self._places, self._rows = np.array(sorted(places), np.int64).reshape(-1, 2).T
 
@@ -71,6 +77,10 @@ class Substitutes:
         places = blocks << _ROW_BITS | rows
         at = np.minimum(self._places.searchsorted(places), len(self._places) - 1)
         return np.where(self._places[at] == places, self._rows[at], rows)
+
+    def documents(self, block: int) -> tuple[TakenDocument, ...]:
+        """The documents that were taken out of a block, if samples are packs."""
+        return self._documents.get(block, ())
 
 
 def substitute_key(seed: int, shard: int, row: int) -> int:
@@ -89,27 +99,6 @@ def substitute(keyed: int, row_count: int, gone: Container[int]) -> int:
         keyed = (keyed + GAMMA) & _WORD
 
 
-class TombstonedOrder:
-    """An order of samples out of which rows were taken."""
-
-    def __init__(self, order: SampleOrder, substitutes: Substitutes) -> None:
-        self._order, self._substitutes = order, substitutes
-
-    @property
-    def sample_count(self) -> int:
-        """How many positions there are: as many as without."""
-        return self._order.sample_count
-
-    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """As `SampleOrder.locate`."""
-        blocks, rows = self._order.locate(positions)
-        return blocks, self._substitutes.of(blocks, rows)
-
-    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """As `SampleOrder.block_span`."""
-        return self._order.block_span(blocks)
-
-
 def check_tombstones(
     spec: JobSpec, manifests: Sequence[Manifest], tombstones: Sequence[Tombstone]
 ) -> None:
@@ -118,22 +107,7 @@ def check_tombstones(
     Raises:  ConfigError: says why they cannot, and what to do.
     """
     if tombstones:
-        check_spec(spec)
         Substitutes(spec, manifests, tombstones)
-
-
-def check_spec(spec: JobSpec) -> None:
-    """Check that rows can be taken out of a job with this spec.
-
-    Raises:  ConfigError: says why they cannot, and what to do.
-    """
-    if spec.view.pack is not None or any(view.pack is not None for view, _ in _sources(spec)):
-        raise ConfigError(
-            "`dataplane tombstone` takes rows out of jobs whose samples are rows, and those of this"
-            " one are packs: leave the rows out with where= on a column that names them, or write "
-            "their shards anew. If rows were taken out of it before, start it under another name",
-            field="tombstones",
-        )
 
 
 def _sources(spec: JobSpec) -> list[tuple[View, int]]:

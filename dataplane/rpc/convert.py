@@ -59,6 +59,7 @@ _SHARED: dict[str, type] = {
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,
+    "TakenDocument": changes.TakenDocument,
     "Tombstone": changes.Tombstone,
 }
 _ENVELOPE = "body"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from dataplane.changes import TakenDocument
 from dataplane.errors import DataplaneError
 from dataplane.model import ColumnOptions, ColumnSpec, ImageSpec, Region, View
 from dataplane.rpc.messages import Batch
@@ -162,7 +163,8 @@ class Collation(Struct, frozen=True):
 class Assemble(Struct, frozen=True):
     """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
     arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
-    if packs are not shuffled.
+    if packs are not shuffled. They are without the documents `taken_out` of their blocks,
+    `taken_out_counts` of each; none if no document was taken out.
     With `sources`, the last column has the source of each row, int32: that of its block.
     """
 
@@ -179,6 +181,8 @@ class Assemble(Struct, frozen=True):
     sources: tuple[int, ...] = ()
     pack_key_counts: tuple[int, ...] = ()
     collate: Collation | None = None
+    taken_out: tuple[TakenDocument, ...] = ()
+    taken_out_counts: tuple[int, ...] = ()
 
 
 class ExcerptPlace(Struct, frozen=True):
@@ -187,6 +191,7 @@ class ExcerptPlace(Struct, frozen=True):
     into: Region
     row_count: int
     pack_keys: tuple[int, ...] = ()
+    taken_out: tuple[TakenDocument, ...] = ()
 
 
 class Extract(Struct, frozen=True):

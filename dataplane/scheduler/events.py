@@ -24,7 +24,7 @@ from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Collation, Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
 from dataplane.scheduler.disk_events import DiskEvent, KeepBlock
-from dataplane.scheduler.walk import Plan, Walk
+from dataplane.scheduler.walk import NO_PACKS, BlockPacks, Plan, Walk
 
 # -- events ------------------------------------------------------------------------------------
 
@@ -294,11 +294,11 @@ class MakeElsewhere(Struct, frozen=True):
 
 
 class ExcerptRows(Struct, frozen=True):
-    """Rows of a block, rising, where their excerpt goes, and the keys of the packs they are."""
+    """Rows of a block, rising, where their excerpt goes, and what packs they are."""
 
     into: Region
     rows: npt.NDArray[np.int32]
-    pack_keys: tuple[int, ...] = ()
+    packs: BlockPacks = NO_PACKS
 
 
 class ExtractRows(Struct, frozen=True):

@@ -188,7 +188,7 @@ class Excerpts:
                 break
             key = self._blocks.new_key()
             parts.append(_Part(task, Excerpt(block.dataset, block.index, key, into, len(own))))
-            copied.append(ExcerptRows(into, own, task.plan.pack_keys_of(number)))
+            copied.append(ExcerptRows(into, own, task.plan.packs_of(number)))
         if not parts:
             return False
         self._blocks.pin(block.dataset, np.array([block.index]))

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from typing import cast
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.changes import NO_GAPS, Gaps
+from dataplane.changes import NO_GAPS, Gaps, TakenDocument
 from dataplane.config import JobSpec
 from dataplane.model import Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.pack_keys import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
+from dataplane.plan.tombstoned_order import TombstonedOrder
 from dataplane.plan.windows import distinct
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
@@ -69,10 +72,22 @@ class SlabSizes(Struct):
         self.batches = max(1, min(fitting, self.batches_max))
 
 
+class BlockPacks(NamedTuple):
+    """What a plan has of one block if rows are packs: the keys with which they are drawn, if they
+    are shuffled, and the documents that were taken out of the block.
+    """
+
+    keys: tuple[int, ...] = ()
+    taken_out: tuple[TakenDocument, ...] = ()
+
+
+NO_PACKS = BlockPacks()
+
+
 class Plan(Struct, frozen=True):
     """The plan of one slab: the rows of each block, batch after batch. Both are empty in the plan
-    of a light walk. Rows may be packs: if they are shuffled, `pack_keys` are those of each block,
-    and plan/pack_keys.py says how rows name them.
+    of a light walk. Rows may be packs: `packs` are those of each block, and plan/pack_keys.py says
+    how rows name them. It is empty if there is nothing to say of them.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
@@ -81,7 +96,7 @@ class Plan(Struct, frozen=True):
     blocks: npt.NDArray[np.int64]
     row_index: npt.NDArray[np.int32]
     first_position: int
-    pack_keys: tuple[tuple[int, ...], ...] = ()
+    packs: tuple[BlockPacks, ...] = ()
 
     @property
     def row_count(self) -> int:
@@ -97,9 +112,16 @@ class Plan(Struct, frozen=True):
         rows = self.row_index[self.row_index[:, 0] == at, 1]
         return distinct(rows.astype(np.int64))[0].astype(np.int32)
 
-    def pack_keys_of(self, block: int) -> tuple[int, ...]:
-        """The keys of the packs of one of its blocks, if they have any."""
-        return self.pack_keys[int(self.blocks.searchsorted(block))] if self.pack_keys else ()
+    def packs_of(self, block: int) -> BlockPacks:
+        """The packs of one of its blocks."""
+        return self.packs[int(self.blocks.searchsorted(block))] if self.packs else NO_PACKS
+
+    @property
+    def packs_told(self) -> dict[str, Any]:
+        """The fields of an Assemble task that say them."""
+        keys, taken_out = ([each[at] for each in self.packs] for at in range(2))
+        return {**_flat("pack_keys", "pack_key_counts", keys),
+                **_flat("taken_out", "taken_out_counts", taken_out)}  # fmt: skip
 
     def rows_by_block(self) -> npt.NDArray[np.int64]:
         """How many rows it needs of each of its blocks, repeated ones included.
@@ -120,8 +142,8 @@ class Plan(Struct, frozen=True):
         used, index = distinct(rows[:, 0].astype(np.int64))
         own = rows.copy()
         own[:, 0] = index
-        keys = tuple(self.pack_keys[at] for at in used) if self.pack_keys else ()
-        return Plan(batches, self.blocks[used], own, self.first_position, keys)
+        packs = tuple(self.packs[at] for at in used) if self.packs else ()
+        return Plan(batches, self.blocks[used], own, self.first_position, packs)
 
 
 class Walk:
@@ -236,32 +258,52 @@ class Walk:
         self._next_step = of.first
         numbers = range(of.first, of.first + of.count * stride, stride)
         steps = self._slice.positions_of_steps(of.first, of.count, stride)
-        used, row_index, pack_keys = self._rows_at(steps.positions)
+        used, row_index, packs = self._rows_at(steps.positions)
         plan = Plan(
             batches=tuple(map(Batch, numbers, steps.rows.tolist(), steps.valid.tolist())),
             blocks=used,
             row_index=row_index,
             first_position=self.position,
-            pack_keys=pack_keys,
+            packs=packs,
         )
         self._next_step += of.count * stride
         return plan
 
     def _rows_at(
         self, positions: Ints
-    ) -> tuple[Ints, npt.NDArray[np.int32], tuple[tuple[int, ...], ...]]:
-        """The blocks, the row index and the keys of packs of a plan of these positions."""
+    ) -> tuple[Ints, npt.NDArray[np.int32], tuple[BlockPacks, ...]]:
+        """The blocks, the row index and the packs of a plan of these positions."""
         if self.is_light:
             return _NO_BLOCKS, _NO_ROWS, ()
         blocks, rows = self.order.locate(positions)
         used, index = distinct(blocks)
-        pack_keys: tuple[tuple[int, ...], ...] = ()
+        packs: tuple[BlockPacks, ...] = ()
         if self._draws_packs:
             drawn = drawn_rows(cast(DrawsPacks, self.order), positions, blocks, rows, index)
-            rows, pack_keys = drawn.rows, drawn.keys
+            rows, packs = drawn.rows, tuple(map(BlockPacks, drawn.keys))
+        if isinstance(self.order, TombstonedOrder):
+            packs = self._without(self.order.taken_out(used), packs)
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows
-        return used, row_index, pack_keys
+        return used, row_index, packs
+
+    def _without(
+        self, taken_out: Sequence[tuple[TakenDocument, ...]], packs: tuple[BlockPacks, ...]
+    ) -> tuple[BlockPacks, ...]:
+        """These packs without the documents that were taken out of each block."""
+        if not any(taken_out):
+            return packs
+        packs = packs or (NO_PACKS,) * len(taken_out)
+        return tuple(BlockPacks(one.keys, gone) for one, gone in zip(packs, taken_out, strict=True))
+
+
+def _flat(name: str, counts: str, of_blocks: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Some values of each block in one field, and how many each has in another; none at all if no
+    block has any.
+    """
+    if not any(of_blocks):
+        return {}
+    return {name: tuple(chain.from_iterable(of_blocks)), counts: tuple(map(len, of_blocks))}
 
 
 def _collate(spec: JobSpec, stream: Stream) -> Collation:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from dataplane.errors import RowOutOfBounds
-from dataplane.model import PackPolicy, PackSpec
+from dataplane.model import PackSpec
 from dataplane.plan.packs import PACK_BITS, Packs, documents_max
 from dataplane.transforms.packing import LENGTHS
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
@@ -200,8 +200,10 @@ class _Placed(Struct, frozen=True, eq=False):
         first = np.flatnonzero(pieces.ordinals == 0)
         last = np.append(first[1:], len(pieces.rows)) - 1
         taken = -(-pieces.lengths // pack.multiple) * pack.multiple
-        if pack.policy is PackPolicy.PAD:
-            taken = np.repeat(np.maximum.reduceat(taken, first), last - first + 1)
+        is_last = np.zeros(len(taken), np.bool_)
+        is_last[last] = True
+        # Up to the next one, whose place counts: a document may stand for a longer one.
+        taken[~is_last] = np.diff(pieces.places)[~is_last[:-1]]
         room = taken.copy()
         room[last] = pack.length - pieces.places[last]
         put = pieces.packs * pack.length + pieces.places

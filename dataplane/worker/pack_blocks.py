@@ -9,20 +9,26 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import row_bytes
+from dataplane.changes import TakenDocument
 from dataplane.errors import CorruptShard, RowOutOfBounds
 from dataplane.model import ColumnSpec, PackPolicy, PackSpec
 from dataplane.plan.packs import Int64, Packs, packs_of
+from dataplane.plan.taken_documents import without
 from dataplane.rpc import tasks
 from dataplane.transforms.packing import LABELS, LENGTHS, PACKING, batch_columns, packed_columns
 from dataplane.worker.columns import BlockColumns
+
+T = TypeVar("T")
 
 _KEPT_BYTES_MAX = 128 << 20
 _KEYS_KEPT = 2
@@ -97,11 +103,42 @@ class PackBlock(Struct, frozen=True):
     packs: tuple[Packs, ...] | None
 
 
+class AskedPacks(NamedTuple):
+    """Which packs of a block are asked for: the keys with which they are drawn, None for packs that
+    are not shuffled, and the documents that were taken out of the block.
+    """
+
+    keys: tuple[int | None, ...]
+    taken_out: tuple[TakenDocument, ...]
+
+    @classmethod
+    def of_blocks(cls, body: tasks.Assemble) -> tuple[Self, ...]:
+        """Those of each block of a slab."""
+        blocks = len(body.block_keys)
+        keys: Sequence[tuple[int | None, ...]] = ((None,),) * blocks
+        if body.pack_keys:
+            keys = _parts(body.pack_keys, body.pack_key_counts)
+        taken_out: Sequence[tuple[TakenDocument, ...]] = ((),) * blocks
+        if body.taken_out:
+            taken_out = _parts(body.taken_out, body.taken_out_counts)
+        return tuple(map(cls, keys, taken_out))
+
+    @classmethod
+    def of_excerpt(cls, place: tasks.ExcerptPlace) -> Self:
+        """Those of an excerpt."""
+        return cls(place.pack_keys or (None,), place.taken_out)
+
+
+def _parts(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
+    some = iter(values)
+    return [tuple(itertools.islice(some, count)) for count in counts]
+
+
 class KnownPacks:
     """The packs of the blocks that were used last, by the key of the block."""
 
     def __init__(self) -> None:
-        self._packs: OrderedDict[int, dict[int | None, Packs]] = OrderedDict()
+        self._packs: OrderedDict[int, dict[object, Packs]] = OrderedDict()
         self._bytes = 0
 
     def of(
@@ -111,23 +148,27 @@ class KnownPacks:
         form: PackForm,
         keyed: int | None,
         origin: tasks.Origin | None,
+        taken_out: tuple[TakenDocument, ...] = (),
     ) -> Packs:
-        """The packs of a block, drawn with this key.
+        """The packs of a block, drawn with this key, without the documents that were taken out.
 
         Raises:  CorruptShard: carried columns have other lengths than the tokens, or there are
         other packs than were counted. RowOutOfBounds: the lists are not among their values.
+        ConfigError: no document with tokens is left.
         """
-        known = self._packs.setdefault(block_key, {})
+        known, name = self._packs.setdefault(block_key, {}), (keyed, taken_out)
         self._packs.move_to_end(block_key)
-        found = known.get(keyed)
+        found = known.get(name)
         if found is not None:
             return found
         while len(known) >= _KEYS_KEPT:
             self._bytes -= known.pop(next(iter(known))).nbytes
-        made = packs_of(document_lengths(columns, origin, form), form.pack, keyed)
+        lengths = document_lengths(columns, origin, form)
+        made = packs_of(lengths, form.pack, keyed)
         if origin is not None and not form.counts:
             _check_count(len(made.starts) - 1, origin)
-        known[keyed] = made
+        made = without(made, lengths, form.pack, taken_out)
+        known[name] = made
         self._bytes += made.nbytes
         while self._bytes > _KEPT_BYTES_MAX and len(self._packs) > 1:
             self.forget(next(iter(self._packs)))

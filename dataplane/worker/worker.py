@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import os
 import resource
 import signal
@@ -42,14 +41,13 @@ from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, wr
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard, MappedShards
 from dataplane.worker.named_sources import Gathers
-from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
+from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
 
 if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
 
 _APART_BYTES = 1 << 20
-_PackKeys = tuple[int | None, ...]
 
 
 class _OpenBlock(Struct, frozen=True):
@@ -244,7 +242,7 @@ def _gather_of(
     blocks = [state.blocks[key] for key in body.block_keys]
     places = places_of(rows, [block.numbers for block in blocks])
     if dataset.packs is not None:
-        named = tuple(zip(body.block_keys, _pack_keys(body), strict=True))
+        named = tuple(zip(body.block_keys, AskedPacks.of_blocks(body), strict=True))
         return _pack_gather(state, dataset.packs, named, places, body.batches)
     slab_images = _slab_images(dataset, blocks, body.render, rows)
     specs = dataset.plan.specs if slab_images is None else slab_images.specs
@@ -255,34 +253,29 @@ def _gather_of(
 def _pack_gather(
     state: _State,
     form: PackForm,
-    blocks: Sequence[tuple[int, _PackKeys]],
+    blocks: Sequence[tuple[int, AskedPacks]],
     places: RowIndex,
     batches: Sequence[Batch],
     *,
     as_rows: bool = False,
 ) -> PackGather | CountGather:
-    """The packs of these blocks, each by its own key and the keys of its packs."""
+    """The packs of these blocks, each by its own key and what is asked of its packs."""
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
         return CountGather(form, [(one.columns, one.origin) for one in opened], places, batches)
-    packed = [_packed(state, form, key, keyed) for key, keyed in blocks]
+    packed = [_packed(state, form, key, asked) for key, asked in blocks]
     return PackGather(form, packed, places, batches, as_rows=as_rows)
 
 
-def _pack_keys(body: tasks.Assemble) -> tuple[_PackKeys, ...]:
-    """The keys of the packs of each block; None for packs that are not shuffled."""
-    if not body.pack_keys:
-        return ((None,),) * len(body.block_keys)
-    keys = iter(body.pack_keys)
-    return tuple(tuple(itertools.islice(keys, count)) for count in body.pack_key_counts)
-
-
-def _packed(state: _State, form: PackForm, block_key: int, keyed: _PackKeys) -> PackBlock:
-    """A block with its packs for these keys."""
+def _packed(state: _State, form: PackForm, block_key: int, asked: AskedPacks) -> PackBlock:
+    """A block with the packs that are asked for."""
     block = state.blocks[block_key]
     if block.numbers is not None:
         return PackBlock(block.columns, None)
-    packs = (state.packs.of(block_key, block.columns, form, one, block.origin) for one in keyed)
+    packs = (
+        state.packs.of(block_key, block.columns, form, keyed, block.origin, asked.taken_out)
+        for keyed in asked.keys
+    )
     return PackBlock(block.columns, tuple(packs))
 
 
@@ -294,7 +287,8 @@ def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
             into = state.arenas[0].view(place.into.offset, place.into.length)
             state.arenas[0].prepare(place.into.offset, place.into.length)
             if dataset.packs is not None:
-                packed = _packed(state, dataset.packs, body.block_key, place.pack_keys or (None,))
+                asked = AskedPacks.of_excerpt(place)
+                packed = _packed(state, dataset.packs, body.block_key, asked)
                 sizes.append(write_packs(dataset.packs, packed, into, place.row_count))
                 continue
             sizes.append(write_excerpt(block.columns, dataset.plan.specs, into, place.row_count))
@@ -316,7 +310,7 @@ def _read_one_by_one(
         state.tell(tasks.Reading(key))
         if dataset.packs is not None:
             index = places_of(np.array([(0, row) for row in mine], np.int32), [block.numbers])
-            named = ((key, _pack_keys(body)[at]),)
+            named = ((key, AskedPacks.of_blocks(body)[at]),)
             batches = (Batch(0, len(mine), len(mine)),)
             _scratch(_pack_gather(state, dataset.packs, named, index, batches, as_rows=True))
             continue

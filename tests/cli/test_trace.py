@@ -302,6 +302,7 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, po
             pack_of[one["place"] : one["place"] + one["tokens"]] = rows[number][begin:end]
         assert made == tokens
         replayed = asked(capsys, "replay", ledger, "--epoch", "0", "--step", f"{step}")
+        assert {one.pop("instead_of") for one in found} == {None}
         places = [{name: one[name] for name in found[0]} for one in replayed]
         assert places == found
         for one in replayed:

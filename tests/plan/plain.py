@@ -115,10 +115,14 @@ def substitute(seed, shard, row, count, gone):
     """The row of a block of `count` rows that stands for a row of a shard that was taken out;
     `gone` are the rows of the block that were, counted in the block.
     """
-    keyed = key(seed, TOMBSTONE, shard, row)
+    return first_of(key(seed, TOMBSTONE, shard, row), count, set(range(count)) - set(gone))
+
+
+def first_of(keyed, count, able):
+    """The first number below `count` of a key's sequence that is among these."""
     while True:
         found = mix(keyed) % count
-        if found not in gone:
+        if found in able:
             return found
         keyed = (keyed + GAMMA) & MASK
 
@@ -140,11 +144,7 @@ PACK = 8
 def packs(lengths, size, keyed, *, policy="best_fit", long="fragment", multiple=1, most=None):
     """The packs of a block, each a list of pieces: (row, first token, tokens, place in the pack)."""
     order = permutation(keyed, len(lengths)) if keyed is not None else range(len(lengths))
-    kept, most = list(lengths), most or max(8, size // 8)
-    if long == "truncate":
-        kept = [min(length, size) for length in kept]
-    elif long == "drop":
-        kept = [length if length <= size else 0 for length in kept]
+    kept, most = packed_tokens(lengths, size, long), most or max(8, size // 8)
     if policy == "wrap":
         return wrapped(kept, size, order, multiple)
     found = [[(row, part * size, size, 0)] for row in order for part in range(kept[row] // size)]
@@ -165,6 +165,42 @@ def packs(lengths, size, keyed, *, policy="best_fit", long="fragment", multiple=
         room[pack] -= taken
         used[pack] += 1
         since[pack] = sum(used.values())
+    return found
+
+
+def packed_tokens(lengths, size, long):
+    """How many tokens of each document are packed."""
+    if long == "truncate":
+        return [min(length, size) for length in lengths]
+    if long == "drop":
+        return [length if length <= size else 0 for length in lengths]
+    return list(lengths)
+
+
+def without(made, kept, gone, multiple, policy):
+    """Packs without some documents, `gone`: {row: key}; `kept` are the tokens that are packed of
+    each document of the block.
+    """
+    left = {row: tokens for row, tokens in enumerate(kept) if tokens and row not in gone}
+    other = {}
+    for row in gone:
+        if kept[row]:
+            least = min(kept[row], max(left.values()))
+            able = {one for one, tokens in left.items() if tokens >= least}
+            other[row] = first_of(gone[row], len(kept), able)
+    found = []
+    for pack in made:
+        changed = []
+        for row, begin, tokens, place in pack:
+            now = other.get(row, row)
+            if kept[now] >= kept[row]:
+                changed.append((now, begin, tokens, place))
+            else:
+                changed.append((now, 0, min(tokens, kept[now]), place))
+        if policy == "pad":
+            width = max(padded(tokens, multiple) for _, _, tokens, _ in changed)
+            changed = [(*each[:3], at * width) for at, each in enumerate(changed)]
+        found.append(changed)
     return found
 
 

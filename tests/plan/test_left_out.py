@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -9,17 +11,21 @@ from hypothesis import given, settings
 from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 
-from dataplane.changes import Changes, Gaps, Skip, Tombstone, rows_layout
+from dataplane.changes import Changes, Gaps, Skip, TakenDocument, Tombstone, rows_layout
 from dataplane.client.digest import RowsDigest
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import End, Exhausted, PackSpec, Stream, View
+from dataplane.model import End, Exhausted, PackSpec, Region, Stream, View
 from dataplane.plan.orders import delivered_order, job_order
+from dataplane.plan.packed_blocks import packed
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones, substitute, substitute_key
+from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.tasks import Assemble
 from dataplane.scheduler.walk import SlabSizes, Walk
+from dataplane.worker.pack_blocks import AskedPacks
 
 modest = settings(max_examples=150)
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=3)
@@ -198,7 +204,7 @@ def test_substitutes_are_the_golden_ones():
         assert substitute(substitute_key(seed, shard, row), count, gone) == expected
 
 
-def test_a_block_keeps_a_row_and_packs_keep_theirs():
+def test_a_block_keeps_a_row():
     manifest, spec = manifest_of([[3], [4, 2]]), JobSpec("f")
     rows = tuple(Tombstone(1, row) for row in (4, 5))
     with pytest.raises(ConfigError, match=r"rows 4 to 5 of mem://part-1, a whole block"):
@@ -208,10 +214,6 @@ def test_a_block_keeps_a_row_and_packs_keep_theirs():
     with pytest.raises(ConfigError, match="there is no source 1"):
         check_tombstones(spec, (manifest,), (Tombstone(1, 3, 1),))
     check_tombstones(spec, (manifest,), rows[:1])
-    packed = JobSpec("f", view=View(pack=PackSpec("tokens", 8)))
-    with pytest.raises(ConfigError, match="those of this one are packs"):
-        check_tombstones(packed, (manifest,), rows[:1])
-    check_tombstones(packed, (manifest,), ())
 
 
 def test_rows_that_a_view_does_not_have_need_no_other_row():
@@ -227,6 +229,28 @@ def test_rows_that_a_view_does_not_have_need_no_other_row():
     numbered = tuple(Tombstone(1, row, 0, row) for row in range(3))
     with pytest.raises(ConfigError, match="all rows that the view has of a block of mem://part-1"):
         check_tombstones(chosen, (limited,), numbered)
+
+
+def test_a_plan_of_packs_names_the_documents_that_were_taken_out_of_each_of_its_blocks():
+    of_packs = packed(manifest_of([[3], [4, 2]]), np.array([2, 0, 1]))
+    spec = JobSpec("f", 7, False, global_batch=3, view=View(pack=PackSpec("tokens", 8)))
+    gone = (Tombstone(0, 1), Tombstone(0, 2), Tombstone(1, 0), Tombstone(1, 5))
+    order = delivered_order(spec, (of_packs,), 0, gone)
+    assert order.locate(np.arange(3))[1].tolist() == [0, 1, 0]
+    first = tuple(TakenDocument(row, plain.key(7, plain.TOMBSTONE, 0, row)) for row in (1, 2))
+    last = (TakenDocument(1, plain.key(7, plain.TOMBSTONE, 1, 5)),)
+    (plan,) = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(3, 3, 0)).next_plans(1)
+    assert [each.taken_out for each in plan.packs] == [first, last]
+    assert [plan.packs_of(block).taken_out for block in range(2)] == [first, last]
+    shuffled = replace(spec, shuffle=True)
+    order = delivered_order(shuffled, (of_packs,), 0, gone)
+    (plan,) = Walk(shuffled, order, Stream(0, 0, 0, 1), SlabSizes(3, 3, 0)).next_plans(1)
+    assert [(len(each.keys), each.taken_out) for each in plan.packs] == [(1, first), (1, last)]
+    body = Assemble(1, (5, 9), Region(0, 0), (), 1, Region(0, 0), **plan.packs_told)
+    asked = AskedPacks.of_blocks(decode(Assemble, encode(body)))
+    assert [tuple(each) for each in asked] == [tuple(each) for each in plan.packs]
+    with pytest.raises(ConfigError, match="all rows that the view has of a block of mem://part-1"):
+        check_tombstones(spec, (of_packs,), (Tombstone(1, 4), Tombstone(1, 5)))
 
 
 def test_tombstones_hold_for_one_view_and_one_list_of_sources_whatever_the_limit():

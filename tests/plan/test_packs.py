@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from kernels import loops_library
 from plan import golden, plain
 
+from dataplane.changes import TakenDocument
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan import advice
 from dataplane.plan import packs as product
 from dataplane.plan.loops import best_fit, best_fit_count
 from dataplane.plan.packs import Packing, Packs, documents_max, pack_count, packing_of, packs_of
+from dataplane.plan.taken_documents import without
 
 LENGTHS = st.lists(st.integers(0, 40) | st.integers(0, 5), max_size=60)
 KEYS = st.none() | st.integers(0, 2**64 - 1)
@@ -145,7 +147,7 @@ def test_a_padded_batch_has_equal_rows_within_its_tokens_and_padding_is_counted(
         assert len(batch) * width <= form.length
         room += len(batch) * width
         widths += [width]
-    whole = int((product._kept(array, form) // form.length).sum())
+    whole = int((product.kept_tokens(array, form) // form.length).sum())
     assert widths[whole:] == sorted(widths[whole:], reverse=True)
     assert packing_of(array, form).room_tokens == room
 
@@ -155,6 +157,29 @@ def test_golden_packs() -> None:
         form = PackSpec("tokens", size, PackPolicy(policy), LongPolicy(long), multiple=multiple)
         found = _listed(packs_of(np.array(lengths, np.int64), form, keyed))
         assert " / ".join(map(_text, found)) == expected
+
+
+def test_golden_packs_without_documents_that_were_taken_out() -> None:
+    for (
+        lengths,
+        size,
+        policy,
+        long,
+        multiple,
+        keyed,
+        gone,
+    ), expected in golden.PACKS_WITHOUT.items():
+        form = PackSpec("tokens", size, PackPolicy(policy), LongPolicy(long), multiple=multiple)
+        documents, keys = (
+            np.array(lengths, np.int64),
+            {row: plain.key(7, 9, 0, row) for row in gone},
+        )
+        taken_out = [TakenDocument(*one) for one in keys.items()]
+        found = without(packs_of(documents, form, keyed), documents, form, taken_out)
+        assert " / ".join(map(_text, _listed(found))) == expected
+        made = plain.packs(lengths, size, keyed, policy=policy, long=long, multiple=multiple)
+        kept = plain.packed_tokens(lengths, size, long)
+        assert plain.without(made, kept, keys, multiple, policy) == _listed(found)
 
 
 @pytest.mark.parametrize("length", [2048, 8192])

@@ -15,17 +15,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 from fleet import Run, Service
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataplane.cli import run
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
+from dataplane.worker.pack_blocks import NO_LABEL
 
 SHARDS, ROWS, GROUP, BATCH = 3, 100, 20, 24
 STEPS = -(-SHARDS * ROWS // BATCH)
-OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 3, "lanes": 2, "window": 40}
+OPTIONS: dict[str, Any] = {
+    "shuffle": True, "seed": 3, "lanes": 2, "window": 40, "columns": ["id"],
+}  # fmt: skip
 SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
          "--delivery-bytes-per-rank", "2MiB")  # fmt: skip
 
@@ -38,7 +41,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(SHARDS):
         ids = np.arange(shard * ROWS, (shard + 1) * ROWS)
-        pq.write_table(pa.table({"id": ids}), folder / f"s{shard}.parquet", row_group_size=GROUP)
+        tokens = [[one] * (1 + one * 7 % 23) for one in ids.tolist()]
+        table = pa.table({"id": ids, "tokens": tokens})
+        pq.write_table(table, folder / f"s{shard}.parquet", row_group_size=GROUP)
     return str(folder)
 
 
@@ -311,3 +316,66 @@ def test_rows_of_a_mixture_of_views_are_replaced_by_rows_of_the_same_view_and_so
     assert (gone["step"], gone["taken_out_for"]) == (step, moved[106] - 100)
     both = command("where", "j", "--row", f"1:{moved[106] - 100}", *named)
     assert {one["instead_of"] for one in both} == {None, 6}
+    check_documents_of_packs(mixed, data, command)
+
+
+def packs_in(batch: Any) -> list[Any]:
+    columns = (batch[name].tolist() for name in ("tokens", "document_ids", "labels"))
+    return [*zip(*columns, strict=True)]
+
+
+def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) -> None:
+    """The same of packs: each token is the id of its document."""
+    pack = Pack("tokens", 32, outputs=["document_ids", "labels"])
+    options = {"name": "p", "global_batch_size": 8, "pack": pack, "columns": None}
+
+    def packs(size: int = 1, state: Any = None) -> list[Any]:
+        with ranks(mixed, size, state, **options) as loaders:
+            return joined([[packs_in(batch) for batch in loader] for loader in loaders])
+
+    def saved(count: int) -> Any:
+        with ranks(mixed, **options) as (loader,):
+            for _ in itertools.islice(loader, count):
+                pass
+            return loader.state_dict()
+
+    whole, state = packs(), saved(2)
+    rows = ("--row", "web:s1.parquet:6", "--row", "code:0:6")
+    told = command("tombstone", "p", *rows, *data)["entry"]["payload"]
+    assert told["rows"] == [[0, 6, 1], [1, 6, 0, 3]]
+    found, moved = packs(), dict[int, int]()
+    for tokens, ids, labels, after, ids_after, labels_after in (
+        (*one, *other)
+        for step in zip(whole, found, strict=True)
+        for one, other in zip(*step, strict=True)
+    ):
+        assert ids == ids_after
+        moved |= {one: other for one, other in zip(tokens, after, strict=True) if one != other}
+        assert [moved.get(one, one) for one in tokens] == after
+        for one, other, label, label_after in zip(tokens, after, labels, labels_after, strict=True):
+            # The last token of a part of a longer document has a label.
+            assert label_after in ((label,) if one == other else (other, NO_LABEL))
+    assert moved.keys() == {106, 206}
+    assert all(one // GROUP == other // GROUP for one, other in moved.items())
+    assert packs(2) == found
+    assert packs(4, state) == found[2:]
+    step = next(at for at, batch in enumerate(found) if batch != whole[at])
+    of_step = ("--epoch", "0", "--step", str(step), *data)
+    traced = command("trace", "p", *of_step)
+    replayed = command("replay", "p", *of_step)
+    for one, values in zip(traced, replayed, strict=True):
+        tokens = found[step][one["position"] - 8 * step][0]
+        begin, end = one["place"], one["place"] + one["tokens"]
+        assert tokens[begin:end] == json.loads(str(values["values"]["tokens"]))
+    other = moved[106] - 100
+    stands = [one for one in traced if one["instead_of"] is not None]
+    assert {(one["source"], one["row"], one["instead_of"]) for one in stands} <= {
+        ("web", other, 6),
+        ("code", moved[206] - 200, 6),
+    }
+    named = ("--source", "web", "--epochs", "0", *data)
+    gone = command("where", "p", "--row", "1:6", *named)
+    assert {one["taken_out_for"] for one in gone} == {other}
+    both = command("where", "p", "--row", f"1:{other}", *named)
+    assert {one["instead_of"] for one in both} == {None, 6}
+    assert {one["position"] for one in gone} < {one["position"] for one in both}

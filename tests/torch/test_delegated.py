@@ -189,4 +189,10 @@ def test_packs_are_made_elsewhere_if_the_manifest_has_their_counts(
         str(manifest),
     ]) == 0  # fmt: skip
     alone = batches(str(manifest), pack=pack)
-    assert batches(str(manifest), pack=pack, service=cluster.service, name="elsewhere") == alone
+    elsewhere = {"pack": pack, "service": cluster.service, "name": "elsewhere"}
+    assert batches(str(manifest), **elsewhere) == alone
+    row = ("--row", "0:39", "--data", str(manifest))
+    assert run(["tombstone", "elsewhere", *row, "--join", cluster.coordinator.address]) == 0
+    flat = [np.concatenate([np.ravel(batch["tokens"]) for batch in found]).tolist()
+            for found in (alone, batches(str(manifest), **elsewhere))]  # fmt: skip
+    assert [79 if one == 39 else one for one in flat[0]] == flat[1] != flat[0]

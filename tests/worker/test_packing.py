@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from plan import plain
 
 from dataplane.arena.slab_layout import row_numbers_bytes
+from dataplane.changes import TakenDocument
 from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
 from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, LongPolicy, PackPolicy, PackSpec, Region
 from dataplane.plan.packs import PACK_BITS, documents_max, packs_of
+from dataplane.plan.taken_documents import without
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Origin
@@ -59,6 +61,8 @@ def expected_pack(
     positions, ids, ends = list(range(size)), [-1] * size, []
     for number, (row, begin, length, place) in enumerate(pieces):
         end = place + plain.padded(length, form.multiple)
+        if number + 1 < len(pieces):
+            end = pieces[number + 1][3]
         ends.append(end)
         for at in range(place, end):
             positions[at], ids[at] = at - place, number
@@ -133,9 +137,19 @@ def forms(draw: st.DrawFn) -> PackSpec:
     )
 
 
+WORDS = st.integers(0, 2**64 - 1)
 BLOCKS = st.lists(
     st.lists(st.lists(st.integers(0, 127), max_size=25), max_size=12), min_size=1, max_size=3
 )
+
+
+@st.composite
+def keys_of_some(draw: st.DrawFn, kept: list[int]) -> dict[int, int]:
+    """Some documents of a block, with keys, so that one with tokens is left."""
+    some = draw(st.dictionaries(st.integers(0, len(kept) - 1), WORDS)) if kept else {}
+    if not any(tokens for row, tokens in enumerate(kept) if row not in some):
+        return {}
+    return some
 
 
 @settings(max_examples=150)
@@ -147,13 +161,18 @@ def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     for documents in drawn:
         lengths = np.array([len(each) for each in documents], np.int64)
         block = block_of(documents, dtype, is_large=data.draw(st.booleans(), "large"))
-        blocks.append(PackBlock(block, (packs_of(lengths, pack, keyed),)))
-        packs.append(
-            plain.packs(
-                lengths.tolist(), pack.length, keyed, policy=pack.policy.value,
-                long=pack.long.value, multiple=pack.multiple, most=documents_max(pack),
-            )
+        kept = plain.packed_tokens(lengths.tolist(), pack.length, pack.long.value)
+        gone = data.draw(keys_of_some(kept), "taken out")
+        made = packs_of(lengths, pack, keyed)
+        taken_out = tuple(TakenDocument(*one) for one in gone.items())
+        blocks.append(PackBlock(block, (without(made, lengths, pack, taken_out),)))
+        plainly = plain.packs(
+            lengths.tolist(), pack.length, keyed, policy=pack.policy.value,
+            long=pack.long.value, multiple=pack.multiple, most=documents_max(pack),
         )  # fmt: skip
+        packs.append(plain.without(plainly, kept, gone, pack.multiple, pack.policy.value))
+        assert len(packs[-1]) == len(plainly) == len(made)
+        assert not {piece[0] for each in packs[-1] for piece in each} & gone.keys()
     every = [(at, row) for at, some in enumerate(packs) for row in range(len(some))]
     if not every:
         return
@@ -242,8 +261,26 @@ def test_packs_are_made_once_for_a_block_and_a_key() -> None:
     other = known.of(1, block, form, 6, None)
     assert other is not first
     assert known.of(1, block, form, 6, None) is other
+    gone = (TakenDocument(0, 7),)
+    less = known.of(1, block, form, 6, None, gone)
+    assert known.of(1, block, form, 6, None) is other
+    assert known.of(1, block, form, 6, None, gone) is less
     known.forget(1)
     assert known.of(1, block, form, 6, None) is not other
+
+
+def test_documents_that_nothing_can_stand_for_are_refused_and_those_without_tokens_need_nothing() -> (
+    None
+):
+    pack = PackSpec("tokens", 8, long=LongPolicy.DROP)
+    lengths = np.array([3, 0, 9, 2])
+    made = packs_of(lengths, pack, 5)
+    empty = without(made, lengths, pack, (TakenDocument(1, 7), TakenDocument(2, 7)))
+    assert empty.pieces.tolist() == made.pieces.tolist()
+    with pytest.raises(ConfigError, match="all documents with tokens of a block were taken out"):
+        without(made, lengths, pack, (TakenDocument(0, 7), TakenDocument(3, 7)))
+    with pytest.raises(RowOutOfBounds):
+        without(made, lengths, pack, (TakenDocument(4, 7),))
 
 
 def test_carried_columns_of_other_lengths_are_named_with_their_row() -> None:

@@ -209,7 +209,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate", "taken_out", "taken_out_counts")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,8 @@ class Assemble(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PACK_KEY_COUNTS_FIELD_NUMBER: _ClassVar[int]
     COLLATE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_OUT_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -236,7 +238,17 @@ class Assemble(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[int]
     pack_key_counts: _containers.RepeatedScalarFieldContainer[int]
     collate: Collation
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ...) -> None: ...
+    taken_out: _containers.RepeatedCompositeFieldContainer[TakenDocument]
+    taken_out_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ..., taken_out_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TakenDocument(_message.Message):
+    __slots__ = ("row", "key")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    key: int
+    def __init__(self, row: _Optional[int] = ..., key: _Optional[int] = ...) -> None: ...
 
 class Collation(_message.Message):
     __slots__ = ("function", "seed", "epoch", "cursor", "global_batch", "dp_rank", "source_column", "columns")
@@ -283,14 +295,16 @@ class Extract(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., block_key: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ExcerptPlace, _Mapping]]] = ...) -> None: ...
 
 class ExcerptPlace(_message.Message):
-    __slots__ = ("into", "row_count", "pack_keys")
+    __slots__ = ("into", "row_count", "pack_keys", "taken_out")
     INTO_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     PACK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_OUT_FIELD_NUMBER: _ClassVar[int]
     into: _types_pb2.Region
     row_count: int
     pack_keys: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ..., pack_keys: _Optional[_Iterable[int]] = ...) -> None: ...
+    taken_out: _containers.RepeatedCompositeFieldContainer[TakenDocument]
+    def __init__(self, into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ..., pack_keys: _Optional[_Iterable[int]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ...) -> None: ...
 
 class Extracted(_message.Message):
     __slots__ = ("bytes", "disk")
