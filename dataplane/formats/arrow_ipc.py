@@ -151,9 +151,11 @@ def _shard_index(
     dictionaries = any(m.head.kind == DICTIONARY for m in messages)
     late = any(m.head.kind == DICTIONARY and m.offset > start for m in messages)
     one_block = functools.partial(_one_block, shard, schema, messages, nulls)
-    if footer is not None and [at for at, _ in footer.batches] != [m.offset for m in batches]:
+    if footer is not None and [batch.offset for batch in footer.batches] != [
+        m.offset for m in batches
+    ]:
         rows_at = {m.offset: m.head.rows for m in batches}
-        return one_block(sum(rows_at[at] for at, _ in footer.batches))
+        return one_block(sum(rows_at[batch.offset] for batch in footer.batches))
     if late:
         return one_block(sum(m.head.rows for m in batches))
     shared = sum(_decoded(schema, m) for m in before)
@@ -224,7 +226,7 @@ def _check_footer(
     if not is_same or not footer.schema.equals(schema):
         raise corrupt(url, footer.start, "the footer and the first message have different schemas")
     there = {m.offset for m in messages if m.head.kind == RECORDS}
-    for at, _ in footer.batches:
+    for at in (batch.offset for batch in footer.batches):
         if at not in there:
             raise corrupt(url, footer.start, f"the footer names a record batch at byte {at}")
 

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pyarrow as pa
 from msgspec import Struct
 
+from dataplane.formats.arrow_alike import is_told_by_size
 from dataplane.formats.base import ShardReader
 from dataplane.formats.faults import corrupt, foreign_faults
 from dataplane.formats.flatbuf import (
     SCHEMA,
+    FooterBatch,
     Head,
     footer_batches,
     footer_is_big_endian,
@@ -27,6 +29,8 @@ METADATA_BYTES_MAX = 256 << 20
 # How many record batches have their metadata read at once; the padded end-of-stream mark.
 _TOGETHER_MAX = 1 << 14
 _END_BYTES = 64
+# With fewer, nothing is saved.
+_ALIKE_MIN = 2
 
 
 class Message(Struct, frozen=True):
@@ -44,11 +48,11 @@ class Message(Struct, frozen=True):
 
 class ArrowFooter(Struct, frozen=True):
     """The content of a file's footer. `start` is its place, and the end of the messages; `batches`
-    are the record batches in order: the offset of each, and the length of its metadata.
+    are the record batches in order.
     """
 
     start: int
-    batches: tuple[tuple[int, int], ...]
+    batches: tuple[FooterBatch, ...]
     schema: pa.Schema
     is_big_endian: bool
 
@@ -102,14 +106,36 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
 
 def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> ByteSource:
     """The metadata of large record batches, read in parallel: the latency of each read equals the
-    transfer time of a MiB.
+    transfer time of a MiB. What is sure to equal the first batch's is not read.
     """
-    end, batches = footer.start, footer.batches
-    if not end > len(batches) * NEAR_BYTES or len(batches) > _TOGETHER_MAX:
+    end, same = footer.start, _same_as_first(window, footer)
+    rest = [batch for batch in footer.batches if batch.offset not in same]
+    if not end > len(rest) * NEAR_BYTES or len(rest) > _TOGETHER_MAX:
         return window
-    places = [(at, length) for at, length in batches if at >= 0 and 0 < length <= PROBE_BYTES]
+    places = [
+        (batch.offset, batch.metadata_length)
+        for batch in rest
+        if batch.offset >= 0 and 0 < batch.metadata_length <= PROBE_BYTES
+    ]
     mark = max(0, end - _END_BYTES)
-    return Parts(shard, window, [*places, (mark, end - mark)])
+    return Parts(shard, window, [*places, (mark, end - mark)], same)
+
+
+def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]:
+    """The metadata of record batches that are sure to have the same as the first one, by offset."""
+    first = footer.batches[0] if footer.batches else None
+    if first is None or not 0 < first.offset <= PROBE_BYTES - first.metadata_length:
+        return {}
+    content = window.view(first.offset, first.metadata_length)
+    alike = [batch for batch in footer.batches if batch[1:] == first[1:]]
+    if len(alike) < _ALIKE_MIN or content[:4] != CONTINUATION:
+        return {}
+    try:
+        head = message_head(content[8:])
+    except ValueError:  # damaged: whoever reads all messages in turn says where
+        return {}
+    is_told = head.body_length == first.body_length and is_told_by_size(footer.schema, head)
+    return {batch.offset: content for batch in alike} if is_told else {}
 
 
 def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterator[Message]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -165,13 +166,20 @@ def move_buffers(metadata: memoryview, starts: bytes, sizes: bytes, body_length:
     return after
 
 
-def footer_batches(footer: memoryview) -> list[tuple[int, int]]:
-    """For each of a file's record batches: its offset, and the length of its metadata there.
+class FooterBatch(NamedTuple):
+    """What a file's footer says of a record batch: its offset, and the lengths of its parts."""
+
+    offset: int
+    metadata_length: int
+    body_length: int
+
+
+def footer_batches(footer: memoryview) -> list[FooterBatch]:
+    """A file's record batches.
 
     Raises:  ValueError: not a footer.
     """
-    blocks = root(footer).structs(3, BLOCK_STRUCT)
-    return [(offset, metadata_length) for offset, metadata_length, _ in blocks]
+    return [FooterBatch(*block) for block in root(footer).structs(3, BLOCK_STRUCT)]
 
 
 def footer_is_big_endian(footer: memoryview) -> bool:

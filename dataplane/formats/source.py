@@ -8,8 +8,9 @@ Invariants:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import Protocol
 
 from typing_extensions import Buffer
@@ -65,18 +66,27 @@ class Window:
 
 
 class Parts:
-    """A shard with some ranges already read, several of them at a time.
+    """A shard with some ranges already read, several of them at a time. `known` are bytes that need
+    not be read, by offset.
 
     Raises:  the StoreError family, as the shard does.
     """
 
-    def __init__(self, shard: ShardReader, rest: Window, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        shard: ShardReader,
+        rest: Window,
+        places: Sequence[tuple[int, int]],
+        known: Mapping[int, memoryview],
+    ) -> None:
         self._size, self._rest = shard.size_bytes, rest
         within = sorted((at, min(length, self._size - at)) for at, length in places)
         within = [(at, length) for at, length in within if length > 0]
         read = shard.read_all([Region(*place) for place in within])
-        self._starts = [at for at, _ in within]
-        self._held = [memoryview(content).cast("B") for content in read]
+        held = [(at, memoryview(new).cast("B")) for (at, _), new in zip(within, read, strict=True)]
+        held = sorted([*held, *known.items()], key=itemgetter(0))
+        self._starts = [at for at, _ in held]
+        self._held = [content for _, content in held]
 
     @property
     def url(self) -> str:

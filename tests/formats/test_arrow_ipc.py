@@ -185,3 +185,28 @@ def test_the_metadata_of_large_batches_is_read_at_once() -> None:
     for cut in (1, 10, 300, len(content) // 2):
         with pytest.raises(CorruptShard):
             ARROW.index(MemoryShard(content[:-cut]))
+
+
+def test_equal_batches_of_fixed_width_are_indexed_by_their_sizes() -> None:
+    rows, batches, width = 400, 6, 1024
+    count = rows * batches - 1
+    cells = pa.array(np.arange(count * width, dtype=np.int32))
+    table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(cells, width)})
+    content = arrow_bytes(table, rows=rows, file=True)
+    shard = Together(content)
+    index = ARROW.index(shard)
+    last, mark = 1, 1
+    assert shard.together == [last + mark]
+    assert [block.rows for block in index.blocks] == [*[rows] * (batches - 1), rows - 1]
+    assert [block.place.length for block in index.blocks[:-1]] == [index.blocks[0].place.length] * 5
+    found = ARROW.decode(raw_block(content, index, 4, "u"), index.schema, ["tokens"])
+    assert found.column("tokens").equals(table.column("tokens").chunk(0)[4 * rows : 5 * rows])
+    # Whoever decodes a block reads its own metadata.
+    at = index.blocks[3].place.offset
+    changed = bytearray(content)
+    place = changed.index(rows.to_bytes(8, "little"), at)
+    while place < at + 512:
+        changed[place : place + 8] = (rows - 1).to_bytes(8, "little")
+        place = changed.index(rows.to_bytes(8, "little"), place + 1)
+    with pytest.raises(CorruptShard):
+        ARROW.decode(raw_block(bytes(changed), index, 3, "u"), index.schema, ["tokens"])
