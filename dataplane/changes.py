@@ -165,16 +165,15 @@ def layout_of(spec: JobSpec, identity: DatasetIdentity | None) -> str:
 
 
 def rows_layout(spec: JobSpec, layout: str) -> str:
-    """What tombstones hold for: the layout, the names of sources, and what chooses rows of blocks.
-    A limit may change: the rows before it keep their numbers.
-    """
+    """What tombstones hold for: the layout, the names of sources, and the rows of their views."""
     sources = [("", spec.view)]
     if spec.mixture is not None:
         sources = [(source.name, source.view) for source in spec.mixture.sources]
     rows = [
-        [name, view.where, view.sample, view.split_from, view.split_to] for name, view in sources
+        [name, view.where, view.sample, view.split_from, view.split_to, view.limit]
+        for name, view in sources
     ]
-    if rows == [["", "", 0, 0, 0]]:
+    if rows == [["", "", 0, 0, 0, 0]]:
         return layout
     return hashlib.blake2b(f"{layout}:{canonical(rows)}".encode(), digest_size=16).hexdigest()
 

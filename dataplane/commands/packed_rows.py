@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -252,13 +253,14 @@ def _packs(
     return whole, without(whole, lengths, pack, gone)
 
 
-def check_documents(job: Traced, taken: Substitutes) -> None:
+def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
     """Check that each block keeps a document with tokens. Reads the tokens of those out of which
     documents were taken.
 
     Raises:  ConfigError: names the shard of one that does not.  As `documents_of`.
     """
-    for number in taken.gone:
+
+    def check(number: int) -> None:
         at = int(job.first_blocks.searchsorted(number, side="right")) - 1
         source, block = job.sources[at], number - int(job.first_blocks[at])
         assert source.view.pack is not None
@@ -269,6 +271,12 @@ def check_documents(job: Traced, taken: Substitutes) -> None:
         except ConfigError as error:
             url = source.manifest.shards.urls[int(source.manifest.block_shard[block])]
             raise ConfigError(f"{url}: {error}", shard=url) from error
+
+    # A user's function is called by one thread.
+    is_mapped = any(source.view.map for source in job.sources)
+    with ThreadPoolExecutor(1 if is_mapped else workers) as threads:
+        for _ in threads.map(check, taken.gone):
+            pass
 
 
 def _lengths(batch: pa.RecordBatch, column: str) -> Int64:

@@ -96,43 +96,56 @@ def tombstone(
         "dp_size": None,
     }
     traced = of_ledger(settings, asked, ledger)
-    rows = _rows(traced, row_names)
+    rows = _rows(traced, row_names, workers)
     gone = changes_of(in_force(ledger.entries, ledger.spec, layout)).tombstones
     manifests = [source.manifest for source in traced.sources]
-    left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows}))
+    left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows.values()}))
     if traced.is_packed:
         from dataplane.commands.packed_rows import check_documents
 
-        check_documents(traced, left)
-    taken = RowsTaken(tuple(rows), rows_layout(ledger.spec, layout))
+        check_documents(traced, left, workers)
+    taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, layout))
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
-    count = output.counted(len(set(rows)), "row")
-    what = f"{count} will be taken out: {', '.join(row_names)}"
+    count = output.counted(len(set(rows.values())), "row")
+    what = f"{count} will be taken out: {', '.join(rows)}"
     tell(job, what, entry, answer, as_json=as_json)
 
 
-def _rows(job: Traced, names: Sequence[str]) -> list[Tombstone]:
-    """The rows with these names.
+def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombstone]:
+    """The rows with these names that the view of the job has. Others are told: it never reads them.
 
-    Raises:  ConfigError: there is no such row, or it is not in the view of the job.
+    Raises:  ConfigError: there is no such row, or the view has none of them.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     from dataplane.changes import Tombstone
     from dataplane.commands.datasets import row_names
-    from dataplane.plan.trail import RowNames, shard_named
+    from dataplane.plan.trail import shard_named
     from dataplane.plan.views import filters
 
-    of_source: dict[int, RowNames] = {}
-    found = []
-    for name in names:
-        number, (shard_name, row) = _source(job, name)
+    asked = {name: _source(job, name) for name in names}
+    used = {number for number, _ in asked.values()}
+    names_of = {at: row_names(job.sources[at].of_rows, job.sources[at].view) for at in used}
+
+    def found(name: str) -> Tombstone | None:
+        number, (shard_name, row) = asked[name]
         source = job.sources[number]
-        if number not in of_source:
-            of_source[number] = row_names(source.of_rows, source.view)
         shard = shard_named(source.manifest, shard_name)
-        _, of_view = of_source[number].block_of(shard, row)
-        chosen = of_view if filters(source.view) else None
-        found.append(Tombstone(shard, row, number, chosen))
-    return found
+        place = names_of[number].find(shard, row)
+        if place is None:
+            return None
+        return Tombstone(shard, row, number, place[1] if filters(source.view) else None)
+
+    with ThreadPoolExecutor(workers) as threads:
+        rows = dict(zip(asked, threads.map(found, asked), strict=True))
+    missing = [name for name, row in rows.items() if row is None]
+    if missing:
+        count = output.counted(len(missing), "row")
+        said = f"{count} not in the view of this job, so it never reads them: {', '.join(missing)}"
+        if len(missing) == len(rows):
+            raise ConfigError(said, field="row")
+        output.warn(said)
+    return {name: row for name, row in rows.items() if row is not None}
 
 
 def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:

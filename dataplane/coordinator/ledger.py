@@ -145,8 +145,8 @@ class JobLedger:
             raise ConfigError(
                 f"job {job.job_id!r} reads another dataset than the one of which rows were taken "
                 "out (`dataplane ledger show`), or another view of it: other shards, sizes, blocks,"
-                " sources, or where=, sample= or split=. Start it under another name, and take out "
-                "the rows of this dataset",
+                " sources, or another where=, sample=, split= or limit=. Start it under another "
+                "name, and take out the rows of this dataset",
                 job=job.job_id,
             )
 

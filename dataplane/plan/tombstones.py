@@ -46,7 +46,7 @@ class Substitutes:
             if one.of_view is None and filters(sources[one.source][0]):
                 raise _without_number(one)
             found = names[one.source].find(one.shard, one.row, one.of_view)
-            if found is not None:  # otherwise a limit has left it out
+            if found is not None:  # otherwise its block makes no packs
                 gone.setdefault((one.source, found[0]), {})[found[1]] = one
         self.gone: dict[int, tuple[int, ...]] = {}
         """The rows of each block that were taken out of it, if any were."""
