@@ -28,6 +28,8 @@ OPTIONS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-extensions",
+    "--disable-default-apps",
     "--host-resolver-rules=MAP * ~NOTFOUND",
     # Time is virtual: it advances only when the page is idle, so no script is cut off.
     "--virtual-time-budget=30000",
