@@ -20,6 +20,9 @@ __all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
 # In one process with tests that fork: gRPC would start its threads again in each child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+# Threads of torch wait for each other by spinning, and several tests share few processors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell has what runs in its background ignore SIGINT, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +38,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", deadline=None, max_examples=2000)
+# Other versions of packages: what they do may differ, and not what was looked for in examples.
+settings.register_profile("few", settings.get_profile("fixed"), max_examples=15)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _failed = pytest.StashKey[bool]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 
 import pytest
 from away import Away, Names, Proxy, proxy_before
-from fleet import DATAPLANE, Run, Service
+from fleet import Run, Service
 from remote_epoch import OPTIONS
 from servers import S3Server
+
+from dataplane.cli import run as run_command
 
 AWAY, BACK = "does not answer", "answers again"
 
@@ -81,18 +82,17 @@ def test_a_store_may_be_away_before_the_first_contact(tmp_path, proxy, bucket, w
 
 
 def test_status_shows_which_store_a_node_waits_for_and_since_when(
-    tmp_path, proxy, bucket, whole, monkeypatch
+    tmp_path, proxy, bucket, whole, monkeypatch, capsys
 ):
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
 
     def stores_away(until: Callable[[list[Any]], bool]) -> list[Any]:
         while True:
-            told = subprocess.run(
-                [*DATAPLANE, "status", service.address, "--json"], capture_output=True, check=True
-            )
-            (node,) = json.loads(told.stdout)["nodes"]
+            assert run_command(["status", service.address, "--json"]) == 0
+            (node,) = json.loads(capsys.readouterr().out)["nodes"]
             if until(node["stores_away"]):
                 return node["stores_away"]
+            threading.Event().wait(0.05)
 
     with Service("--listen", "127.0.0.1:0") as service:
         options = {**OPTIONS, "service": service.address}

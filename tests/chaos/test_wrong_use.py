@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fleet
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -158,23 +159,21 @@ with DataLoader(sys.argv[2], batch_size=4, shuffle=True, seed=rank,
         print(json.dumps([type(error).__name__, error.field, str(error)]), flush=True)
     sys.stdin.read()
 """
+    (tmp_path / "rank.py").write_text(script)
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"seeds-{os.getpid()}", "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+        fleet.WARM[0].run(
+            [str(tmp_path / "rank.py"), str(rank), str(folder)],
+            {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            sys.stderr.fileno(),
         )
         for rank in range(2)
     ]
-    told = []
+    told = [rank.stdout.readline().strip() for rank in ranks]
     for rank in ranks:
-        assert rank.stdout is not None
-        told.append(rank.stdout.readline().strip())
-    for rank in ranks:
-        rank.communicate(timeout=60)
+        rank.stdin.close()
+        assert rank.wait(60) == 0
+        rank.stdout.close()
     (refused,) = [json.loads(line) for line in told if line != "joined"]
     assert refused[:2] == [SpecMismatch.__name__, "seed"]
     assert "0" in refused[2]
