@@ -122,7 +122,7 @@ class Following:
 
     def refuse(self, error: DataplaneError) -> None:
         """Answer those that wait with this error."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._waits_since = self._waiting, [], None
         for answer, request_id, slab in waiting:
             self._release(slab.slab_id)
             answer(request_id, error)

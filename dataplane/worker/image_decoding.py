@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.worker.rows import Rows
 
 _KEY_LENGTH_MAX = 300
+_PLAIN_KEY = re.compile(r"[\w./+=-]+", re.ASCII)
 
 
 class SlabImages:
@@ -116,13 +118,27 @@ class SlabImages:
         named = " of those in the view" if origin.of_view else ""
         named += "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
-            f"{origin.url}: row {row}{named}, column {image.column!r}: {error}",
+            f"{origin.url}: row {row}{named}, column {image.column!r}: {error}"
+            f" (to train without this row: {_without(origin, row, key)})",
             shard=origin.url,
             row=row,
             column=image.column,
             key=key,
             reason=error.nouns.get("reason", str(error)),
         )
+
+
+def _without(origin: Origin, row: int, key: str | None) -> str:
+    """What leaves the row out of a job."""
+    if key is not None and _PLAIN_KEY.fullmatch(key):
+        return f"""where="{KEY} != '{key}'\""""
+    if origin.of_view:
+        return "another where=, which does not have it"
+    return f"where= on a column that tells it, or `dataplane tombstone --row {_name(origin)}:{row}`"
+
+
+def _name(origin: Origin) -> str:
+    return origin.url.rpartition("/")[2]
 
 
 def _key_of(block: BlockColumns, row: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +256,7 @@ def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
         assert (error.row, error.column) == (17, "jpg")
         assert str(error.shard).endswith(path.name)
         assert f"{error.shard}: row 17, column 'jpg': " in str(error)
+        assert f"`dataplane tombstone --row {path.name}:17`" in str(error)
         assert "BytesIO" not in str(error)
 
 
@@ -271,6 +273,10 @@ def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
     ):
         next(iter(loader))
     assert caught.value.key == "n01/cat-1"
+    where = re.search(r"without this row: where=\"(.*)\"\)", str(caught.value))
+    assert where is not None
+    with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": CROP}, where=where[1]) as loader:
+        assert next(iter(loader))["__key__"] == ["n00/cat-0", "n02/cat-2"]
 
 
 def test_other_transforms_are_another_job(shards) -> None:
