@@ -43,6 +43,11 @@ SHARED_PIDS: set[int] = set()
 WARM_PIDS: set[int] = set()
 """Those of them that fork processes for a test, which are the test's own."""
 
+_seen_processes: tuple[str, set[tuple[int, int]]] = "", set()
+"""Which task was the newest of the machine, and what was found then: see `_processes`."""
+_seen_memfds: tuple[str, set[str]] = "", set()
+"""How much address space this process had, and what was mapped then: see `_memfds`."""
+
 _STRANGERS: set[tuple[int, int]] = set()
 """Processes that were there before this test run had its mark: they never get it."""
 
@@ -64,6 +69,7 @@ _SHM = Path("/dev/shm")
 class Snapshot:
     """All resources that exist at one moment."""
 
+    newest_task: str
     processes: frozenset[tuple[int, int]]
     fds: dict[int, str]
     memfds: frozenset[str]
@@ -83,8 +89,10 @@ def mark_run() -> str:
 
 def take(mark: str) -> Snapshot:
     """Look at everything now."""
+    newest_task, processes = _processes(mark)
     return Snapshot(
-        processes=frozenset(_processes(mark)),
+        newest_task=newest_task,
+        processes=frozenset(processes),
         fds=_fds(),
         memfds=frozenset(_memfds()),
         threads=frozenset(threading.enumerate()),
@@ -111,7 +119,7 @@ def kill_new(before: Snapshot, mark: str) -> None:
     for pid, started in _new_processes(before, mark):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if (pid, started) in _processes(mark):
+            if (pid, started) in _found(mark):
                 process.kill()
                 process.wait(timeout=5)
 
@@ -138,6 +146,9 @@ def warm_up() -> None:
     obstore.get(memory, "warm").bytes()
     for family in (socket.AF_INET, socket.AF_UNIX):
         socket.socket(family).close()
+    newest = _newest_task()
+    threading.Thread(target=int).start()
+    assert _newest_task() != newest, "/proc/loadavg does not say when processes start"
 
 
 def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
@@ -152,7 +163,9 @@ def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
 
 
 def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, int]]:
-    new = _processes(mark) - before.processes
+    if _newest_task() == before.newest_task:
+        return []
+    new = _found(mark) - before.processes
     if not new:
         return []
     old = ({pid for pid, _ in before.processes} | SHARED_PIDS) - WARM_PIDS
@@ -163,7 +176,23 @@ def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, int]]:
     ]
 
 
-def _processes(mark: str) -> set[tuple[int, int]]:
+def _processes(mark: str) -> tuple[str, set[tuple[int, int]]]:
+    """All that is there, or was when the newest task of the machine was the same: before most
+    tests, none has started since the last look. And that task.
+    """
+    global _seen_processes  # noqa: PLW0603
+    newest = _newest_task()
+    if newest != _seen_processes[0]:
+        _seen_processes = newest, _found(mark)
+    return _seen_processes
+
+
+def _newest_task() -> str:
+    """The number of the process or thread that was started last, of all that this one can see."""
+    return _read("/proc/loadavg").split()[-1].decode()
+
+
+def _found(mark: str) -> set[tuple[int, int]]:
     """Descendants of this process, and everything that has the mark: pids and start times."""
     running = _running()
     found = _descendants(running)
@@ -258,6 +287,15 @@ def _fds_to_shared_servers() -> set[int]:
 
 
 def _memfds() -> set[str]:
+    """Those that this process maps; they are looked for if its address space has another size."""
+    global _seen_memfds  # noqa: PLW0603
+    size = _read("/proc/self/statm").split()[0].decode()
+    if size != _seen_memfds[0]:
+        _seen_memfds = size, _mapped()
+    return _seen_memfds[1]
+
+
+def _mapped() -> set[str]:
     found = set()
     with open("/proc/self/maps") as maps:  # noqa: PTH123
         lines = [line.rstrip("\n") for line in maps if "/memfd:" in line]

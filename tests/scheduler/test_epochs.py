@@ -103,8 +103,9 @@ def test_the_prediction_is_what_a_scheduler_loads(part: int, lanes: int, window:
     assert not found.is_too_small
 
 
-@pytest.mark.parametrize(("part", "disk_part"), [(8, 4), (8, 2), (4, 4)])
-@pytest.mark.parametrize(("lanes", "window"), [(1, 1), (6, 24)])
+@pytest.mark.parametrize(
+    ("part", "disk_part", "lanes", "window"), [(8, 4, 6, 24), (8, 2, 1, 1), (4, 4, 6, 24)]
+)
 def test_later_epochs_load_as_few_blocks_with_a_disk_as_predicted(
     part: int, disk_part: int, lanes: int, window: int
 ) -> None:
