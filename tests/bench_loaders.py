@@ -132,9 +132,12 @@ def note(task, words):
 
 
 def go_wrong(task, where):
-    does = task.settings.get("does", "")
-    if not does.endswith(f" in {where}") or task.rank != task.settings.get("rank", task.rank):
-        return
+    for does in task.settings.get("does", "").split("; "):
+        if does.endswith(f" in {where}") and task.rank == task.settings.get("rank", task.rank):
+            do(does.rpartition(" in ")[0], task)
+
+
+def do(what, task):
     {
         "raise": _raise,
         "exit": lambda: sys.exit(7),
@@ -146,7 +149,7 @@ def go_wrong(task, where):
         "leave a daemon": lambda: _daemon(task),
         "tell the environment": lambda: note(task, json.dumps(dict(os.environ))),
         "read what the harness says": _read,
-    }[does.rpartition(" in ")[0]]()
+    }[what]()
 
 
 def _raise():

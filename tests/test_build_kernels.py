@@ -181,6 +181,7 @@ def test_missing_headers_are_one_line_that_says_what_to_install(
 def test_a_libjpeg_of_conda_is_found_and_loaded_from_there(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("CFLAGS", "-O0")
     environment = tmp_path / "conda"
     (environment / "include").mkdir(parents=True)
     (environment / "include" / "jpeglib.h").write_text('#error "the one of conda"\n')
