@@ -182,6 +182,7 @@ def test_runs_are_compared_by_what_they_skip(shards: str, command: Command) -> N
     assert len({each[6] for each in digests}) == len({each[-1] for each in digests}) == 3
 
 
+@pytest.mark.usefixtures("warm_torch")
 def test_a_killed_trainer_goes_on_round_the_skip_from_an_older_checkpoint(
     shards: str, command: Command, tmp_path: Path
 ) -> None:

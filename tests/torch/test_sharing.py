@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import signal
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, RandomResizedCrop, ShardedIterableDataset
 from PIL import Image
+from warm import WarmProcess, WarmPython
 
 from dataplane.errors import ConfigError
 
@@ -48,27 +48,33 @@ def shards(tmp_path: Path) -> str:
     return str(folder)
 
 
-def job(shards: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", JOB, shards],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def job(python: WarmPython, script: Path, shards: str) -> WarmProcess:
+    script.write_text(JOB)
+    return python.run([str(script), shards], os.environ, sys.stderr.fileno())
 
 
-def said(process: subprocess.Popen[str], count: int) -> list[str]:
-    assert process.stdout is not None
+def said(process: WarmProcess, count: int) -> list[str]:
     return [process.stdout.readline().strip() for _ in range(count)]
 
 
-def test_if_the_leader_is_killed_the_other_jobs_still_get_correct_slabs(shards: str) -> None:
-    with job(shards) as leader, job(shards) as other:
+def test_if_the_leader_is_killed_the_other_jobs_still_get_correct_slabs(
+    shards: str, tmp_path: Path, warm_torch: WarmPython
+) -> None:
+    leader, other = (job(warm_torch, tmp_path / f"{name}.py", shards) for name in "ab")
+    try:
         first = said(leader, 5)
         assert said(other, 5) == first
-        leader.send_signal(signal.SIGKILL)
+        leader.kill()
         leader.wait()
-        rest = other.communicate("go\n", timeout=120)[0].split()
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        rest = other.stdout.read().split()
+    finally:
+        for each in (leader, other):
+            each.kill()
+            each.wait()
+            each.stdin.close()
+            each.stdout.close()
     crop = {"jpg": [RandomResizedCrop(16)]}
     with DataLoader(shards, 4, shuffle=True, transforms=crop) as alone:
         expected = [hashlib.blake2b(batch["jpg"].numpy().tobytes()).hexdigest() for batch in alone]

@@ -8,7 +8,6 @@ import random
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader
 from local_datasets import LONG, Flow, Samples, Talks
+from warm import WarmProcess, WarmPython
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -53,31 +53,35 @@ if __name__ == "__main__":
 """
 
 
-@contextlib.contextmanager
-def trainer(*arguments: str, code: str = _TRAINER) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `code`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        # The folder of a fork server's socket, which multiprocessing removes when it ends in peace.
-        for left in Path(tempfile.gettempdir()).glob("pymp-*"):
-            shutil.rmtree(left)
+@pytest.fixture
+def trainer(warm_torch: WarmPython, tmp_path: Path) -> Callable[..., Any]:
+    """Starts a process that runs `code`, as a context; its errors are in the test's folder."""
+
+    @contextlib.contextmanager
+    def start(*arguments: str, code: str = _TRAINER) -> Iterator[WarmProcess]:
+        script = tmp_path / "trainer.py"
+        script.write_text(f"import sys; sys.path[:] = {sys.path!r}\n{code}")
+        with (tmp_path / "errors").open("wb") as errors:
+            process = warm_torch.run([str(script), *arguments], os.environ, errors.fileno())
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+            # The folder of a fork server's socket, which multiprocessing removes when it ends in
+            # peace.
+            for left in Path(tempfile.gettempdir()).glob("pymp-*"):
+                shutil.rmtree(left)
+
+    return start
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers_of(process: WarmProcess) -> list[psutil.Process]:
     """The pids that it printed."""
-    assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, process.communicate()[1]
+    assert line, "see the file of its errors"
     return [psutil.Process(int(pid)) for pid in line.split()]
 
 
@@ -87,7 +91,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.parametrize("persistent", ["no", "yes"])
-def test_workers_do_not_outlive_a_trainer_that_is_killed(persistent) -> None:
+def test_workers_do_not_outlive_a_trainer_that_is_killed(trainer, persistent) -> None:
     chance = random.Random(persistent)
     with trainer("fork", persistent, "no") as process:
         workers = workers_of(process)
@@ -98,7 +102,9 @@ def test_workers_do_not_outlive_a_trainer_that_is_killed(persistent) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers_do_not_outlive_a_killed_trainer_however_they_were_started(context) -> None:
+def test_workers_do_not_outlive_a_killed_trainer_however_they_were_started(
+    trainer, context
+) -> None:
     chance = random.Random(context)
     for _ in range(5):
         with trainer(context, "no", "no") as process:
@@ -109,7 +115,7 @@ def test_workers_do_not_outlive_a_killed_trainer_however_they_were_started(conte
             assert_gone([*workers, *family])
 
 
-def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them() -> None:
+def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them(trainer) -> None:
     with trainer("fork", "no", "worker") as process:
         workers = workers_of(process)
         threading.Event().wait(0.3)
@@ -119,12 +125,13 @@ def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them
 
 
 @pytest.mark.parametrize("persistent", ["no", "yes"])
-def test_a_trainer_that_exits_in_the_middle_of_a_pass_is_quick_and_silent(persistent) -> None:
+def test_a_trainer_that_exits_in_the_middle_of_a_pass_is_quick_and_silent(
+    trainer, persistent, tmp_path
+) -> None:
     with trainer("fork", persistent, "trainer") as process:
         workers = workers_of(process)
         assert process.wait(60) == 0
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
+        assert (tmp_path / "errors").read_text() == ""
         assert_gone(workers)
 
 
@@ -137,12 +144,11 @@ _INTERRUPTED = _TRAINER.replace(
 )
 
 
-def test_only_the_trainer_handles_an_interrupt() -> None:
+def test_only_the_trainer_handles_an_interrupt(trainer) -> None:
     with trainer("fork", "no", "no", code=_INTERRUPTED) as process:
         workers = workers_of(process)
-        assert process.stdout is not None
         assert process.stdout.readline() == "in here\n"
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         assert process.stdout.readline() == "bye\n"
         assert process.wait(60) == 0
         assert_gone(workers)
