@@ -52,6 +52,12 @@ def data_address(listener: socket.socket | None) -> str:
     return "" if listener is None else _bound(listener).target
 
 
+def reaches_other_hosts(address: str) -> bool:
+    """Whether nodes on other hosts can connect to this `data_address`."""
+    parsed = parse(address) if address else None
+    return isinstance(parsed, TcpAddress) and not is_loopback(parsed)
+
+
 def _bound(sock: socket.socket) -> TcpAddress:
     host, port = sock.getsockname()[:2]
     return TcpAddress(str(ipaddress.ip_address(host)), port)

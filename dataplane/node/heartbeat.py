@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.changes import refusal_of
+from dataplane.node.data_port import reaches_other_hosts
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
@@ -37,6 +38,8 @@ _BEAT_S_MIN = 0.25
 # most so many times a second, and not for longer than this.
 _GATHERING_BEATS = 200
 _GATHERING_S = 60.0
+# How long a rank's first batch waits for the ranks that have not joined.
+_GATHERED_S = 5.0
 # Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16
 _TEXT_MAX = 300
@@ -80,6 +83,7 @@ class Heartbeat:
         self._engine = engine
         self._trace = trace
         self._is_embedded = config.embedded
+        self._has_neighbours = reaches_other_hosts(data_address)
         self._stall_timeout_s = config.stall_timeout_s
         self._join_timeout_s = config.stall_timeout_s / 2
         self._waits_s = config.task_timeout_s
@@ -143,6 +147,17 @@ class Heartbeat:
                 timeout_s, self._last_error, job, self._coordinator, node_id
             ) from error
 
+    async def wait_gathered(self, member: ServedMember) -> None:
+        """Wait until all ranks of a launch over several hosts have joined, though not for long.
+        Nobody takes a step before, and a node reads the blocks of those that it does not know.
+        """
+        if not self._has_neighbours or self._is_embedded or member.host_count < 2:
+            return
+        left_s = member.opened_at + _GATHERED_S - time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(left_s, 0.0)):
+                await member.gathered.wait()
+
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
@@ -168,8 +183,7 @@ class Heartbeat:
         """Wait for the next beat. After a join it comes at once, but not more often than joins of a
         whole host need: the nodes that joined shortly before are told then.
         """
-        places = [one.request.topology for one in self._jobs.members.values()]
-        hosts = max((one.world_size // one.local_world_size for one in places), default=0)
+        hosts = max((one.host_count for one in self._jobs.members.values()), default=0)
         is_alone = self._is_embedded or hosts < 2
         beat_s = beat_after_s(self._beat_s, () if is_alone else self._verdicts, hosts)
         least_s = min(beat_s, _BEAT_S_MIN)
@@ -190,10 +204,13 @@ class Heartbeat:
         )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
+        self._verdicts = answer.verdicts
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
             if member is not None:
+                if not verdict.missing_dp_ranks:
+                    member.gathered.set()
                 await self._heed(member, verdict)
 
     def _learn(

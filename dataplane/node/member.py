@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from msgspec import Struct, field
@@ -29,7 +30,8 @@ class ServedMember(Struct, eq=False):
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
     slabs of this epoch are consumed. `following` knows of other weights of a mixture.
-    `joined` is what the coordinator said when it joined.
+    `joined` is what the coordinator said when it joined, `opened_at` when that was, and `gathered`
+    is set once it says that all ranks have joined.
     """
 
     request: messages.OpenJob
@@ -56,6 +58,14 @@ class ServedMember(Struct, eq=False):
     described: tuple[messages.DescribedColumn, ...] | None = None
     following: Following | None = None
     joined: JoinResponse | None = None
+    opened_at: float = field(default_factory=time.monotonic)
+    gathered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def host_count(self) -> int:
+        """The hosts of its launch."""
+        place = self.request.topology
+        return place.world_size // place.local_world_size
 
     @property
     def spec(self) -> JobSpec:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from membership import join, node, progress
 
 from dataplane.config import VERSION
@@ -14,10 +16,18 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import DataStallError, LeaseFenced
 from dataplane.ledger import LedgerPosition
 from dataplane.model import Region
+from dataplane.node import heartbeat
 from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
+from dataplane.node.member import ServedMember
 from dataplane.node.watchdog import Watchdog
-from dataplane.rpc.membership import HeartbeatRequest, MemberVerdict, MixProposal, NodeReads
+from dataplane.rpc.membership import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    MemberVerdict,
+    MixProposal,
+    NodeReads,
+)
 from dataplane.rpc.messages import Batch, Slab
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
@@ -106,3 +116,61 @@ def test_nodes_hear_soon_of_ranks_that_join_last_however_many_there_are() -> Non
     for hosts in (100, 300, 10_000):
         assert hosts / beat_after_s(2.0, (gathers,), hosts) <= max(200, hosts / 2.0)
     assert beat_after_s(2.0, (MemberVerdict("b", None, (3,), 600.0),), 4) == 2.0
+
+
+class Answers(Coordinator):
+    """Says of the one member what is given to it."""
+
+    def __init__(self) -> None:
+        super().__init__(CoordinatorConfig(""))
+        self.missing: tuple[int, ...] = ()
+        self.beats = asyncio.Semaphore(0)
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        self.beats.release()
+        return HeartbeatResponse((MemberVerdict("m", None, self.missing, 0.5),))
+
+
+class Joined(SimpleNamespace):
+    """A member of a launch over four hosts, as far as a heartbeat looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__(member_id="m", following=None, host_count=4, opened_at=time.monotonic())
+        self.gathered = asyncio.Event()
+
+
+@pytest.mark.parametrize("lasts", ["until all are there", "not for ever"])
+def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any) -> None:
+    async def main() -> None:
+        answers, member = Answers(), Joined()
+        tables = SimpleNamespace(known=tuple)
+        jobs: Any = SimpleNamespace(members={"m": member}, joined=asyncio.Event(), tables=tables)
+        engine: Any = SimpleNamespace(scheduler=SimpleNamespace(is_short=False))
+        monkeypatch.setattr(heartbeat, "progress_of", lambda _: progress())
+        # Without fast beats while the launch gathers, the second one would not come.
+        monkeypatch.setattr(heartbeat, "_BEAT_S_MAX", 3600.0)
+        config = replace(default_node_config(), embedded=False, lease_s=1e6)
+        beat = Heartbeat(
+            config, answers, jobs, engine, "n0", Trace("test"), Outages(), Watchdog(Trace("test")),
+            NodeReads, "10.0.0.1:7078",
+        )  # fmt: skip
+        monkeypatch.setattr(beat, "_sees_all_ranks", lambda _: False)
+        answers.missing = (3,)
+        beating = asyncio.create_task(beat.run())
+        jobs.joined.set()
+        waiting = asyncio.create_task(beat.wait_gathered(cast("ServedMember", member)))
+        for _ in range(2):
+            await answers.beats.acquire()
+        assert not waiting.done()
+        if lasts == "not for ever":
+            member.opened_at -= 3600
+            await beat.wait_gathered(cast("ServedMember", member))
+            assert not member.gathered.is_set()
+            waiting.cancel()
+        else:
+            answers.missing = ()
+            await waiting
+            assert member.gathered.is_set()
+        beating.cancel()
+
+    asyncio.run(main())
