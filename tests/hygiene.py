@@ -45,8 +45,6 @@ WARM_PIDS: set[int] = set()
 
 _seen_processes: tuple[str, set[tuple[int, int]]] = "", set()
 """Which task was the newest of the machine, and what was found then: see `_processes`."""
-_seen_memfds: tuple[str, set[str]] = "", set()
-"""How much address space this process had, and what was mapped then: see `_memfds`."""
 
 _STRANGERS: set[tuple[int, int]] = set()
 """Processes that were there before this test run had its mark: they never get it."""
@@ -73,6 +71,7 @@ class Snapshot:
     processes: frozenset[tuple[int, int]]
     fds: dict[int, str]
     memfds: frozenset[str]
+    size: str
     threads: frozenset[threading.Thread]
     shm: frozenset[str]
 
@@ -95,6 +94,7 @@ def take(mark: str) -> Snapshot:
         processes=frozenset(processes),
         fds=_fds(),
         memfds=frozenset(_memfds()),
+        size=_size(),
         threads=frozenset(threading.enumerate()),
         shm=frozenset(_shm_names()),
     )
@@ -155,7 +155,7 @@ def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
     return [
         *(f"process {_describe(pid)}" for pid, _ in _new_processes(before, mark)),
         *(f"fd {fd} -> {target}" for fd, target in _new_fds(before)),
-        *(f"mapped {name}" for name in sorted(_memfds() - before.memfds)),
+        *(f"mapped {name}" for name in _new_memfds(before)),
         *(f"thread {thread.name}" for thread in _new_threads(before)),
         *(f"/dev/shm/{name}" for name in sorted(_shm_names() - before.shm) if _is_ours(name)),
         *(f"temporary file {path.name}" for path in sorted(scratch.glob("*"))),
@@ -286,16 +286,16 @@ def _fds_to_shared_servers() -> set[int]:
     }
 
 
+def _new_memfds(before: Snapshot) -> list[str]:
+    """None if the address space of this process has the size that it had."""
+    return [] if _size() == before.size else sorted(_memfds() - before.memfds)
+
+
+def _size() -> str:
+    return _read("/proc/self/statm").split()[0].decode()
+
+
 def _memfds() -> set[str]:
-    """Those that this process maps; they are looked for if its address space has another size."""
-    global _seen_memfds  # noqa: PLW0603
-    size = _read("/proc/self/statm").split()[0].decode()
-    if size != _seen_memfds[0]:
-        _seen_memfds = size, _mapped()
-    return _seen_memfds[1]
-
-
-def _mapped() -> set[str]:
     found = set()
     with open("/proc/self/maps") as maps:  # noqa: PTH123
         lines = [line.rstrip("\n") for line in maps if "/memfd:" in line]
