@@ -138,7 +138,8 @@ def test_json_and_uuids_are_their_storage_where_no_arrow_schema_is_stored() -> N
 
 def test_no_row_group_is_skipped() -> None:
     """With one byte of the footer changed, all rows are found, or none."""
-    content = parquet_bytes(pa.table({"id": range(7), "l": [[1]] * 7}), row_group_size=3)
+    table = pa.table({"id": range(7), "l": [[1]] * 7})
+    content = parquet_bytes(table, row_group_size=3, store_schema=False)
     place = Parquet().index(MemoryShard(content)).preamble
     refused = 0
     for at in range(place.offset, place.offset + place.length - 8):

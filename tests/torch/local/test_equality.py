@@ -185,9 +185,16 @@ class Evens:
         return iter([[0, 2], [4], [6, 8, 8]])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("walk", [two_epochs, left_early, both_at_once])
+@pytest.mark.parametrize(
+    ("num_workers", "own", "walk"),
+    [
+        *itertools.product([0], [True, False], [two_epochs, left_early, both_at_once]),
+        # Samplers run in the trainer: each walk, and each generator, once more with workers.
+        (2, True, two_epochs),
+        (2, False, left_early),
+        (2, True, both_at_once),
+    ],
+)
 def test_samplers_of_torch_and_of_the_users_own(num_workers, own, walk) -> None:
     dataset = Samples("nested", 10)
 
