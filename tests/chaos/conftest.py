@@ -18,4 +18,4 @@ def warm_trainers(run_mark: str) -> Iterator[None]:
     with warm_python("dataplane_torch") as python:
         fleet.WARM.append(python)
         yield
-        fleet.WARM.clear()
+        fleet.WARM.remove(python)
