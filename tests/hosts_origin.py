@@ -103,8 +103,10 @@ def epoch_reads(log: Path, plan: Plan, job: Job) -> list[EpochReads]:
             length = int(lengths[block])
             origin += length
             if block in seen:
-                near, first = soon[host]
-                is_ahead = bool(times[at] >= near) and block in first
+                # An owner reads for whoever asks it.
+                is_ahead = any(
+                    times[at] >= near and block in first for near, first in soon.values()
+                )
                 ahead, again = ahead + length * is_ahead, again + length * (not is_ahead)
             seen.add(block)
         share = (origin - ahead) / float(lengths.sum())
