@@ -79,10 +79,14 @@ def trainer(warm_torch: WarmPython, tmp_path: Path) -> Callable[..., Any]:
 
 
 def workers_of(process: WarmProcess) -> list[psutil.Process]:
-    """The pids that it printed."""
+    """Those whose pids it printed, and that are still there."""
     line = process.stdout.readline()
     assert line, "see the file of its errors"
-    return [psutil.Process(int(pid)) for pid in line.split()]
+    found = []
+    for pid in line.split():
+        with contextlib.suppress(psutil.NoSuchProcess):  # those of a trainer that exits at once
+            found.append(psutil.Process(int(pid)))
+    return found
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
