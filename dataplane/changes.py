@@ -154,18 +154,21 @@ class MixAt(Struct, frozen=True):
     weights: tuple[tuple[str, float], ...]
 
 
-def order_key(spec: JobSpec, layout: str) -> str:
+def order_key(spec: JobSpec, dataset: DatasetIdentity) -> str:
     """What a skip holds for: all that decides which row stands at each position."""
-    return dataclasses.replace(spec, global_batch=1).rows_digest(layout)
+    return dataclasses.replace(spec, global_batch=1).rows_digest(dataset.layout)
 
 
-def layout_of(spec: JobSpec, identity: DatasetIdentity | None) -> str:
-    """The shards of a dataset, their order, and their blocks."""
-    return spec.fingerprint if identity is None else identity.layout
+def dataset_of(spec: JobSpec, identity: DatasetIdentity | None) -> DatasetIdentity:
+    """The dataset of a job whose coordinator may have been told only its fingerprint."""
+    return identity or DatasetIdentity(spec.fingerprint, spec.fingerprint)
 
 
-def rows_layout(spec: JobSpec, layout: str) -> str:
-    """What tombstones hold for: the layout, the names of sources, and the rows of their views."""
+def rows_layout(spec: JobSpec, dataset: DatasetIdentity) -> str:
+    """What tombstones hold for: the layout of the dataset, the names of sources, and the rows of
+    their views. A condition may find other rows in a shard that was changed in place, so that rows
+    of a view have other numbers there: with one, also the content of the dataset.
+    """
     sources = [("", spec.view)]
     if spec.mixture is not None:
         sources = [(source.name, source.view) for source in spec.mixture.sources]
@@ -174,28 +177,32 @@ def rows_layout(spec: JobSpec, layout: str) -> str:
         for name, view in sources
     ]
     if rows == [["", "", 0, 0, 0, 0]]:
-        return layout
-    return hashlib.blake2b(f"{layout}:{canonical(rows)}".encode(), digest_size=16).hexdigest()
+        return dataset.layout
+    has_where = any(view.where for _, view in sources)
+    shards = dataset.content if has_where else dataset.layout
+    return hashlib.blake2b(f"{shards}:{canonical(rows)}".encode(), digest_size=16).hexdigest()
 
 
-def skip_payload(skip: Skip, spec: JobSpec, layout: str) -> str:
+def skip_payload(skip: Skip, spec: JobSpec, dataset: DatasetIdentity) -> str:
     """The payload of a skip's entry."""
     first, stop = skip.begin // spec.global_batch, -(-skip.end // spec.global_batch)
-    facts = {"begin": skip.begin, "end": skip.end, "order": order_key(spec, layout)}
+    facts = {"begin": skip.begin, "end": skip.end, "order": order_key(spec, dataset)}
     return canonical({**facts, "steps": f"{first}:{stop}", "global_batch": spec.global_batch})
 
 
-def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, layout: str) -> str:
+def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: DatasetIdentity) -> str:
     """The payload of an entry that takes these rows out."""
     facts: dict[str, Any] = {"rows": [one.numbers for one in rows]}
     if spec.mixture is not None:
         facts["sources"] = [source.name for source in spec.mixture.sources]
-    return canonical({**facts, "layout": rows_layout(spec, layout)})
+    return canonical({**facts, "layout": rows_layout(spec, dataset)})
 
 
-def mix_payload(request: str, weights: dict[str, float], spec: JobSpec, layout: str) -> str:
+def mix_payload(
+    request: str, weights: dict[str, float], spec: JobSpec, dataset: DatasetIdentity
+) -> str:
     """The payload of an entry of other weights."""
-    facts = {"request": request, "weights": weights, "order": order_key(spec, layout)}
+    facts = {"request": request, "weights": weights, "order": order_key(spec, dataset)}
     return canonical({**facts, "global_batch": spec.global_batch})
 
 
@@ -223,28 +230,28 @@ def _shares_by_name(change: ShareChange, names: Sequence[str]) -> dict[str, floa
 
 
 def in_force(
-    entries: Iterable[LedgerEntry], spec: JobSpec, layout: str, last: int | None = None
+    entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
     """The changes among these entries that a launch of this job has; with `last`, those up to the
     entry with this number.
     """
-    return _holding([one for one in entries if one.kind in (SKIP, TOMBSTONE)], spec, layout, last)
+    return _holding([one for one in entries if one.kind in (SKIP, TOMBSTONE)], spec, dataset, last)
 
 
 def mixes_in_force(
-    entries: Iterable[LedgerEntry], spec: JobSpec, layout: str
+    entries: Iterable[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity
 ) -> tuple[LedgerEntry, ...]:
     """The entries of other weights among these that hold for this job."""
-    return _holding([one for one in entries if one.kind == MIX], spec, layout)
+    return _holding([one for one in entries if one.kind == MIX], spec, dataset)
 
 
 def _holding(
-    some: Sequence[LedgerEntry], spec: JobSpec, layout: str, last: int | None = None
+    some: Sequence[LedgerEntry], spec: JobSpec, dataset: DatasetIdentity, last: int | None = None
 ) -> tuple[LedgerEntry, ...]:
     if not some:
         return ()
-    key = order_key(spec, layout)
-    rows = rows_layout(spec, layout)
+    key = order_key(spec, dataset)
+    rows = rows_layout(spec, dataset)
     holds_for = {SKIP: ("order", key), MIX: ("order", key), TOMBSTONE: ("layout", rows)}
 
     def holds(entry: LedgerEntry) -> bool:
@@ -257,7 +264,7 @@ def _holding(
 def changes_at(
     entries: Sequence[LedgerEntry],
     spec: JobSpec,
-    layout: str,
+    dataset: DatasetIdentity,
     reached: LedgerPosition,
     place: LedgerPosition,
 ) -> Changes:
@@ -270,7 +277,7 @@ def changes_at(
     if launches and (is_running or place < reached):
         starts = [one for one in launches if one.kind == "start" and one.position <= place]
         last = last_change_of(starts[-1]) if starts else 0
-    return changes_of(in_force(entries, spec, layout, last))
+    return changes_of(in_force(entries, spec, dataset, last))
 
 
 def check_unchanged(

@@ -19,9 +19,9 @@ from dataplane.changes import (
     Changes,
     Tombstone,
     changes_of,
+    dataset_of,
     in_force,
     last_change_of,
-    layout_of,
     number_of,
 )
 from dataplane.config import JobSpec
@@ -84,7 +84,7 @@ _Found = tuple[str, LedgerPosition, tuple[str, str]]
 
 
 def _of_options(first: Ledger, second: Ledger) -> Iterator[_Found]:
-    layouts = [layout_of(one.spec, one.dataset) for one in (first, second)]
+    layouts = [dataset_of(one.spec, one.dataset).layout for one in (first, second)]
     if layouts[0] != layouts[1]:
         yield "dataset", _START, (layouts[0], layouts[1])
     if _rows_of(first.spec) == _rows_of(second.spec):
@@ -222,15 +222,15 @@ def _launches(ledger: Ledger) -> list[_Launch]:
     """The launches whose reading counts, by place. The first one that is known counts from the
     beginning on.
     """
-    layout = layout_of(ledger.spec, ledger.dataset)
+    dataset = dataset_of(ledger.spec, ledger.dataset)
     starts = [entry for entry in ledger.entries if entry.kind == "start"]
     if not starts:  # as a loader saved it: changes, and no launches
-        changes = changes_of(in_force(ledger.entries, ledger.spec, layout))
+        changes = changes_of(in_force(ledger.entries, ledger.spec, dataset))
         return [_Launch(_START, ledger.spec.global_batch, changes)]
     found = [_Launch(_START, number_of(starts[0], "global_batch", 1), Changes())]
     for entry in starts:
         last = last_change_of(entry)
-        changes = changes_of(in_force(ledger.entries, ledger.spec, layout, last))
+        changes = changes_of(in_force(ledger.entries, ledger.spec, dataset, last))
         while found and found[-1].at >= entry.position:
             found.pop()
         found.append(_Launch(entry.position, number_of(entry, "global_batch", 1), changes))

@@ -32,10 +32,10 @@ def ledger_of(events, spec=SPEC, dataset=SET, **more) -> Ledger:
         match event:
             case Skip(epoch, begin, _):
                 kind, at = "skip", LedgerPosition(epoch, begin)
-                payload, last_change = skip_payload(event, spec, dataset.layout), seq
+                payload, last_change = skip_payload(event, spec, dataset), seq
             case Tombstone():
                 kind, last_change = "tombstone", seq
-                payload = tombstone_payload([event], spec, dataset.layout)
+                payload = tombstone_payload([event], spec, dataset)
             case (epoch, cursor, batch):
                 kind, at = "start", LedgerPosition(epoch, cursor)
                 payload = canonical({"global_batch": batch, "last_change": last_change})

@@ -13,8 +13,8 @@ from dataplane.changes import (
     Tombstone,
     changes_at,
     changes_of,
+    dataset_of,
     in_force,
-    layout_of,
 )
 from dataplane.ledger import LedgerPosition
 from dataplane.plan.tombstones import Substitutes
@@ -42,8 +42,8 @@ class LeftOut:
             LedgerPosition(ledger.epoch, ledger.cursor),
             LedgerPosition(epoch, position),
         )
-        layout = layout_of(ledger.spec, ledger.dataset)
-        return changes_at(ledger.entries, ledger.spec, layout, reached, place)
+        dataset = dataset_of(ledger.spec, ledger.dataset)
+        return changes_at(ledger.entries, ledger.spec, dataset, reached, place)
 
     def rows_for(self, changes: Changes) -> RowsFor | None:
         """Which rows stand in the places of those that were taken out; None if none were."""
@@ -60,7 +60,7 @@ class LeftOut:
         ledger = self._ledger
         if ledger is None:
             return ()
-        entries = in_force(ledger.entries, ledger.spec, layout_of(ledger.spec, ledger.dataset))
+        entries = in_force(ledger.entries, ledger.spec, dataset_of(ledger.spec, ledger.dataset))
         return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
 
     def given(self, epoch: int, position: int, block: int, stood: int) -> int:

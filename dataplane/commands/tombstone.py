@@ -82,12 +82,12 @@ def tombstone(
       dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
       dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
-    from dataplane.changes import changes_of, in_force, layout_of, rows_layout
+    from dataplane.changes import TOMBSTONE, changes_of, dataset_of, in_force, rows_layout
     from dataplane.plan.tombstones import Substitutes
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
     ledger = live_ledger(settings, job)
-    layout = layout_of(ledger.spec, ledger.dataset)
+    dataset = dataset_of(ledger.spec, ledger.dataset)
     asked = {
         "data": places,
         "dataset_moved": dataset_moved,
@@ -97,14 +97,15 @@ def tombstone(
     }
     traced = of_ledger(settings, asked, ledger)
     rows = _rows(traced, row_names, workers)
-    gone = changes_of(in_force(ledger.entries, ledger.spec, layout)).tombstones
+    gone = changes_of(in_force(ledger.entries, ledger.spec, dataset)).tombstones
     manifests = [source.manifest for source in traced.sources]
     left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows.values()}))
     if traced.is_packed:
         from dataplane.commands.packed_rows import check_documents
 
         check_documents(traced, left, workers)
-    taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, layout))
+    known = max((one.seq for one in ledger.entries if one.kind == TOMBSTONE), default=0)
+    taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, dataset), known)
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
     count = output.counted(len(set(rows.values())), "row")
     what = f"{count} will be taken out: {', '.join(rows)}"

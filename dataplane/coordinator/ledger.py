@@ -20,9 +20,9 @@ from dataplane.changes import (
     Skip,
     Tombstone,
     changes_of,
+    dataset_of,
     facts_of,
     in_force,
-    layout_of,
     mix_payload,
     mixes_in_force,
     rows_layout,
@@ -33,7 +33,7 @@ from dataplane.changes import (
 from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
-from dataplane.model import End
+from dataplane.model import DatasetIdentity, End
 from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
@@ -103,12 +103,12 @@ class JobLedger:
 
     def changes(self, job: Job) -> tuple[LedgerEntry, ...]:
         """The changes that the job's present generation has."""
-        return in_force(self.entries, job.spec, layout_of(job.spec, job.identity), job.last_change)
+        return in_force(self.entries, job.spec, dataset_of(job.spec, job.identity), job.last_change)
 
     def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
         """The entries of other weights that hold for the job, from the one behind `after` on."""
         some = [entry for entry in self._mixes if entry.seq > after]
-        return mixes_in_force(some, job.spec, layout_of(job.spec, job.identity))
+        return mixes_in_force(some, job.spec, dataset_of(job.spec, job.identity))
 
     def mix_of_request(self, request: str) -> LedgerEntry | None:
         """The entry that was made for this request, if there is one."""
@@ -120,8 +120,8 @@ class JobLedger:
         by: str, now: float,
     ) -> list[Write]:  # fmt: skip
         """Append other weights, from this place on."""
-        layout = layout_of(job.spec, job.identity)
-        return self._append(MIX, at, mix_payload(request, weights, job.spec, layout), by, now)
+        dataset = dataset_of(job.spec, job.identity)
+        return self._append(MIX, at, mix_payload(request, weights, job.spec, dataset), by, now)
 
     def check_may_change(self) -> None:
         """Raises:  ConfigError: there were too many changes."""
@@ -139,13 +139,14 @@ class JobLedger:
 
         Raises:  ConfigError: it reads another dataset, in which they have other names, or none.
         """
-        layout = layout_of(job.spec, job.identity)
+        dataset = dataset_of(job.spec, job.identity)
         taken = [one for one in self.entries if one.kind == TOMBSTONE]
-        if len(in_force(taken, job.spec, layout)) < len(taken):
+        if len(in_force(taken, job.spec, dataset)) < len(taken):
             raise ConfigError(
                 f"job {job.job_id!r} reads another dataset than the one of which rows were taken "
                 "out (`dataplane ledger show`), or another view of it: other shards, sizes, blocks,"
-                " sources, or another where=, sample=, split= or limit=. Start it under another "
+                " sources, or another where=, sample=, split= or limit=; with where=, also shards "
+                "that were changed in place (their ETags). Start it under another "
                 "name, and take out the rows of this dataset",
                 job=job.job_id,
             )
@@ -157,16 +158,16 @@ class JobLedger:
 
         Raises:  ConfigError: it is not possible, or not any more; says why.
         """
-        layout = layout_of(job.spec, job.identity)
+        dataset = dataset_of(job.spec, job.identity)
         if asked.mix is not None:
             raise ConfigError("ask for one change: steps, rows or weights", field="mix")
         if asked.skip is not None and asked.tombstones is None:
             skip = _skipped(job, asked.skip, is_idle=is_idle)
-            kind, payload = SKIP, skip_payload(skip, job.spec, layout)
+            kind, payload = SKIP, skip_payload(skip, job.spec, dataset)
             at = LedgerPosition(skip.epoch, skip.begin)
         elif asked.tombstones is not None and asked.skip is None:
-            rows = self._taken(job, asked.tombstones, layout)
-            kind, payload = TOMBSTONE, tombstone_payload(rows, job.spec, layout)
+            rows = self._taken(job, asked.tombstones, dataset)
+            kind, payload = TOMBSTONE, tombstone_payload(rows, job.spec, dataset)
             at = LedgerPosition(job.epoch, job.cursor)
         else:
             raise ConfigError("ask for one change: steps, rows or weights", field="skip")
@@ -174,6 +175,12 @@ class JobLedger:
             is_there = kind == TOMBSTONE or entry.position == at
             if (entry.kind, entry.payload) == (kind, payload) and is_there:
                 return entry, []
+        if asked.tombstones is not None and asked.tombstones.known != self._last(TOMBSTONE):
+            raise ConfigError(
+                f"other rows of job {job.job_id!r} were taken out meanwhile, and together they may "
+                "be too many of a block: repeat the command",
+                field="rows",
+            )
         self.check_may_change()
         writes = self._append(kind, at, payload, asked.by, now)
         return self.entries[-1], writes
@@ -182,19 +189,23 @@ class JobLedger:
         """Forget the job."""
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
 
-    def _taken(self, job: Job, asked: RowsTaken, layout: str) -> list[Tombstone]:
+    def _last(self, kind: str) -> int:
+        """The number of the last entry of this kind, 0 if there is none."""
+        return next((one.seq for one in reversed(self.entries) if one.kind == kind), 0)
+
+    def _taken(self, job: Job, asked: RowsTaken, dataset: DatasetIdentity) -> list[Tombstone]:
         """The rows of a request, sorted, if they may be taken out.
 
         Raises:  ConfigError: too many, or of another dataset.
         """
-        if asked.layout != rows_layout(job.spec, layout):
+        if asked.layout != rows_layout(job.spec, dataset):
             raise ConfigError(
                 f"the rows to take out are of another dataset than that of job {job.job_id!r}, or "
                 "of another view: other shards, sizes or blocks, or another launch has begun "
                 "meanwhile. Pass its place with --data, or repeat the command",
                 field="data",
             )
-        gone = changes_of(in_force(self.entries, job.spec, layout)).tombstones
+        gone = changes_of(in_force(self.entries, job.spec, dataset)).tombstones
         count = len({*gone, *asked.rows})
         if not asked.rows or count > TOMBSTONES_MAX:
             raise ConfigError(

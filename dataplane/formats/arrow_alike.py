@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from dataplane.formats.flatbuf import RECORDS, Head
 from dataplane.formats.nulls import children
 
-_ALIGNMENTS = (8, 64)
+_MULTIPLES = (8, 64)
 _NODES_MAX = 8
 _NUMBERS_OF_ROWS_MAX = 1 << 14
 _ROW_BITS_MAX = 1 << 40
+_BITS = 8
 
 _Nodes = tuple[tuple[int, int], ...]
 """Of each array, depth first: how many values it has for each row, and the bits of a value; 0 bits
@@ -37,14 +38,14 @@ def is_told_by_size(schema: pa.Schema, head: Head) -> bool:
     if head.kind != RECORDS or head.compressed or not head.rows or any(head.nulls):
         return False
     nodes = _nodes(schema)
-    if nodes is None:
+    if nodes is None or head.rows > head.body_length * _BITS:
         return False
     sizes = _buffer_bytes(nodes, head.rows)
-    if len(sizes) != len(head.sizes):
+    if not len(sizes) == len(head.sizes) == len(head.starts):
         return False
     ends = [*head.starts[1:], head.body_length]
     places = [end - start for start, end in zip(head.starts, ends, strict=True)]
-    for alignment in _ALIGNMENTS:
+    for alignment in _MULTIPLES:
         if places == [_padded(size, alignment) for size in sizes]:
             return _is_only_solution(nodes, head.rows, alignment)
     return False

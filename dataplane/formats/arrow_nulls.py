@@ -1,7 +1,8 @@
 """The null counts of an Arrow IPC shard: each record batch has the count of each of its arrays.
 
 Values below a null are undefined and may count as null or not: if a list column has nulls, the
-nulls among its items are unknown.
+nulls among its items are unknown. So they are below list views, whose values need not all belong to
+a list.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pyarrow as pa
 from dataplane.formats import nulls
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, Head
 from dataplane.plan.null_counts import NEVER, UNKNOWN
+
+_LIST_VIEWS = frozenset({pa.list_view(pa.null()).id, pa.large_list_view(pa.null()).id})
 
 
 def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
@@ -62,7 +65,7 @@ def _settle(
             counts,
             at,
             of_values=of_values,
-            below_null=below_null or counts[node] not in {0, NEVER},
+            below_null=below_null or counts[node] not in {0, NEVER} or field.type.id in _LIST_VIEWS,
             in_list=in_list or not is_struct,
         )
     return at

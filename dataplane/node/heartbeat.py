@@ -153,7 +153,8 @@ class Heartbeat:
         """
         if not self._has_neighbours or self._is_embedded or member.host_count < 2:
             return
-        left_s = member.opened_at + _GATHERED_S - time.monotonic()
+        most_s = min(_GATHERED_S, self._join_timeout_s / 2)
+        left_s = member.opened_at + most_s - time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(left_s, 0.0)):
                 await member.gathered.wait()
@@ -285,6 +286,7 @@ class Heartbeat:
     def _end(self, member: ServedMember, error: DataplaneError) -> None:
         """The member gets this error at its next request, and at those that wait."""
         member.error = error
+        member.gathered.set()
         # A copy: sending may find that the trainer is gone, which closes its streams.
         for stream in list(member.streams.values()):
             self._engine.refuse_stream(stream, error)

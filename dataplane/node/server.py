@@ -213,9 +213,8 @@ class TrainerConnection:
         self._post(request_id, wire, (member.delivery.arena.fd,))
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
-        await self._server.heartbeat.wait_gathered(self._member(body.job_id))
-        member = self._member(body.job_id)
-        stream, opened = await self._server.jobs.streams.open(member, body, self.send)
+        member, ready = self._member(body.job_id), self._server.heartbeat.wait_gathered
+        stream, opened = await self._server.jobs.streams.open(member, body, self.send, ready)
         if self.closed or self._members.get(body.job_id) is not member:
             self._server.engine.close_stream(stream)
             return

@@ -8,12 +8,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 from dataplane import background
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.ledger import LedgerPosition
 from dataplane.model import Stream
 from dataplane.node.changes import mix_of
@@ -27,6 +27,10 @@ from dataplane.scheduler.walk import Walk
 from dataplane.weights import MixHistory
 
 
+async def _at_once(_: ServedMember) -> None:
+    pass
+
+
 class Streams:
     """Opens streams."""
 
@@ -36,11 +40,15 @@ class Streams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
-        self, member: ServedMember, request: messages.OpenStream, send: Send
+        self,
+        member: ServedMember,
+        request: messages.OpenStream,
+        send: Send,
+        ready: Callable[[ServedMember], Awaitable[None]] = _at_once,
     ) -> tuple[ServedStream, messages.StreamOpened]:
-        """Open a stream of this member.
+        """Open a stream of this member, and begin to read for it as soon as it is `ready`.
 
-        Raises:  ConfigError: no such cursor or step.
+        Raises:  ConfigError: no such cursor or step.  ClosedError: the member has left meanwhile.
         """
         if request.step_stride < 1:
             raise ConfigError("step_stride counts from 1", field="step_stride")
@@ -61,6 +69,9 @@ class Streams:
         if stream is None:
             order = await self._order(member, at.epoch, at.mix)
             walk = _walk(member, order, at)
+            await ready(member)
+            if member.closed:
+                raise ClosedError(f"job {member.job_id!r} was closed while it was opened")
             stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
         stream.send = send
         member.streams[stream.stream_id] = stream

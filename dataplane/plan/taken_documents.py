@@ -64,9 +64,9 @@ def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]
             continue
         if not most:
             raise ConfigError(
-                "all documents with tokens of a block were taken out, and none is left to stand for"
-                " them: leave them out with where= on a column that names them, or write the shard "
-                "anew",
+                "all documents with tokens of a block were taken out, and none is left to stand "
+                "for them: in a job of another name, leave them out with where= on a "
+                "column that names them, or write the shard anew",
                 field="tombstones",
             )
         found[one.row] = _first(one.key, left >= min(int(kept[one.row]), most))

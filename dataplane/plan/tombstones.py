@@ -146,7 +146,8 @@ def _block_is_gone(
     if not is_whole:
         what = f"all rows that the view has of a block of {url}, between rows {first} and {last},"
     return ConfigError(
-        f"{what} would be taken out, and no row of it is left to stand for them: leave them out "
-        "with where= on a column that names them, or write the shard anew",
+        f"{what} would be taken out, and no row of it is left to stand for them: in a job of "
+        "another name, leave them out with where= on a column that names them, or write the shard "
+        "anew",
         shard=url,
     )

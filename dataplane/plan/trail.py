@@ -31,6 +31,7 @@ RowsLeft = Callable[[int], Int64]
 RowsFor = Callable[[Int64, Int64], Int64]
 
 _SHOWN_MAX = 5
+_DIGITS_MAX = 18
 
 
 class StepRows(Struct, frozen=True):
@@ -154,7 +155,7 @@ def shard_named(manifest: Manifest, name: str) -> int:
     Raises:  ConfigError: there is none, or several.
     """
     urls = manifest.shards.urls
-    if name.isdecimal() and int(name) < len(urls):
+    if name.isdecimal() and len(name) <= _DIGITS_MAX and int(name) < len(urls):
         return int(name)
     ending = f"/{name.lstrip('/')}"
     found = [at for at, url in enumerate(urls) if url == name or url.endswith(ending)]

@@ -333,10 +333,13 @@ class StepsSkipped(Struct, frozen=True):
 
 
 class RowsTaken(Struct, frozen=True):
-    """Rows of a dataset with this layout."""
+    """Rows of a dataset with this layout. `known` is the number of the ledger's last entry of rows
+    with which they were checked, 0 without one.
+    """
 
     rows: tuple[Tombstone, ...]
     layout: str
+    known: int = 0
 
 
 class MixAsked(Struct, frozen=True):

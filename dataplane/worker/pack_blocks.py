@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import row_bytes
 from dataplane.changes import TakenDocument
-from dataplane.errors import CorruptShard, RowOutOfBounds
+from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
 from dataplane.model import ColumnSpec, PackPolicy, PackSpec
 from dataplane.plan.packs import Int64, Packs, packs_of
 from dataplane.plan.taken_documents import without
@@ -129,6 +129,14 @@ class AskedPacks(NamedTuple):
         return cls(place.pack_keys or (None,), place.taken_out)
 
 
+def _placed(error: ConfigError, origin: tasks.Origin | None) -> ConfigError:
+    """The same of a block that begins at this place."""
+    if origin is None:
+        return error
+    place = f"{origin.url}, from row {origin.first_row} on"
+    return ConfigError(f"{place}: {error}", field="tombstones", shard=origin.url)
+
+
 def _parts(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
     some = iter(values)
     return [tuple(itertools.islice(some, count)) for count in counts]
@@ -167,7 +175,10 @@ class KnownPacks:
         made = packs_of(lengths, form.pack, keyed)
         if origin is not None and not form.counts:
             _check_count(len(made.starts) - 1, origin)
-        made = without(made, lengths, form.pack, taken_out)
+        try:
+            made = without(made, lengths, form.pack, taken_out)
+        except ConfigError as error:
+            raise _placed(error, origin) from None
         known[name] = made
         self._bytes += made.nbytes
         while self._bytes > _KEPT_BYTES_MAX and len(self._packs) > 1:

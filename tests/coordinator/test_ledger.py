@@ -217,8 +217,8 @@ def skip(first, stop, epoch=None):
     return ChangeRequest("j", "me@here", skip=StepsSkipped(first, stop, epoch))
 
 
-def take(*rows, layout="here"):
-    return ChangeRequest("j", "me@here", tombstones=RowsTaken(rows, layout))
+def take(*rows, layout="here", known=0):
+    return ChangeRequest("j", "me@here", tombstones=RowsTaken(rows, layout, known))
 
 
 def arrive(machine, incarnation="i1", *, dp_rank=0, identity=HERE, member=None, **more):
@@ -286,6 +286,14 @@ def test_a_repeated_change_changes_nothing(machine):
         assert machine.ask(request) == first
         assert machine.writes == ()
     assert machine.ask(skip(5, 7, 1)).entry.seq == 3
+
+
+def test_rows_that_were_checked_without_those_of_another_command_are_refused(machine):
+    arrive(machine)
+    first = machine.ask(take(Tombstone(0, 1))).entry.seq
+    assert "repeat the command" in str(machine.ask(take(Tombstone(0, 2))))
+    machine.ask(skip(5, 7))
+    assert machine.ask(take(Tombstone(0, 2), known=first)).entry.seq == first + 2
 
 
 @pytest.mark.parametrize(

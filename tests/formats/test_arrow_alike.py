@@ -84,3 +84,16 @@ def test_a_batch_with_nulls_tells_nothing() -> None:
     schema = SCHEMAS[2]
     assert is_told_by_size(schema, _head(schema, 10, (False, False)))
     assert not is_told_by_size(schema, _head(schema, 10, (False, True)))
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int8(), 0), pa.struct([])], ids=str)
+def test_a_head_that_claims_impossible_rows_tells_nothing(kind: pa.DataType) -> None:
+    rows = (1 << 63) - 1
+    schema, buffers = (
+        pa.schema({"x": kind}),
+        sum(1 + (node > 0) for node in range(_node_count(kind))),
+    )
+    for size in (0, 64):
+        head = Head(3, size, rows, [rows], [0] * buffers, [0] * buffers, nulls=[0])
+        assert not is_told_by_size(schema, head)
+    assert not is_told_by_size(SCHEMAS[0], Head(3, 64, 8, [8], [], [0, 32], nulls=[0]))

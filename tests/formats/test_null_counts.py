@@ -254,3 +254,12 @@ def test_tfrecord_knows_what_the_records_of_its_sample_lack():
 def test_counts_of_a_shard_with_another_schema_find_their_places(found, counts, expected):
     schema = pa.schema([("a", pa.list_(pa.int8())), ("b", pa.int8()), ("c", pa.int8())])
     assert aligned(schema, found, counts, 9) == expected
+
+
+def test_a_null_that_belongs_to_no_list_view_is_no_null_of_the_column() -> None:
+    values = pa.array([1, None], pa.int64())
+    lists = pa.ListViewArray.from_arrays(
+        pa.array([0], pa.int32()), pa.array([1], pa.int32()), values
+    )
+    index = ArrowIpc().index(MemoryShard(arrow_bytes(pa.table({"x": lists}))))
+    assert [*index.nulls] == [0, UNKNOWN]

@@ -51,7 +51,7 @@ def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:
     beat = Heartbeat(
         config, coordinator, jobs, engine, "node", trace, Outages(), Watchdog(trace), NodeReads
     )
-    member: Any = SimpleNamespace(streams=streams, error=None)
+    member: Any = SimpleNamespace(streams=streams, error=None, gathered=asyncio.Event())
     error = LeaseFenced("a newer launch runs")
     beat._end(member, error)
     assert member.error is error
@@ -139,7 +139,7 @@ class Joined(SimpleNamespace):
         self.gathered = asyncio.Event()
 
 
-@pytest.mark.parametrize("lasts", ["until all are there", "not for ever"])
+@pytest.mark.parametrize("lasts", ["until all are there", "not for ever", "until an error"])
 def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any) -> None:
     async def main() -> None:
         answers, member = Answers(), Joined()
@@ -167,6 +167,10 @@ def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any)
             await beat.wait_gathered(cast("ServedMember", member))
             assert not member.gathered.is_set()
             waiting.cancel()
+        elif lasts == "until an error":
+            engine.refuse_stream, member.streams = None, {}
+            beat._end(cast("ServedMember", member), DataStallError("gone"))
+            await waiting
         else:
             answers.missing = ()
             await waiting

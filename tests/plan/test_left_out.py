@@ -17,7 +17,7 @@ from dataplane.client.state import consumed, left_of, step_count
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import End, Exhausted, PackSpec, Region, Stream, View
+from dataplane.model import DatasetIdentity, End, Exhausted, PackSpec, Region, Stream, View
 from dataplane.plan.orders import delivered_order, job_order
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.slices import Slice
@@ -253,9 +253,9 @@ def test_tombstones_hold_for_one_view_and_one_list_of_sources():
     def key_of(view=View(), *names):  # noqa: B008 - it is frozen
         sources = tuple(SourceSpec(name, "f", 1, view=view) for name in names)
         mixture = MixtureSpec(sources) if names else None
-        return rows_layout(JobSpec("f", view=view, mixture=mixture), "layout")
+        return rows_layout(JobSpec("f", view=view, mixture=mixture), identity)
 
-    where = View(where="x > 0")
+    where, identity = View(where="x > 0"), DatasetIdentity("content", "layout")
     assert key_of() == key_of(View(map="m:f", pack=PackSpec("tokens", 8))) == "layout"
     assert key_of(where) == key_of(View(where="x > 0", collate="m:g"))
     keys = [
@@ -263,6 +263,10 @@ def test_tombstones_hold_for_one_view_and_one_list_of_sources():
         key_of(View(), "a", "b"), key_of(View(), "b", "a"), key_of(where, "a", "b"),
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
+    # A condition may find other rows in shards that were changed in place.
+    identity = DatasetIdentity("changed", "layout")
+    assert key_of(View(sample=9)) == keys[3]
+    assert not {key_of(where), key_of(where, "a", "b")} & {*keys}
 
 
 def test_ranges_that_touch_or_overlap_are_one_and_other_epochs_have_none():

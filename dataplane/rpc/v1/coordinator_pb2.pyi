@@ -412,12 +412,14 @@ class StepsSkipped(_message.Message):
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RowsTaken(_message.Message):
-    __slots__ = ("rows", "layout")
+    __slots__ = ("rows", "layout", "known")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.Tombstone]
     layout: str
-    def __init__(self, rows: _Optional[_Iterable[_Union[_types_pb2.Tombstone, _Mapping]]] = ..., layout: _Optional[str] = ...) -> None: ...
+    known: int
+    def __init__(self, rows: _Optional[_Iterable[_Union[_types_pb2.Tombstone, _Mapping]]] = ..., layout: _Optional[str] = ..., known: _Optional[int] = ...) -> None: ...
 
 class MixAsked(_message.Message):
     __slots__ = ("request", "sources", "weights", "step", "epoch")
