@@ -174,7 +174,9 @@ class CoordinatorState:
         job, ledger = roster.job, roster.ledger
         entries = (*ledger.changes(job), *ledger.mixes(job))
         marks = job.mark, ledger.marks
-        return JoinResponse(job.generation, self._lease_s, nodes, entries, *marks)
+        return JoinResponse(
+            job.generation, self._lease_s, nodes, entries, *marks, roster.is_complete
+        )  # fmt: skip
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
         """Refuse a launch or spec that does not match, or begin a generation if it may."""

@@ -172,7 +172,7 @@ class Jobs:
         if spec.mixture is not None:
             release = partial(self._release, delivery)
             following = Following(mixes, spec.global_batch, release, follows=request.follows)
-        return ServedMember(
+        member = ServedMember(
             request,
             opened,
             delivery,
@@ -183,6 +183,9 @@ class Jobs:
             following=following,
             joined=joined,
         )
+        if joined.knows_all_nodes:
+            member.gathered.set()
+        return member
 
     def _release(self, delivery: DeliveryArena, slab_id: int) -> None:
         self._engine.release(delivery, [slab_id])

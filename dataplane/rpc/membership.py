@@ -102,6 +102,7 @@ class JoinResponse(Struct, frozen=True):
     """The place was taken. `nodes`: None if the node has other members in this job, so that it has
     been told, or if it is too early to tell. `entries` are the changes of the launch. `mark` is the
     last entry of the ledger when the generation began, and `marks` are the last ones now.
+    `is_complete`: no dp rank of the launch is missing.
     """
 
     generation: int
@@ -110,6 +111,12 @@ class JoinResponse(Struct, frozen=True):
     entries: tuple[LedgerEntry, ...] = ()
     mark: LedgerMark | None = None
     marks: tuple[LedgerMark, ...] = ()
+    is_complete: bool = False
+
+    @property
+    def knows_all_nodes(self) -> bool:
+        """Whether `nodes` has those of all ranks of the launch."""
+        return self.is_complete and self.nodes is not None
 
 
 class MixProposal(Struct, frozen=True):

@@ -252,3 +252,10 @@ def test_2_the_version_changes_exactly_when_the_nodes_or_the_generation_do(event
         else:
             assert not joined <= set(registered), "they are told unless one is not known"
     assert all(one != other for one, other in itertools.combinations(versions.values(), 2))
+
+
+def test_a_join_says_whether_it_names_the_nodes_of_all_ranks(machine):
+    assert [here(machine, number).knows_all_nodes for number in range(4)] == [False] * 3 + [True]
+    # It has been told by the join of another rank, and perhaps not of those that came later.
+    again = machine.ask(join(3, 4, node_id="n0", member="other"))
+    assert (again.is_complete, again.nodes, again.knows_all_nodes) == (True, None, False)
