@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from dataplane.client.environments import LAUNCHERS
 from dataplane.redact import unsigned
 
 _ANCESTORS_MAX = 16
+_OF_STORES = ("AWS_", "AZURE_", "GOOGLE_")
 _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
@@ -53,14 +55,28 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
 def node_name(launch: Launch, sharing: str = "") -> str:
     """The name of the node that the ranks of one host share, derived from the first launch of the
     run that this process knew. So loaders made before and after the ranks have a token share a
-    node. Jobs of one sharing group use one node, whatever launched them.
+    node. Jobs of one sharing group use one node, whatever launched them. A node has the credentials
+    with which it was started: a process without other ranks has one for each set of them.
     """
     if sharing:
         return f"sharing {sharing}"
-    return f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
+    name = f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
+    own = sorted(entry for entry in os.environ.items() if entry[0].startswith(_OF_STORES))
+    return name if launch.shared or not own else f"{name} {_hidden(own)}"
 
 
 _first: dict[str, str] = {}
+
+
+def _hidden(entries: list[tuple[str, str]]) -> str:
+    """A name for them that tells nobody what they are."""
+    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8, key=_secret()).hexdigest()
+
+
+@functools.cache
+def _secret() -> bytes:
+    """Children that are forked later have it, too."""
+    return os.urandom(32)
 
 
 def _torchrun_folder(environ: Mapping[str, str]) -> list[str]:

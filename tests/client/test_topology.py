@@ -221,3 +221,15 @@ def test_two_loaders_over_the_same_urls_are_two_jobs_that_all_ranks_name_alike()
     assert first != second
     assert job_id(launch, ["s3://b/y"], None).endswith("-0")
     assert job_id(launch, ["s3://b/x"], "mine") == job_id(launch, ["s3://b/y"], "mine")
+
+
+def test_a_process_has_a_node_for_each_set_of_credentials_and_a_launch_has_one(monkeypatch) -> None:
+    alone, shared = launch_identity({}), launch_identity({"TORCHELASTIC_RUN_ID": "r"}, 2)
+    names = []
+    for secret in ("first", "second", "first", "\udcff"):
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        names.append(node_name(alone))
+        assert secret not in names[-1]
+        assert node_name(shared) == f"{shared.run_id} {shared.incarnation}"
+    assert names[0] == names[2]
+    assert len(set(names)) == 3
