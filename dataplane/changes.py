@@ -328,6 +328,11 @@ def mix_of_entry(entry: LedgerEntry) -> MixAt:
     return MixAt(entry.seq, entry.position, tuple(weights.items()))
 
 
+def last_of(entries: Sequence[LedgerEntry], kind: str) -> int:
+    """The number of the last entry of this kind, 0 if there is none."""
+    return next((one.seq for one in reversed(entries) if one.kind == kind), 0)
+
+
 def last_change_of(start: LedgerEntry) -> int:
     """The number of the last change that a launch has, from the entry of its start."""
     return number_of(start, "last_change", 0)

@@ -193,10 +193,10 @@ def packs_with(
     epochs: Iterable[int],
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
-    """Where the packs stand that have tokens of a row, or would have if it were not taken out,
-    epoch after epoch: the document that stood there, and the one that is given, one of which is
-    this row, and which tokens of it lie where. `at` is a block of those that have rows, and a row
-    of it. Reads the block's tokens.
+    """The places, in each epoch, of packs that have tokens of a row, or would have them if the row
+    had not been taken out. Each place comes with two documents, of which at least one is this row:
+    the one that stood there, and the one that is delivered; and with the tokens of it that lie
+    there. `at` is a block of those that have rows, and a row of it. Reads the block's tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -254,8 +254,8 @@ def _packs(
 
 
 def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
-    """Check that each block keeps a document with tokens. Reads the tokens of those out of which
-    documents were taken.
+    """Check that each block from which documents were taken keeps one with tokens. Reads the tokens
+    of these blocks.
 
     Raises:  ConfigError: names the shard of one that does not.  As `documents_of`.
     """

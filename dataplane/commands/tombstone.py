@@ -82,7 +82,7 @@ def tombstone(
       dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
       dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
-    from dataplane.changes import TOMBSTONE, changes_of, dataset_of, in_force, rows_layout
+    from dataplane.changes import TOMBSTONE, changes_of, dataset_of, in_force, last_of, rows_layout
     from dataplane.plan.tombstones import Substitutes
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
@@ -104,7 +104,7 @@ def tombstone(
         from dataplane.commands.packed_rows import check_documents
 
         check_documents(traced, left, workers)
-    known = max((one.seq for one in ledger.entries if one.kind == TOMBSTONE), default=0)
+    known = last_of(ledger.entries, TOMBSTONE)
     taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, dataset), known)
     entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
     count = output.counted(len(set(rows.values())), "row")

@@ -23,6 +23,7 @@ from dataplane.changes import (
     dataset_of,
     facts_of,
     in_force,
+    last_of,
     mix_payload,
     mixes_in_force,
     rows_layout,
@@ -175,7 +176,9 @@ class JobLedger:
             is_there = kind == TOMBSTONE or entry.position == at
             if (entry.kind, entry.payload) == (kind, payload) and is_there:
                 return entry, []
-        if asked.tombstones is not None and asked.tombstones.known != self._last(TOMBSTONE):
+        if asked.tombstones is not None and asked.tombstones.known != last_of(
+            self.entries, TOMBSTONE
+        ):
             raise ConfigError(
                 f"other rows of job {job.job_id!r} were taken out meanwhile, and together they may "
                 "be too many of a block: repeat the command",
@@ -188,10 +191,6 @@ class JobLedger:
     def remove(self) -> list[Write]:
         """Forget the job."""
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
-
-    def _last(self, kind: str) -> int:
-        """The number of the last entry of this kind, 0 if there is none."""
-        return next((one.seq for one in reversed(self.entries) if one.kind == kind), 0)
 
     def _taken(self, job: Job, asked: RowsTaken, dataset: DatasetIdentity) -> list[Tombstone]:
         """The rows of a request, sorted, if they may be taken out.

@@ -132,7 +132,7 @@ def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]
         return {}
     try:
         head = message_head(content[8:])
-    except ValueError:  # damaged: whoever reads all messages in turn says where
+    except ValueError:  # damaged: the error comes when all messages are read, and says where
         return {}
     is_told = head.body_length == first.body_length and is_told_by_size(footer.schema, head)
     return {batch.offset: content for batch in alike} if is_told else {}

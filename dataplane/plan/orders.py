@@ -84,7 +84,7 @@ def _planned(mixed: Mixed, epoch: int, changes: tuple[ShareChange, ...]) -> Epoc
 def delivered_order(
     spec: JobSpec, manifests: Sequence[Manifest], epoch: int, tombstones: Sequence[Tombstone]
 ) -> SampleOrder:
-    """The order of an epoch of a job out of which rows were taken.
+    """The order of an epoch of a job from which rows were taken out.
 
     Raises:  ConfigError: as `job_order`; these rows cannot be taken out.
     """

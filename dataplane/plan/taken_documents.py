@@ -1,4 +1,4 @@
-"""Packs of a block out of which documents were taken.
+"""Packs of a block from which documents were taken out.
 
 1. Which pieces share a pack, and where each one begins there, is as if no document had been taken
    out: so all other documents, and the number of packs, stay what they are.

@@ -1,4 +1,4 @@
-"""The order of a job out of which rows were taken."""
+"""The order of a job from which rows were taken out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TombstonedOrder:
-    """An order of samples out of which rows were taken."""
+    """An order of samples from which rows were taken out."""
 
     def __init__(self, order: TracedOrder, substitutes: Substitutes) -> None:
         self._order, self._substitutes = order, substitutes
