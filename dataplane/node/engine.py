@@ -340,6 +340,7 @@ class Engine:
             effect.delivery_id, effect.slab, effect.render, keep=keep,
             **effect.plan.packs_told,
             sources=delivery.sources_of(effect.plan.blocks),
+            names_sources=delivery.names_sources,
             collate=delivery.collate(effect.collate),
         )  # fmt: skip
         self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)

@@ -165,7 +165,8 @@ class Assemble(Struct, frozen=True):
     arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
     if packs are not shuffled. They are without the documents `taken_out` of their blocks,
     `taken_out_counts` of each; none if no document was taken out.
-    With `sources`, the last column has the source of each row, int32: that of its block.
+    If it `names_sources`, the last column has the source of each row, int32: that of its block, of
+    which `sources` has one for each block. A slab without rows has no blocks, but this column, too.
     """
 
     dataset_id: int
@@ -183,6 +184,7 @@ class Assemble(Struct, frozen=True):
     collate: Collation | None = None
     taken_out: tuple[TakenDocument, ...] = ()
     taken_out_counts: tuple[int, ...] = ()
+    names_sources: bool = False
 
 
 class ExcerptPlace(Struct, frozen=True):

@@ -171,7 +171,7 @@ def slab_gather(
 
     def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
         found = gather(replace(body, batches=batches), rows)
-        return NamedSources(found, body.sources, rows, batches) if body.sources else found
+        return NamedSources(found, body.sources, rows, batches) if body.names_sources else found
 
     def say(step: int, rows: RowIndex) -> None:
         tell(Reading(body.block_keys[rows[0, 0]], step=step))
@@ -196,7 +196,7 @@ def _gathered_columns(dataset: ReadDataset, body: Assemble) -> tuple[ColumnSpec,
     if body.render is not None:
         specs = delivered(specs, body.render.images)
     name = "" if body.collate is None else body.collate.source_column
-    return (*specs, ColumnSpec(name, Kind.FIXED, "int32")) if body.sources else specs
+    return (*specs, ColumnSpec(name, Kind.FIXED, "int32")) if body.names_sources else specs
 
 
 # -- what a function gets ----------------------------------------------------------------------

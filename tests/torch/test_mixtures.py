@@ -74,6 +74,25 @@ def test_batches_have_the_weights_share_of_each_source(folder) -> None:
         assert abs((batch["from"] == 0).sum() - 0.7 * 24) < 4
 
 
+def test_a_rank_without_rows_in_the_last_step_has_all_columns(folder) -> None:
+    given = {**SHUFFLED, "global_batch_size": 3, "columns": ["id"]}
+    batch = {"id": torch.int64, "from": torch.int32}
+    with DataLoader(mixed(folder, length=10, source_column="from"), **given) as loader:
+        rows = iter(loader)
+        for _ in range(3):
+            next(rows)
+        state = loader.state_dict()
+    ranks = {"dp_size": 3, "name": "without-rows"}
+    with ExitStack() as stack:
+        for rank in range(3):
+            mixture = mixed(folder, length=10, source_column="from")
+            loader = stack.enter_context(DataLoader(mixture, dp_rank=rank, **ranks, **given))
+            loader.load_state_dict(state)
+            (last,) = loader
+            assert {name: column.dtype for name, column in last.items()} == batch
+            assert [len(column) for column in last.values()] == [rank == 0] * 2
+
+
 def test_global_batches_are_the_same_for_every_number_of_ranks(folder) -> None:
     found = []
     for size in (1, 3, 4):

@@ -209,7 +209,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate", "taken_out", "taken_out_counts")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate", "taken_out", "taken_out_counts", "names_sources")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Assemble(_message.Message):
     COLLATE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_OUT_FIELD_NUMBER: _ClassVar[int]
     TAKEN_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_SOURCES_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -240,7 +241,8 @@ class Assemble(_message.Message):
     collate: Collation
     taken_out: _containers.RepeatedCompositeFieldContainer[TakenDocument]
     taken_out_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ..., taken_out_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    names_sources: bool
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ..., taken_out_counts: _Optional[_Iterable[int]] = ..., names_sources: bool = ...) -> None: ...
 
 class TakenDocument(_message.Message):
     __slots__ = ("row", "key")
