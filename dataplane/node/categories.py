@@ -26,7 +26,7 @@ from dataplane import background
 from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
-from dataplane.index.journal import cache_faults, digest, publish
+from dataplane.index.journal import cache_faults, digest, publish, written_at
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
 from dataplane.node.own_slabs import OwnReads
@@ -181,7 +181,7 @@ class CategoryReader:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for column, values in found.items():
                 publish(self._path(manifest, column), sealed(stream_of(values)))
-            paths = sorted(folder.glob("*.values"), key=lambda path: path.stat().st_mtime)
+            paths = sorted(folder.glob("*.values"), key=written_at)
             for path in paths[:-_FILES_KEPT]:
                 path.unlink(missing_ok=True)
 

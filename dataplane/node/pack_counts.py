@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard
-from dataplane.index.journal import cache_faults, publish
+from dataplane.index.journal import cache_faults, publish, written_at
 from dataplane.model import PackSpec, View
 from dataplane.node.dataset import dataset_of
 from dataplane.node.job_columns import columns_of
@@ -167,7 +167,7 @@ def _remember(cache_dir: str, name: str, counts: Int64) -> None:
     with cache_faults(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         publish(_path(cache_dir, name), sealed(counts.astype("<i8").tobytes()))
-        paths = sorted(folder.glob("*.counts"), key=lambda each: each.stat().st_mtime)
+        paths = sorted(folder.glob("*.counts"), key=written_at)
         for old in paths[:-_FILES_KEPT]:
             old.unlink(missing_ok=True)
 
