@@ -44,7 +44,7 @@ def drawn_rows(
     """The rows of these positions. `index` is that of each block among those of the slab.
 
     Shapes:  positions, blocks, rows, index: int64[n].
-    Raises:  ConfigError: a source of a mixture is so small that it is read too often in one slab.
+    Raises:  ConfigError: a source of a mixture is so small that these positions read it too often.
     """
     words = order.pack_keys(positions, blocks)
     by_key = np.lexsort((words, index))
@@ -59,7 +59,7 @@ def drawn_rows(
     ordinal[by_key] = number - firsts[sorted_index]
     if len(rows) and ordinal.max() >= KEYS_MAX:
         raise ConfigError(
-            f"a source of the mixture has so few packs that one slab reads it {KEYS_MAX} times:"
+            f"a source of the mixture has so few packs that one batch reads it {KEYS_MAX} times:"
             " give it a smaller share, or more documents",
             field="weight",
         )

@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from dataplane.changes import NO_GAPS, Gaps, TakenDocument
 from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
 from dataplane.model import Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.pack_keys import DrawsPacks, drawn_rows
@@ -256,9 +257,15 @@ class Walk:
     def _plan(self, of: StepRange) -> Plan:
         stride = self.stream.step_stride
         self._next_step = of.first
-        numbers = range(of.first, of.first + of.count * stride, stride)
         steps = self._slice.positions_of_steps(of.first, of.count, stride)
-        used, row_index, packs = self._rows_at(steps.positions)
+        try:
+            used, row_index, packs = self._rows_at(steps.positions)
+        except ConfigError:
+            # A source is drawn more often than a row index can say: fewer batches draw it less.
+            if self.is_fed or of.count == 1:
+                raise
+            return self._plan(StepRange(of.first, of.count // 2))
+        numbers = range(of.first, of.first + of.count * stride, stride)
         plan = Plan(
             batches=tuple(map(Batch, numbers, steps.rows.tolist(), steps.valid.tolist())),
             blocks=used,

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, ImageSpec, Stream
+from dataplane.model import Cut, End, Exhausted, ImageSpec, PackSpec, Stream, View
+from dataplane.plan.mixed_order import MixedOrder, SourceOrder
+from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 from dataplane.rpc.making import StepRange
@@ -83,6 +85,21 @@ def test_the_plans_of_a_walk_are_the_steps_of_its_slice(
     assert sizes[:1] in ([], [1])
     assert all(size <= most for size in sizes)
     assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+def test_plans_are_shorter_where_a_source_of_few_packs_is_drawn_too_often() -> None:
+    counts, share = (1000, 1), 1 << 31
+    plan = plan_of(Mixed(counts, (share, share), (0, 0), 1, Exhausted.CYCLE, 2000, 1), 0)
+    sources = [SourceOrder(np.array([count])) for count in counts]
+    order = MixedOrder(plan, sources, 7, True, 1)
+    view = View(pack=PackSpec("tokens", 8))
+    spec = JobSpec("f", 7, True, 1, 1, 20, End.RAGGED, view=view)
+    walk = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(64, 64, 0), is_ahead=True)
+    plans = walk.next_plans(1000)
+    assert [batch.step for plan in plans for batch in plan.batches] == list(range(100))
+    rows = np.concatenate([plan.blocks[plan.row_index[:, 0]] for plan in plans])
+    assert rows.tolist() == order.locate(np.arange(2000))[0].tolist()
+    assert 1 < max(len(plan.batches) for plan in plans) < 64
 
 
 @settings(max_examples=40)
