@@ -109,7 +109,7 @@ def step_rows(
     from dataplane.commands.datasets import row_names
     from dataplane.commands.left_out import LeftOut
     from dataplane.errors import ConfigError
-    from dataplane.plan.trail import StepRows, rows_of_step
+    from dataplane.plan.trail import RowNames, StepRows, rows_of_step
 
     if dp_rank is not None and dp_rank >= job.dp_size:
         raise ConfigError(
@@ -119,7 +119,11 @@ def step_rows(
         )
     epoch = job.epoch if epoch is None else epoch
     order, left_out = job.order(epoch), LeftOut(job)
-    names = [row_names(source.manifest, source.view) for source in job.sources]
+    # A pack is named by its documents alone: its number says nothing of the rows that are left.
+    names = [
+        RowNames(source.manifest) if job.is_packed else row_names(source.manifest, source.view)
+        for source in job.sources
+    ]
     changes = left_out.changes(epoch, cursor + step * job.spec.global_batch)
     gaps, rows_for = changes.gaps(epoch), left_out.rows_for(changes)
     rows = rows_of_step(

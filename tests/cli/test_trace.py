@@ -276,8 +276,11 @@ def exported(capsys, job: str, address: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("policy", "size"), [("best_fit", 4), ("pad", None)])
-def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, policy, size):
+@pytest.mark.parametrize(
+    ("policy", "size", "length"),
+    [("best_fit", 4, 32), ("pad", None, 32), ("wrap", 4, 8)],  # the last: more packs than rows
+)
+def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, policy, size, length):
     alone_and_small(monkeypatch, tmp_path)
     rows = [[number] * (1 + number % 23) for number in range(200)]
     for shard in range(2):
@@ -287,7 +290,7 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, po
     options = {"shuffle": True, "seed": 3, "window": 16, "where": "even"}
     if policy == "pad":
         options["balance"] = "cost"
-    pack, batch_size = Pack("tokens", 32, policy, outputs=[], pad_value=-1), size or 1
+    pack, batch_size = Pack("tokens", length, policy, outputs=[], pad_value=-1), size or 1
     with DataLoader(str(tmp_path / "*.parquet"), size, pack=pack, **options) as loader:
         steps = [batch["tokens"].reshape(batch_size, -1).tolist() for batch in loader]
         (tmp_path / "ledger.jsonl").write_text(loader.ledger())
@@ -328,4 +331,4 @@ def test_a_step_of_packs_shows_their_documents(tmp_path, monkeypatch, capsys, po
             assert one["seen"]
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
     assert run(["trace", ledger, "--step", "0"]) == 2
-    assert "--pack tokens,length=32" in capsys.readouterr().err
+    assert f"--pack tokens,length={length}" in capsys.readouterr().err
