@@ -15,6 +15,7 @@ from dataplane.index.processes import IndexProcesses
 from dataplane.model import View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.null_counts import NullCounts
+from dataplane.plan.shard import named
 from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.transforms.condition import Outcomes
 from dataplane.transforms.conditions import Condition
@@ -49,8 +50,8 @@ def viewed(
     counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
     if not counts.any():
         raise ConfigError(
-            f"none of the {manifest.sample_count} rows of the dataset is left by {_told(view)}: "
-            "ask for others",
+            f"none of the {manifest.sample_count} rows of {named(manifest.urls)} is left by"
+            f" {_told(view)}: ask for others",
             field="where" if view.where else "view",
         )
     return dataclasses.replace(manifest.viewed(counts), nulls=_nulls(manifest, view))

@@ -32,6 +32,7 @@ from dataplane.plan.orders import order_of
 from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
 from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.sealed import sealed, unsealed
+from dataplane.plan.shard import named
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Layout
 from dataplane.trace import Trace
@@ -70,9 +71,9 @@ class PackCounter:
         counts = await self._counts(manifest, view, view.pack, seed)
         if not counts[:, 1].any():
             raise ConfigError(
-                f"the {manifest.sample_count} rows of the dataset have {counts[:, 0].sum()} tokens"
-                f" in column {view.pack.column!r}, which fill no pack of {view.pack.length}: choose"
-                " a shorter length",
+                f"the {manifest.sample_count} rows of {named(manifest.urls)} have"
+                f" {counts[:, 0].sum()} tokens in column {view.pack.column!r}, which fill no pack"
+                f" of {view.pack.length}: choose a shorter length",
                 field="pack",
             )
         of_blocks = np.ascontiguousarray(counts[:, 1])

@@ -72,13 +72,16 @@ def block_table(shard: IndexedShard) -> NDArray[np.int64]:
 
 def no_samples(urls: Sequence[str]) -> ConfigError:
     """The error if all shards are empty: each is valid, but together they have no samples."""
-    named = ", ".join(urls[:_URLS_SHOWN])
-    more = len(urls) - _URLS_SHOWN
     return ConfigError(
-        f"the dataset has no samples: no rows in {named}{f' and {more} more' if more > 0 else ''}. "
-        "Name shards that have some",
+        f"the dataset has no samples: no rows in {named(urls)}. Name shards that have some",
         field="samples",
     )
+
+
+def named(urls: Sequence[str]) -> str:
+    """The first of these urls, and how many more there are: for an error."""
+    more = len(urls) - _URLS_SHOWN
+    return ", ".join(urls[:_URLS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_shard(shard: Shard) -> None:

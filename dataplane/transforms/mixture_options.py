@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +107,7 @@ class Mixture:
         self.unit = _choice("unit", unit, MixUnit)
         self.exhausted = _choice("exhausted", exhausted, Exhausted)
         self.length = _count("length", length, _LENGTH_MAX)
-        self.temperature, self.source_column = temperature, source_column or ""
+        self.temperature, self.source_column = temperature, _column(source_column)
         self._check_weights()
         self.schedule = _schedule(tuple(self.sources), schedule)
 
@@ -145,9 +147,9 @@ class Mixture:
             for name, source in self.sources.items()
         }
         for name, source in self.sources.items():
-            numbers = {"weight": source.weight, "passes": source.passes}
-            numbers |= {"mean_length": source.mean_length}
-            for field, value in numbers.items():
+            given = {"weight": source.weight, "passes": source.passes}
+            given |= {"mean_length": source.mean_length}
+            for field, value in given.items():
                 _check_number(name, field, value)
         if self.temperature is not None:
             _check_number("", "temperature", self.temperature)
@@ -252,9 +254,18 @@ def _source(name: object, given: object) -> Source:
     return given if isinstance(given, Source) else Source(given)  # type: ignore[arg-type]
 
 
+def _column(given: object) -> str:
+    if given is not None and not isinstance(given, str):
+        raise ConfigError(
+            f'source_column={given!r:.80}: pass the name of a new column, such as "source"',
+            field="source_column",
+        )
+    return given or ""
+
+
 def _choice(field: str, given: object, known: Any) -> Any:
     values = {each.value: each for each in known}
-    if given not in values:
+    if not isinstance(given, str) or given not in values:
         names = ", ".join(map(repr, values))
         raise ConfigError(f"{field}={given!r:.80}: choose one of {names}", field=field)
     return values[given]
@@ -270,9 +281,12 @@ def _count(field: str, given: object, most: int) -> int:
 def _check_number(name: str, field: str, value: object, where: str = "") -> None:
     if value is None and not where:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    least = 0 if field == "weight" else 5e-324
-    if is_number and math.isfinite(value) and value >= least:  # type: ignore[arg-type, operator]
+    # Those of numpy are numbers, too.
+    found, least = math.nan, 0 if field == "weight" else 5e-324
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            found = float(value)
+    if math.isfinite(found) and found >= least:
         return
     whose = f"{where}: " if where else ""
     whose += f"source {name!r}: " if name else ""

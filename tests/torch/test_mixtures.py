@@ -15,6 +15,7 @@ import torch
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 
 from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model import View
 
 COUNTS = {"web": 400, "code": 150, "math": 40}
 WEIGHTS = {"web": 0.7, "code": 0.2, "math": 0.1}
@@ -277,6 +278,7 @@ def test_a_state_of_other_sources_is_refused(folder) -> None:
         ({"a": Source("x", weight=1, passes=1)}, "weight"),
         ({"a": Source("x", weight=-1)}, "weight"),
         ({"a": Source("x", weight=float("nan"))}, "weight"),
+        ({"a": Source("x", weight=10**400)}, "weight"),
         ({"a": Source("x", passes=0)}, "passes"),
         ({"": Source("x", weight=1)}, "sources"),
         ({1: Source("x", weight=1)}, "sources"),
@@ -291,11 +293,19 @@ def test_mixtures_that_are_none_are_refused(given: Any, field: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"unit": "bytes"}, {"exhausted": "never"}, {"length": 0}, {"temperature": 0},
-     {"temperature": 1.0}],
+     {"temperature": 1.0}, {"exhausted": ["stop"]}, {"source_column": 3}],
 )  # fmt: skip
 def test_options_of_mixtures_that_are_none_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Mixture({"a": Source("x", weight=1)}, **options)
+
+
+def test_numbers_of_numpy_are_weights() -> None:
+    weights = {"a": np.float32(0.5), "b": np.int64(2)}
+    mixture = Mixture({name: Source(name, weight=weight) for name, weight in weights.items()})
+    urls = dict.fromkeys(weights, ("x",))
+    asked = mixture.asked(urls, dict.fromkeys(weights, View()))
+    assert [source.weight for source in asked.sources] == [0.5, 2.0]
 
 
 def test_sources_without_a_url_are_named(folder) -> None:
