@@ -185,7 +185,7 @@ class ImageSpec:
     the cut. A random cut takes a share `scale` (lowest, highest) of an image's area and has a ratio
     of width to height of `ratio` (lowest, highest). The share `flip` of the images is mirrored.
     `mean` and `std` have one value in 0..1 per colour, or are (). `decode` says at which size JPEGs
-    are decoded.
+    are decoded. If it `replaces`, another row is delivered where an image cannot be decoded.
     """
 
     column: str
@@ -202,6 +202,7 @@ class ImageSpec:
     std: tuple[float, ...] = ()
     decode: Decoding = Decoding.AUTO
     steps: tuple[StepSpec, ...] = ()
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,18 @@ class _Delegated(Struct, eq=False):
 
 
 class Delegating:
-    """That of one node. `tell` passes an event to the scheduler."""
+    """That of one node. `tell` passes an event to the scheduler; `made` is called with each result
+    before.
+    """
 
     def __init__(
-        self, reads: SlabReads, neighbours: Neighbours, tell: Callable[[events.Event], None]
+        self,
+        reads: SlabReads,
+        neighbours: Neighbours,
+        tell: Callable[[events.Event], None],
+        made: Callable[[DeliveryArena, object], None],
     ) -> None:
-        self._reads, self._neighbours, self._tell = reads, neighbours, tell
+        self._reads, self._neighbours, self._tell, self._made = reads, neighbours, tell, made
         self._deliveries: dict[int, _Delegated] = {}
 
     def open(self, delivery: DeliveryArena) -> None:
@@ -127,6 +133,7 @@ class Delegating:
         self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
     ) -> None:
         result = _result(effect, known.delivery.column_count, read)
+        self._made(known.delivery, result)
         started = time.monotonic() - read.took_s
         self._tell(
             events.SlabAssembled(

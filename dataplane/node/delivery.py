@@ -53,6 +53,8 @@ class DeliveryArena(Struct, eq=False):
     """Whether the last column of its batches says which of the datasets a sample is of."""
     collated: CollatedColumns | None = None
     """What a collate function makes of its batches; None if there is none, or if that is asked."""
+    job_id: str = ""
+    """Whose slabs these are, if they are for trainers of this node."""
 
     @property
     def column_count(self) -> int:

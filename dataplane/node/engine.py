@@ -34,6 +34,7 @@ from dataplane.node.lent import NOBODY, LentBlocks, Neighbours
 from dataplane.node.planner import Planner
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
+from dataplane.node.replaced import ReplacedRows
 from dataplane.node.served import Send, ServedStream
 from dataplane.node.sources import BlockSources
 from dataplane.node.stall import stall_error
@@ -67,14 +68,13 @@ class Engine:
         self.scheduler = scheduler
         """What it has counted may be read; only the engine tells it anything."""
         self._arena = arena
-        self._fetcher = fetcher
-        self._pool = pool
+        self._fetcher, self._pool = fetcher, pool
         self._trace = trace
-        self._node_id = node_id
-        self._clock = clock
+        self._node_id, self._clock = node_id, clock
         self._planner = Planner(trace)
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
-        self.delegating = Delegating(fetcher, neighbours, self._tell)
+        self._replaced = ReplacedRows(trace)
+        self.delegating = Delegating(fetcher, neighbours, self._tell, self._replaced.note)
         self._datasets: dict[int, Dataset] = {}
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
@@ -338,8 +338,7 @@ class Engine:
         body = tasks.Assemble(
             delivery.datasets[0].dataset_id, effect.keys, index, effect.plan.batches,
             effect.delivery_id, effect.slab, effect.render, keep=keep,
-            **effect.plan.packs_told,
-            sources=delivery.sources_of(effect.plan.blocks),
+            **effect.plan.packs_told, sources=delivery.sources_of(effect.plan.blocks),
             names_sources=delivery.names_sources,
             collate=delivery.collate(effect.collate),
         )  # fmt: skip
@@ -358,6 +357,11 @@ class Engine:
         is_kept: bool,
     ) -> None:
         delivery = self._deliveries[effect.delivery_id]
+
+        def made(result: tasks.ResultBody) -> None:
+            self._replaced.note(delivery, result)
+            self._tell(events.SlabAssembled(effect.number, result, task.started, is_kept))
+
         task = PoolTask(
             body=body,
             dataset=delivery.datasets[0].message,
@@ -367,9 +371,7 @@ class Engine:
             ),
             source=self._sources.source,
             dataset_of=self._sources.message_of,
-            report=lambda result: self._tell(
-                events.SlabAssembled(effect.number, result, task.started, is_kept)
-            ),
+            report=made,
             place=partial(self._sources.place, effect.first),
             place_of=self._sources.place_of,
             numa_node=delivery.numa_node,

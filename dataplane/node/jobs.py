@@ -285,6 +285,7 @@ class Jobs:
                 is_light=not has_workers,
                 names_sources=opened.names_sources,
                 collated=opened.collated,
+                job_id=request.job_id,
             )
             self._deliveries[key] = delivery
             for dataset in opened.datasets:

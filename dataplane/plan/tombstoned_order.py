@@ -38,7 +38,7 @@ class TombstonedOrder:
         return self._order.pack_keys(positions, blocks)
 
     def taken_out(self, blocks: Int64) -> list[tuple[TakenDocument, ...]]:
-        """The documents that were taken out of each block, if samples are packs.
+        """The rows that were taken out of each block; if samples are packs, these are documents.
 
         Shapes:  blocks: int64[n].
         """

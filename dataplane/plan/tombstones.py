@@ -60,8 +60,8 @@ class Substitutes:
             self.gone[number] = tuple(sorted(rows))
             seed = sources[source][1]
             keys = {row: substitute_key(seed, one.shard, one.row) for row, one in rows.items()}
+            self._documents[number] = tuple(TakenDocument(*one) for one in sorted(keys.items()))
             if manifest.documents is not None:
-                self._documents[number] = tuple(TakenDocument(*one) for one in sorted(keys.items()))
                 continue
             for row, keyed in keys.items():
                 places.append((number << _ROW_BITS | row, substitute(keyed, count, rows)))
@@ -79,7 +79,7 @@ class Substitutes:
         return np.where(self._places[at] == places, self._rows[at], rows)
 
     def documents(self, block: int) -> tuple[TakenDocument, ...]:
-        """The documents that were taken out of a block, if samples are packs."""
+        """The rows that were taken out of a block; if samples are packs, these are documents."""
         return self._documents.get(block, ())
 
 

@@ -144,6 +144,11 @@ class Render(Struct, frozen=True):
     seed: int
     epoch: int
 
+    @property
+    def replaces(self) -> bool:
+        """Whether other rows take the places of those whose images cannot be decoded."""
+        return any(image.replaces for image in self.images)
+
 
 class Collation(Struct, frozen=True):
     """A function of the user makes each batch of what was gathered for it: arrays with these
@@ -164,9 +169,10 @@ class Assemble(Struct, frozen=True):
     """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
     arena. Rows may be packs: `pack_keys` are those of their blocks, `pack_key_counts` of each; none
     if packs are not shuffled. They are without the documents `taken_out` of their blocks,
-    `taken_out_counts` of each; none if no document was taken out.
-    If it `names_sources`, the last column has the source of each row, int32: that of its block, of
-    which `sources` has one for each block. A slab without rows has no blocks, but this column, too.
+    `taken_out_counts` of each; none if no document was taken out. Rows that were taken out of a
+    job do not stand for those whose images cannot be decoded. If it `names_sources`, the last
+    column has the source of each row, int32: that of its block, of which `sources` has one for each
+    block. A slab without rows has no blocks, but this column, too.
     """
 
     dataset_id: int
@@ -219,14 +225,29 @@ class CopySlab(Struct, frozen=True):
     slab: Region
 
 
+class ReplacedRow(Struct, frozen=True):
+    """A row that has an image that cannot be decoded, and the row of the same block that was
+    gathered in its place.
+    """
+
+    url: str
+    shard: int
+    row: int
+    instead: int
+    reason: str
+
+
 class Assembled(Struct, frozen=True):
-    """How many of the batches fitted, and where their columns lie: an encoded Layout."""
+    """How many of the batches fitted, and where their columns lie: an encoded Layout. `replaced`
+    are rows of the task that have others in their places.
+    """
 
     batch_count: int
     bytes_needed: int = 0
     bytes_used: int = 0
     layout: bytes = b""
     disk: int = 0
+    replaced: tuple[ReplacedRow, ...] = ()
 
 
 TaskBody = (

@@ -172,6 +172,8 @@ class Walk:
         self.render = Render(images, spec.seed, stream.epoch) if images else None
         self.collate = _collate(spec, stream) if spec.view.collate else None
         self._draws_packs = spec.view.pack is not None and spec.shuffle
+        replaces = self.render is not None and self.render.replaces
+        self._tells_rows = spec.view.pack is not None or replaces
         self.crops = any(steps_of(image).is_cut for image in images)
         self._slice = Slice(
             order.sample_count,
@@ -288,7 +290,7 @@ class Walk:
         if self._draws_packs:
             drawn = drawn_rows(cast(DrawsPacks, self.order), positions, blocks, rows, index)
             rows, packs = drawn.rows, tuple(map(BlockPacks, drawn.keys))
-        if isinstance(self.order, TombstonedOrder):
+        if self._tells_rows and isinstance(self.order, TombstonedOrder):
             packs = self._without(self.order.taken_out(used), packs)
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows

@@ -25,6 +25,7 @@ from dataplane.transforms.steps.registry import Transform
 from dataplane.transforms.steps.resize import KEEPS_RATIO, Resize
 from dataplane.transforms.view import COLOURS
 
+RAISE, REPLACE = "raise", "replace"
 # Transforms of torchvision that have another name here.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",
@@ -36,14 +37,17 @@ _INSTEAD: Final[Mapping[str, str]] = {
 
 
 def image_specs(
-    transforms: Mapping[str, Sequence[Transform]], decode: str | None = None
+    transforms: Mapping[str, Sequence[Transform]],
+    decode: str | None = None,
+    bad_images: str = RAISE,
 ) -> tuple[ImageSpec, ...]:
-    """The specs of these lists, by column; `decode` is "exact", "fast" or None, for all columns.
+    """The specs of these lists, by column; `decode` is "exact", "fast" or None, for all columns,
+    and `bad_images` is "raise" or "replace".
 
     Raises:  ConfigError: steps that are invalid or in an invalid order; names column and step.
-    A `decode` that is unknown, or given without transforms.
+    A `decode` or `bad_images` that is unknown, or given without transforms.
     """
-    decoding = _decoding(decode)
+    decoding, replaces = _decoding(decode), _replaces(bad_images, transforms)
     if decode is not None and not transforms:
         raise ConfigError(
             f"decode={decode!r} without transforms: it sets how precisely images are decoded for "
@@ -57,7 +61,25 @@ def image_specs(
             field="transforms",
         )
     specs = (image_spec(column, transforms[column]) for column in sorted(transforms))
-    return tuple(_with_decoding(spec, decoding) for spec in specs)
+    found = (_with_decoding(spec, decoding) for spec in specs)
+    return tuple(replace(spec, replaces=True) if replaces else spec for spec in found)
+
+
+def _replaces(given: object, transforms: object) -> bool:
+    if given not in {RAISE, REPLACE}:
+        raise ConfigError(
+            f'bad_images={given!r:.80}: choose "{RAISE}", which ends the run with an error at an '
+            f'image that cannot be decoded, or "{REPLACE}", which delivers another row of the same '
+            "block in its place, the same on all ranks",
+            field="bad_images",
+        )
+    if given == REPLACE and not transforms:
+        raise ConfigError(
+            f'bad_images="{REPLACE}" without transforms: without any, no image is decoded; leave '
+            "it out, or pass transforms",
+            field="bad_images",
+        )
+    return given == REPLACE
 
 
 def _decoding(given: object) -> Decoding:

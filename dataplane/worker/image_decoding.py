@@ -119,7 +119,8 @@ class SlabImages:
         named += "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
             f"{origin.url}: row {row}{named}, column {image.column!r}: {error}"
-            f" (to train without this row: {_without(origin, row, key)})",
+            ' (to go on with another row in its place: bad_images="replace"; to train without'
+            f" this row: {_without(origin, row, key)})",
             shard=origin.url,
             row=row,
             column=image.column,

@@ -17,7 +17,6 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError, ImageError, PeerLost
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -33,33 +32,18 @@ from dataplane.rpc import local, tasks
 from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
+from dataplane.worker.apart import OpenBlock, gather_apart, image_fault, scratch, slab_images_of
 from dataplane.worker.collating import slab_gather
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_block
 from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
 from dataplane.worker.disk_time import timed
 from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
-from dataplane.worker.gather import Gather
-from dataplane.worker.mapped import MappedShard, MappedShards
+from dataplane.worker.gather import Gather, Gathered
+from dataplane.worker.mapped import MappedShards
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
-
-if TYPE_CHECKING:
-    from dataplane.worker.image_decoding import SlabImages
-
-_APART_BYTES = 1 << 20
-
-
-class _OpenBlock(Struct, frozen=True):
-    """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
-    restart indexes of its images. `numbers` are the rows of an excerpt, None of a whole block.
-    """
-
-    columns: BlockColumns
-    shard: MappedShard | None
-    origin: tasks.Origin | None
-    restart_indexes: Bytes | None
-    numbers: Ints | None
+from dataplane.worker.replacing import with_replaced
 
 
 class _State(Struct):
@@ -70,7 +54,7 @@ class _State(Struct):
     arenas: dict[int, Arena] = field(default_factory=dict)
     datasets: dict[int, ReadDataset] = field(default_factory=dict)
     schema_parts: dict[int, bytes] = field(default_factory=dict)
-    blocks: dict[int, _OpenBlock] = field(default_factory=dict)
+    blocks: dict[int, OpenBlock] = field(default_factory=dict)
     shards: MappedShards = field(default_factory=MappedShards)
     packs: KnownPacks = field(default_factory=KnownPacks)
 
@@ -180,7 +164,7 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         in_file = source.raw is not None and source.raw.path is not None
         shard = state.shards.of(source.raw) if in_file and source.raw is not None else None
         restart_indexes = _restart_indexes_of(state, source)
-        state.blocks[source.key] = _OpenBlock(
+        state.blocks[source.key] = OpenBlock(
             columns, shard, source.origin, restart_indexes, numbers
         )
     return tasks.Done()
@@ -223,17 +207,35 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        gather = slab_gather(dataset, body, rows, partial(_gather_of, state, dataset), state.tell)
-        slab = arena.view(body.slab.offset, body.slab.length)
-        made = gather.into(slab, partial(arena.prepare, body.slab.offset))
+        replaced: tuple[tasks.ReplacedRow, ...] = ()
+        try:
+            made = _gathered(state, dataset, body, rows)
+        except ImageError:
+            if body.render is None or not body.render.replaces:
+                raise
+            check = partial(image_fault, dataset, body.render)
+            rows, replaced = with_replaced(body, blocks, rows, check)
+            made = _gathered(state, dataset, body, rows)
         _keep(state, arena, body, made.bytes_used)
         layout = encode(Layout(made.columns)) if made.batch_count else b""
-        return tasks.Assembled(made.batch_count, made.bytes_needed, made.bytes_used, layout)
+        return tasks.Assembled(
+            made.batch_count, made.bytes_needed, made.bytes_used, layout, replaced=replaced
+        )
     finally:
         # Check after reading: earlier changes of the file may be among the rows, or have caused the
         # error.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _gathered(
+    state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
+) -> Gathered:
+    """Write the slab of a task."""
+    arena = state.arenas[body.arena_id]
+    gather = slab_gather(dataset, body, rows, partial(_gather_of, state, dataset), state.tell)
+    slab = arena.view(body.slab.offset, body.slab.length)
+    return gather.into(slab, partial(arena.prepare, body.slab.offset))
 
 
 def _gather_of(
@@ -244,7 +246,7 @@ def _gather_of(
     if dataset.packs is not None:
         named = tuple(zip(body.block_keys, AskedPacks.of_blocks(body), strict=True))
         return _pack_gather(state, dataset.packs, named, places, body.batches)
-    slab_images = _slab_images(dataset, blocks, body.render, rows)
+    slab_images = slab_images_of(dataset, blocks, body.render, rows)
     specs = dataset.plan.specs if slab_images is None else slab_images.specs
     columns, lists = [block.columns for block in blocks], dataset.plan.lists
     return Gather(specs, columns, places, body.batches, slab_images=slab_images, lists=lists)
@@ -312,37 +314,18 @@ def _read_one_by_one(
             index = places_of(np.array([(0, row) for row in mine], np.int32), [block.numbers])
             named = ((key, AskedPacks.of_blocks(body)[at]),)
             batches = (Batch(0, len(mine), len(mine)),)
-            _scratch(_pack_gather(state, dataset.packs, named, index, batches, as_rows=True))
+            scratch(_pack_gather(state, dataset.packs, named, index, batches, as_rows=True))
             continue
-        _gather_apart(dataset, block, mine, None)
+        gather_apart(dataset, block, mine, None)
         if body.render is None:
             continue
         for image in body.render.images:
             render = replace(body.render, images=(image,))
             for row in mine:
                 state.tell(tasks.Reading(key, row, image.column))
-                _gather_apart(dataset, block, [row], render)
-
-
-def _gather_apart(
-    dataset: ReadDataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
-) -> None:
-    """Gather rows of one block into scratch memory."""
-    index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
-    slab_images = _slab_images(dataset, [block], render, index)
-    specs = dataset.plan.specs if slab_images is None else slab_images.specs
-    index = places_of(index, [block.numbers])
-    batches = (Batch(0, len(rows), len(rows)),)
-    lists = dataset.plan.lists
-    gather = Gather(specs, [block.columns], index, batches, slab_images=slab_images, lists=lists)
-    _scratch(gather)
-
-
-def _scratch(gather: Gather | PackGather | CountGather) -> None:
-    room = bytearray(_APART_BYTES)
-    needed = gather.into(memoryview(room)).bytes_needed
-    if needed:
-        gather.into(memoryview(bytearray(needed)))
+                fault = image_fault(dataset, render, block, row)
+                if fault is not None and not image.replaces:
+                    raise fault
 
 
 def _keep(state: _State, arena: Arena, body: tasks.Assemble, length: int) -> None:
@@ -361,23 +344,6 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
     into = np.frombuffer(target.view(to.offset, to.length), np.uint8)
     target.prepare(to.offset, to.length)
     into[:] = np.frombuffer(source.view(at.offset, at.length), np.uint8)
-
-
-def _slab_images(
-    dataset: ReadDataset,
-    blocks: Sequence[_OpenBlock],
-    render: tasks.Render | None,
-    row_index: RowIndex,
-) -> SlabImages | None:
-    if render is None:
-        return None
-    # Import Pillow and libjpeg only if there are images.
-    from dataplane.worker.image_decoding import SlabImages
-
-    origins = [block.origin for block in blocks if block.origin is not None]
-    assert len(origins) == len(blocks)
-    restart_indexes = [block.restart_indexes for block in blocks]
-    return SlabImages(render, dataset.plan.specs, origins, restart_indexes, row_index[:, 1].copy())
 
 
 def main(descriptor: int, memory_bytes: int) -> None:

@@ -141,7 +141,9 @@ def job_of(given: Arguments) -> JobToOpen:
         window=_optional_count("window", options["window"]),
         global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
         end=_end(given),
-        transforms=image_specs(options["transforms"] or {}, options["decode"]),
+        transforms=image_specs(
+            options["transforms"] or {}, options["decode"], options["bad_images"]
+        ),
         sharing=_sharing(options["sharing"]),
         column_options=_column_options(options),
         view=view,

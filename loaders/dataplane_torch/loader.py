@@ -59,26 +59,28 @@ class DataLoader(LoaderBase[_T_co]):
     for the node's setting. `transforms` maps columns of encoded images to the steps that the node
     applies: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact;
     for a random crop of at least twice the wanted size, a JPEG is decoded at a reduced size.
-    `decode="exact"` never reduces, "fast" reduces for every geometry. Equal jobs on one host with
-    the same `sharing` name decode each image only once. `stack` joins columns of one number per
-    sample into tensors [B, columns], in the given order: {"x": ["age", "price"]}, or {"x":
-    Stack(["age", "price"], dtype="float32")} if they differ in type. Padded lists are filled up to
-    the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of longer
-    ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one for each
-    column. `codes=["country"]` turns columns into integers; `categories("country")` has their
-    values, for which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads only
-    the rows where that is true. `split=("train", 0.99)` reads that share of the
-    rows, and `split=("validation", 0.01)` the rest: by a hash of each row, so that shards can be
-    added; a range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so
-    many, the first ones. `map` is a function of a module, or its name ("package.module:function"),
-    that the node's workers call over the columns of each block; all other options are about what
-    it returns. `collate` is one that they call over each batch, with arrays in place of tensors; it
-    returns arrays of any shape, and you get tensors (docs/functions.md).
-    `pack=Pack("tokens", length=4096)` makes each sample of several rows of tokens, with little
-    padding; with `policy="pad"` and `batch_size=None` a sample is a padded batch of rows of similar
-    length, of so many tokens. `balance="cost"` gives all ranks packs of about the same cost at each
-    step. Every pass is one epoch, and the next pass is the next epoch; after a pass that was left
-    early, the next pass starts that epoch again.
+    `decode="exact"` never reduces, "fast" reduces for every geometry. An image that cannot be
+    decoded ends the run with an ImageError, or with `bad_images="replace"`, another row of the same
+    block is delivered in its place, the same one on all ranks, and the node logs it. Equal jobs on
+    one host with the same `sharing` name decode each image only once. `stack` joins columns of one
+    number per sample into tensors [B, columns], in the given order: {"x": ["age", "price"]}, or
+    {"x": Stack(["age", "price"], dtype="float32")} if they differ in type. Padded lists are filled
+    up to the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of
+    longer ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one
+    for each column. `codes=["country"]` turns columns into integers; `categories("country")` has
+    their values, for which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads
+    only the rows where that is true. `split=("train", 0.99)` reads that share of the rows, and
+    `split=("validation", 0.01)` the rest: by a hash of each row, so that shards can be added; a
+    range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so many, the
+    first ones. `map` is a function of a module, or its name ("package.module:function"), that the
+    node's workers call over the columns of each block; all other options are about what it returns.
+    `collate` is one that they call over each batch, with arrays in place of tensors; it returns
+    arrays of any shape, and you get tensors (docs/functions.md). `pack=Pack("tokens", length=4096)`
+    makes each sample of several rows of tokens, with little padding; with `policy="pad"` and
+    `batch_size=None` a sample is a padded batch of rows of similar length, of so many tokens.
+    `balance="cost"` gives all ranks packs of about the same cost at each step. Every pass is one
+    epoch, and the next pass is the next epoch; after a pass that was left early, the next pass
+    starts that epoch again.
 
     Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
     known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataplane.model import Topology
 from dataplane.settings import BY_NAME
+from dataplane.transforms.images import RAISE
 from dataplane.transforms.options import Lengths, Numbers
 from dataplane.transforms.pack_options import Pack
 from dataplane.transforms.stacks import Stack
@@ -45,6 +46,7 @@ class UrlOptions(TypedDict, total=False):
     stack: Mapping[str, Stack | Sequence[str]] | None
     transforms: Mapping[str, Sequence[Transform]] | None
     decode: str | None
+    bad_images: str
     where: str | None
     sample: float | None
     split: Sequence[str | float] | None
@@ -73,6 +75,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "lists": "padded",
     "truncation_side": "right",
     "nulls": "fill",
+    "bad_images": RAISE,
     "dataset_moved": False,
 }
 
@@ -118,6 +121,11 @@ _FOREIGN: Final[Mapping[str, str]] = {
     ),
     "filter filters filter_fn predicate query row_filter": (
         "use where=, a condition on columns such as where=\"lang == 'en' and score > 0.5\""
+    ),
+    "handler on_error on_bad_sample error_policy ignore_errors ignore_corrupt skip_errors "
+    "skip_corrupt ignore_decoding_errors": (
+        'use bad_images="replace", which delivers other rows in the places of those whose images '
+        "cannot be decoded; all other damage ends a run with an error"
     ),
     "max_samples num_samples n_samples take max_examples": "use limit=, a number of rows",
     "storage_options client_kwargs s3_client_kwargs s3_client_config filesystem": (

@@ -59,12 +59,17 @@ class Delegated:
     def __init__(self, delivery: DeliveryArena) -> None:
         self.reads, self.makers, self.told = Reads(), Makers(MAKER, OTHER), list[events.Event]()
         neighbours: Any = self.makers
-        self.delegating = Delegating(self.reads, neighbours, self.told.append)
+        self.delegating = Delegating(self.reads, neighbours, self.told.append, self._made)
+        self.made = list[object]()
         source = messages.DatasetSource(("s3://bucket/data",))
         opening = messages.OpenJob("job", "launch", "member", source, PLACE)
         delivery.job = DelegatedJob(opening, DIGEST, "")
         self.delivery = delivery
         self.delegating.open(delivery)
+
+    def _made(self, delivery: DeliveryArena, result: object) -> None:
+        assert delivery is self.delivery
+        self.made.append(result)
 
     def make(self, maker: str = "maker", hedge: str = "") -> None:
         at = Stream(3, 64, 1, 2, step_stride=2, mix=WEIGHTS)
@@ -82,6 +87,7 @@ class Delegated:
         told = self.told.pop()
         assert isinstance(told, events.SlabAssembled)
         assert told.number == 7
+        assert self.made.pop() is told.result
         return told.result
 
 

@@ -29,6 +29,7 @@ from dataplane_torch import (
 from pictures import by_torchvision, encoded
 from pictures import drawn as drawn_picture
 from PIL import Image
+from plan.plain import substitute
 
 from dataplane.errors import ConfigError, ImageError, SpecMismatch
 
@@ -277,6 +278,70 @@ def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
     assert where is not None
     with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": CROP}, where=where[1]) as loader:
         assert next(iter(loader))["__key__"] == ["n00/cat-0", "n02/cat-2"]
+
+
+BAD = {3: b"garbage", 14: None, 17: jpeg(17)[:200], 18: b"", 45: jpeg(45)[:100]}
+
+
+def instead_of(number: int) -> int:
+    """What stands for a bad row, in blocks of 10 and shards of 30, with seed 3."""
+    bad = {one % 10 for one in BAD if one // 10 == number // 10}
+    return number // 10 * 10 + substitute(3, number // 30, number % 30, 10, bad)
+
+
+def test_other_rows_take_the_places_of_images_that_cannot_be_decoded(tmp_path, monkeypatch) -> None:
+    """All columns of them, the same for every dp size, worker count and resume point; nothing else
+    moves.
+    """
+    images = [BAD.get(i, jpeg(i)) for i in range(COUNT)]
+    table = pa.table(
+        {
+            "id": pa.array(range(COUNT), pa.int64()),
+            "jpg": pa.array(images, pa.binary()),
+            "text": [f"no. {i}" for i in range(COUNT)],
+        }
+    )
+    for i, start in enumerate(range(0, COUNT, 30)):
+        path = tmp_path / f"{i}.parquet"
+        pq.write_table(table.slice(start, 30), path, row_group_size=10, use_dictionary=False)
+    options = {"global_batch_size": GLOBAL_BATCH, "shuffle": True, "seed": 3}
+    asked = {**options, "transforms": {"jpg": [CenterCrop(16)]}, "bad_images": "replace"}
+    with DataLoader(tmp_path, columns=["id"], **options) as loader:
+        planned = [number for batch in loader for number in batch["id"].tolist()]
+    expected = [instead_of(number) if number in BAD else number for number in planned]
+    launched(monkeypatch, "bad-one", 1)
+    with DataLoader(tmp_path, **asked) as loader:
+        iterator = iter(loader)
+        head = [next(iterator), next(iterator)]
+        state = loader.state_dict()
+        batches = [*head, *iterator]
+    numbers = [number for batch in batches for number in batch["id"].tolist()]
+    assert numbers == expected
+    assert [text for batch in batches for text in batch["text"]] == [f"no. {i}" for i in expected]
+    pixels = [one.numpy() for batch in batches for one in batch["jpg"]]
+    for number, found in zip(numbers, pixels, strict=True):
+        of = by_torchvision(jpeg(number), asked["transforms"]["jpg"])
+        assert np.abs(found - of).max() <= 2
+    launched(monkeypatch, "bad-three", 3)
+    ranks = [DataLoader(tmp_path, name="job", dp_rank=i, dp_size=3, **asked) for i in range(3)]
+    parts = []
+    for loader in ranks:
+        loader.load_state_dict(state)
+        parts.append([number for batch in loader for number in batch["id"].tolist()])
+        loader.close()
+    rest = expected[2 * GLOBAL_BATCH :]
+    assert [number for numbers in zip(*parts, strict=True) for number in numbers] == rest
+
+
+def test_bad_images_is_raise_or_replace(shards) -> None:
+    for wrong in ("skip", None, True):
+        with pytest.raises(ConfigError, match=r'choose "raise".*or "replace"') as caught:
+            DataLoader(shards, 5, transforms={"jpg": CROP}, bad_images=wrong)
+        assert caught.value.field == "bad_images"
+    with pytest.raises(ConfigError, match="without transforms"):
+        DataLoader(shards, 5, bad_images="replace")
+    with pytest.raises(TypeError, match='bad_images="replace"'):
+        DataLoader(shards, 5, handler=print)
 
 
 def test_other_transforms_are_another_job(shards) -> None:

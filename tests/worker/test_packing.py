@@ -25,6 +25,7 @@ from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Origin
 from dataplane.worker import worker
+from dataplane.worker.apart import OpenBlock
 from dataplane.worker.columns import BlockColumns, open_block
 from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
 from dataplane.worker.kernel import kernel
@@ -355,7 +356,7 @@ def test_a_worker_that_looks_for_a_bad_block_reads_its_packs_alone(
     block = block_of([[1, 2, 3], [4] * 9, [5]], "int32")
     policy = PackPolicy.PAD if outputs == ("lengths",) else PackPolicy.BEST_FIT
     pack = PackSpec("tokens", 8, policy, outputs=outputs)
-    state.blocks = dict.fromkeys((7, 9), worker._OpenBlock(block, None, None, None, None))
+    state.blocks = dict.fromkeys((7, 9), OpenBlock(block, None, None, None, None))
     form = PackForm.of(SPECS["int32"], pack)
     index, nowhere = np.array([(0, 0), (1, 0), (0, 0)], np.int32), Region(0, 0)
     body = tasks.Assemble(

@@ -172,7 +172,7 @@ class StepSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., numbers: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ImageSpec(_message.Message):
-    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode", "steps")
+    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode", "steps", "replaces")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class ImageSpec(_message.Message):
     STD_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     column: str
     height: int
     width: int
@@ -201,7 +202,8 @@ class ImageSpec(_message.Message):
     std: _containers.RepeatedScalarFieldContainer[float]
     decode: Decoding
     steps: _containers.RepeatedCompositeFieldContainer[StepSpec]
-    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ..., steps: _Optional[_Iterable[_Union[StepSpec, _Mapping]]] = ...) -> None: ...
+    replaces: bool
+    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ..., steps: _Optional[_Iterable[_Union[StepSpec, _Mapping]]] = ..., replaces: bool = ...) -> None: ...
 
 class StackSpec(_message.Message):
     __slots__ = ("name", "columns", "dtype")

@@ -273,18 +273,34 @@ class Collation(_message.Message):
     def __init__(self, function: _Optional[str] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., source_column: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ...) -> None: ...
 
 class Assembled(_message.Message):
-    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout")
+    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout", "replaced")
     BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_NEEDED_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     batch_count: int
     bytes_needed: int
     bytes_used: int
     disk: int
     layout: bytes
-    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    replaced: _containers.RepeatedCompositeFieldContainer[ReplacedRow]
+    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ..., replaced: _Optional[_Iterable[_Union[ReplacedRow, _Mapping]]] = ...) -> None: ...
+
+class ReplacedRow(_message.Message):
+    __slots__ = ("url", "shard", "row", "instead", "reason")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    INSTEAD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    shard: int
+    row: int
+    instead: int
+    reason: str
+    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., row: _Optional[int] = ..., instead: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Extract(_message.Message):
     __slots__ = ("dataset_id", "block_key", "places")
