@@ -66,6 +66,13 @@ def fails_late(columns: Columns) -> Columns:
     return columns
 
 
+def escapes_late(columns: Columns) -> Columns:
+    """Raises what no worker catches, in each block that has row 100."""
+    if 100 in columns["row"].to_pylist():
+        raise KeyboardInterrupt
+    return columns
+
+
 def ends_late(columns: Columns) -> Columns:
     """Ends its process in each block that has row 100."""
     if 100 in columns["row"].to_pylist():

@@ -107,7 +107,9 @@ def from_proto(cls: type[T], message: Message) -> T:
 def error_to_proto(error: errors.DataplaneError) -> Message:
     """An error as class name, message and nouns."""
     nouns = {name: json.dumps(noun) for name, noun in error.nouns.items()}
-    return types_pb2.Error(name=type(error).__name__, message=str(error), nouns=nouns)
+    # Names of files and errors of others may have what UTF-8 has not: lone surrogates.
+    message = str(error).encode(errors="backslashreplace").decode()
+    return types_pb2.Error(name=type(error).__name__, message=message, nouns=nouns)
 
 
 def error_from_proto(message: Any) -> errors.DataplaneError:

@@ -34,6 +34,8 @@ from dataplane.transforms.functions import GENERATOR
 from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TRACEBACK_MAX = 6000
+# A function that calls sys.exit has failed; workers hear of no interrupts.
+_FAILURES = (Exception, SystemExit)
 _NUMBER = re.compile(r"\b(u?int\d+|halffloat|float|double)\b")
 
 
@@ -95,7 +97,7 @@ def loaded(argument: str, name: str) -> UserFunction:
                 field=argument,
             ) from error
         raise _not_imported(argument, name, error) from error
-    except Exception as error:
+    except _FAILURES as error:
         raise _not_imported(argument, name, error) from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -106,7 +108,7 @@ def loaded(argument: str, name: str) -> UserFunction:
         found = getattr(found, part)
     try:
         call = found() if isinstance(found, type) else found
-    except Exception as error:
+    except _FAILURES as error:
         raise _not_imported(argument, name, error) from error
     if not callable(call):
         raise ConfigError(
@@ -123,7 +125,7 @@ def _use_import_path() -> None:
         sys.path[:] = json.loads(given)
 
 
-def _not_imported(argument: str, name: str, error: Exception) -> Exception:
+def _not_imported(argument: str, name: str, error: BaseException) -> BaseException:
     if is_out_of_memory(error):
         return error
     return FunctionError(
@@ -183,13 +185,13 @@ def user_code(at: CalledAt) -> Iterator[None]:
     """Raises:  FunctionError: the user's code has failed; with its traceback."""
     try:
         yield
-    except Exception as error:
+    except _FAILURES as error:
         if is_out_of_memory(error):
             raise
         raise at.fault(f"failed: {_told(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """The error, and its traceback from the user's first line on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:

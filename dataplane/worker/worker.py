@@ -348,5 +348,10 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
 
 def main(descriptor: int, memory_bytes: int) -> None:
     """The process: its socket is an inherited descriptor."""
-    with socket.socket(fileno=descriptor) as sock:
+    sock = socket.socket(fileno=descriptor)
+    try:
         run(sock, memory_bytes)
+    finally:
+        # It is closed by the end of the process: the node kills a worker that closes it earlier, and
+        # then cannot tell how it would have ended.
+        sock.detach()

@@ -128,6 +128,12 @@ def test_an_error_crosses_as_class_message_and_nouns():
     assert back.expected == 7
 
 
+def test_an_error_with_what_utf8_has_not_crosses_as_well():
+    sent = messages.FromNode(1, errors.FunctionError("not \udcff", shard="a\udcff"))
+    back = convert.decode(messages.FromNode, convert.encode(sent)).body
+    assert (str(back), back.shard) == ("not \\udcff", "a\udcff")
+
+
 def test_bytes_that_are_no_message_are_refused():
     with pytest.raises(errors.ConfigError, match="not a ToNode message"):
         convert.decode(messages.ToNode, b"\xff\xff\xff\xff")

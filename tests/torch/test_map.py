@@ -132,16 +132,19 @@ def test_a_failing_function_is_named_with_its_traceback_and_the_block(tmp_path: 
     assert (caught.value.function, caught.value.block) == (name, 1)
 
 
-def test_a_function_that_ends_its_worker_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("ends_late", "SIGSEGV"), ("escapes_late", "status 1")]
+)
+def test_a_function_that_ends_its_worker_is_named(tmp_path: Path, name: str, how: str) -> None:
     shards(tmp_path)
-    loader = iter(DataLoader(tmp_path, batch_size=64, map=user_functions.ends_late))
+    loader = iter(DataLoader(tmp_path, batch_size=64, map=f"user_functions:{name}"))
     next(loader)
     with pytest.raises(FunctionError) as caught:
         next(loader)
     told = str(caught.value)
     assert "0.parquet, block 1: 2 worker processes ended" in told
-    assert "decoding it and calling 'user_functions:ends_late'" in told
-    assert "SIGSEGV" in told
+    assert f"decoding it and calling 'user_functions:{name}'" in told
+    assert how in told
 
 
 @pytest.mark.usefixtures("own_node")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,12 @@ def test_the_error_has_the_users_traceback_and_not_ours() -> None:
     assert "map='mine:f' failed: KeyError: 'nope'" in told
     assert 'raise KeyError("nope")' in told
     assert "dataplane/worker" not in told
+
+
+def test_a_function_that_exits_has_failed() -> None:
+    function = UserFunction("mine:f", sys.exit, takes_generator=False, reads=None)
+    with pytest.raises(FunctionError, match="failed: SystemExit"):
+        mapped(function, BLOCK, None, AT)
 
 
 def test_a_lack_of_memory_stays_what_it_is() -> None:
