@@ -70,12 +70,7 @@ class PackCounter:
             return manifest, None
         counts = await self._counts(manifest, view, view.pack, seed)
         if not counts[:, 1].any():
-            raise ConfigError(
-                f"the {manifest.sample_count} rows of {named(manifest.urls)} have"
-                f" {counts[:, 0].sum()} tokens in column {view.pack.column!r}, which fill no pack"
-                f" of {view.pack.length}: choose a shorter length",
-                field="pack",
-            )
+            raise _no_packs(manifest, view.pack, packing_in(counts))
         of_blocks = np.ascontiguousarray(counts[:, 1])
         return await asyncio.to_thread(packed, manifest, of_blocks), packing_in(counts)
 
@@ -149,6 +144,20 @@ def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | Non
     """
     known = known_counts(manifest, name)
     return _remembered(cache_dir, name, manifest.block_count) if known is None else known
+
+
+def _no_packs(manifest: Manifest, pack: PackSpec, found: Packing) -> ConfigError:
+    if not found.tokens:
+        advice = "name rows that have some"
+    elif found.short_documents:
+        advice = "choose a longer length, or another value of long="
+    else:
+        advice = "choose a shorter length, or make blocks larger"
+    return ConfigError(
+        f"the {manifest.sample_count} rows of {named(manifest.urls)} have {found.tokens} tokens in"
+        f" column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
+        field="pack",
+    )
 
 
 def _remembered(cache_dir: str, name: str, blocks: int) -> Int64 | None:

@@ -352,6 +352,6 @@ def main(descriptor: int, memory_bytes: int) -> None:
     try:
         run(sock, memory_bytes)
     finally:
-        # It is closed by the end of the process: the node kills a worker that closes it earlier, and
-        # then cannot tell how it would have ended.
+        # The end of the process closes it: the node kills a worker that closes it earlier, and then
+        # cannot tell how it would have ended.
         sock.detach()

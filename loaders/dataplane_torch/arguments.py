@@ -164,7 +164,8 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
         if refused:
             raise ConfigError(
                 f"{refused[0]}={given[refused[0]]!r:.80} with pack=: batches of packs have the"
-                " columns that Pack(column, carry=[…], outputs=[…]) names, as they are stored",
+                " columns that Pack(column, carry=[…], outputs=[…]) names, as they are"
+                " stored: to change them, or to fill nulls, write a map=",
                 field=refused[0],
             )
         asked["columns"] = (pack.column, *pack.carry)

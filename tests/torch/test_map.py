@@ -132,9 +132,7 @@ def test_a_failing_function_is_named_with_its_traceback_and_the_block(tmp_path: 
     assert (caught.value.function, caught.value.block) == (name, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("ends_late", "SIGSEGV"), ("escapes_late", "status 1")]
-)
+@pytest.mark.parametrize(("name", "how"), [("ends_late", "SIGSEGV"), ("escapes_late", "status 1")])
 def test_a_function_that_ends_its_worker_is_named(tmp_path: Path, name: str, how: str) -> None:
     shards(tmp_path)
     loader = iter(DataLoader(tmp_path, batch_size=64, map=f"user_functions:{name}"))
