@@ -33,6 +33,7 @@ from dataplane.rpc.membership import (
     MemberProgress,
     RegisterNodeRequest,
 )
+from dataplane.security.node_identity import identity_of
 from dataplane.security.security import Security
 from dataplane.security.tls import Certificates
 from dataplane.security.tokens import TokenSource
@@ -59,8 +60,9 @@ class Nodes:
         self.told = self.seen = 0
 
     async def run(self, number: int) -> None:
-        client = CoordinatorClient(self.address, self.security, timeout_s=30, patience_s=120)
-        name = f"n{number}"
+        identity = identity_of(f"n{number}", number.to_bytes(32))
+        name = identity.node_id
+        client = CoordinatorClient(self.address, self.security, 30, 120, identity)
         address = f"10.0.{number // 256}.{number % 256}:7078"
         ranks = self.ranks if number < self.with_ranks else 0
         is_short = bool(self.makers and ranks)

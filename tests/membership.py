@@ -69,5 +69,5 @@ def progress(
     )
 
 
-def leave(member="m0-i1", *, job="j", lost=False):
-    return LeaveRequest(job, member, lost)
+def leave(member="m0-i1", *, job="j", lost=False, node_id="n0"):
+    return LeaveRequest(job, member, lost, node_id=node_id)

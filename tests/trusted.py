@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from contextlib import asynccontextmanager
 
+import membership
 from membership import VERSION
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.rpc.calls import CoordinatorClient
+from dataplane.security.node_identity import identity_of
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource
 
@@ -17,6 +21,20 @@ TRUSTED = Security(TokenSource("the tests", (TOKEN,)))
 STRANGER = Security()
 CONFIG = CoordinatorConfig(version=VERSION, lease_s=60.0)
 LOCAL = "127.0.0.1:0"
+
+
+def identity(name):
+    """The same for the same name."""
+    return identity_of(name, hashlib.sha256(name.encode()).digest())
+
+
+OWN = identity("n0")
+N0 = OWN.node_id
+# Requests of that node.
+node = functools.partial(membership.node, node_id=N0)
+join = functools.partial(membership.join, node_id=N0)
+beat = functools.partial(membership.beat, node_id=N0)
+leave = functools.partial(membership.leave, node_id=N0)
 
 
 @asynccontextmanager
@@ -29,8 +47,8 @@ async def serving(address=LOCAL, security=TRUSTED):
 
 
 @asynccontextmanager
-async def client_of(address, security):
-    client = CoordinatorClient(address, security, patience_s=0.0)
+async def client_of(address, security, identity=OWN):
+    client = CoordinatorClient(address, security, patience_s=0.0, identity=identity)
     try:
         yield client
     finally:

@@ -35,6 +35,7 @@ from dataplane.trace import Trace, configure
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.
+    from dataplane.security.node_identity import NodeIdentity
     from dataplane.security.security import Security
 
 DRAIN_S = 5.0
@@ -123,16 +124,19 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
 
 
 async def _run(service: ServeRole) -> int:
+    from dataplane.security.node_identity import own_identity
+
     background.end_process_on_failure()
     raise_descriptor_limit()
     stop = asyncio.Event()
     with _signals(stop) as received:
         try:
-            async with _coordination(service) as (coordination, joined):
+            identity = own_identity()
+            async with _coordination(service, identity) as (coordination, joined):
                 if service.node is None:
                     await stop.wait()
                 else:
-                    await _run_node(service, coordination, joined, stop)
+                    await _run_node(service, coordination, joined, identity, stop)
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
@@ -177,7 +181,9 @@ def _exit_status(received: list[int]) -> int:
 
 
 @asynccontextmanager
-async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination, str]]:
+async def _coordination(
+    service: ServeRole, identity: NodeIdentity
+) -> AsyncIterator[tuple[Coordination, str]]:
     """Our own coordinator, or the one that this node joins, and its address."""
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer
@@ -186,9 +192,10 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
 
     if not service.listen:
         assert service.node is not None
-        client = CoordinatorClient(service.node.coordinator, service.security)
+        where = service.node.coordinator
+        client = CoordinatorClient(where, service.security, identity=identity)
         try:
-            yield client, service.node.coordinator
+            yield client, where
         finally:
             await client.close()
         return
@@ -212,7 +219,11 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
 
 
 async def _run_node(
-    service: ServeRole, coordination: Coordination, joined: str, stop: asyncio.Event
+    service: ServeRole,
+    coordination: Coordination,
+    joined: str,
+    identity: NodeIdentity,
+    stop: asyncio.Event,
 ) -> None:
     from dataplane.node.server import run_node
     from dataplane.rpc import local, names
@@ -231,7 +242,10 @@ async def _run_node(
     with listener:
         data_listener = await asyncio.to_thread(_data_listener, service, joined)
         ready = partial(_serving, named)
-        await run_node(config, listener, coordination, stop, ready, data_listener=data_listener)
+        await run_node(
+            config, listener, coordination, identity.node_id, stop, ready,
+            data_listener=data_listener,
+        )  # fmt: skip
 
 
 def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:

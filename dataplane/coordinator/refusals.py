@@ -170,6 +170,16 @@ def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
     )
 
 
+def of_another_node(member: Member) -> LeaseExpired:
+    """A node speaks for a member that has joined through another one since."""
+    return LeaseExpired(
+        f"job {member.job_id!r}: member {member.member_id} is on node {member.node_id} now: only "
+        "that node renews it. Join again to move it",
+        job=member.job_id,
+        member=member.member_id,
+    )
+
+
 def version_mismatch(
     node: RegisterNodeRequest, version: str, protocol: int
 ) -> VersionMismatch | None:

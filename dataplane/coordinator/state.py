@@ -9,9 +9,10 @@ Invariants:
    A member that differs is refused while any member has a place. If none has, a different spec
    begins a generation and replaces the old spec, and progress starts from zero. Their places fit
    together, as layout.py says.
-3. Only a joined member of the present generation is renewed. Others get LeaseExpired and have to
-   join again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only
-   while a member of a newer launch is joined.
+3. Only a joined member of the present generation is renewed, and only by the node through which it
+   has joined last, as only that node ends its lease. Others get LeaseExpired and have to join
+   again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only while a
+   member of a newer launch is joined.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
    DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
    progress is a maximum, so several members do no harm, and a dead one expires. Only a newer launch
@@ -267,13 +268,12 @@ class CoordinatorState:
 
     def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:
         roster = self._jobs.get(progress.job_id)
-        refusal = self._refusal(roster, progress)
+        refusal = self._refusal(roster, progress, node_id)
         if roster is None or refusal is not None:
             return MemberVerdict(progress.member_id, refusal)
         known = roster.members[progress.member_id]
-        if known.node_id == node_id:
-            roster.mixing.heard(known.member_id, progress.promise)
-        renewed = replace(known, node_id=node_id, deadline=self._clock + self._lease_s)
+        roster.mixing.heard(known.member_id, progress.promise)
+        renewed = replace(known, deadline=self._clock + self._lease_s)
         self._refresh(roster, self._advanced(roster, renewed, progress))
         missing = roster.missing_dp_ranks()
         missing_for_s = max(0.0, self._now - roster.incomplete_since) if missing else 0.0
@@ -309,12 +309,16 @@ class CoordinatorState:
             bound=progress.bound,
         )
 
-    def _refusal(self, roster: Roster | None, progress: MemberProgress) -> DataplaneError | None:
-        """Why this member is not renewed, or None."""
+    def _refusal(
+        self, roster: Roster | None, progress: MemberProgress, node_id: str
+    ) -> DataplaneError | None:
+        """Why this member is not renewed by this node, or None."""
         known = roster.members.get(progress.member_id) if roster is not None else None
         if roster is not None and known is not None and known.phase is Phase.JOINED:
             if known.deadline <= self._clock:
                 self._writes += roster.move(known, Phase.EXPIRED, self._now)
+            elif known.node_id != node_id:
+                return refusals.of_another_node(known)
             elif progress.generation == roster.job.generation:
                 return None
         return refusals.expired(progress.job_id, progress.member_id, self._lease_s)
@@ -326,7 +330,8 @@ class CoordinatorState:
         if roster is not None:
             known = roster.members.get(request.member_id)
             phase, before = _LOST if request.lost else _LEFT
-            if known is not None and known.phase in before:
+            is_own = known is not None and known.node_id == request.node_id
+            if known is not None and is_own and known.phase in before:
                 if request.progress is not None:
                     known = self._advanced(roster, known, request.progress)
                 self._writes += roster.move(known, phase, self._now)

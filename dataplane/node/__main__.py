@@ -121,6 +121,7 @@ async def _serve(
     from dataplane.config import VERSION
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig
     from dataplane.node.server import run_node
+    from dataplane.security.node_identity import own_identity
 
     coordinator = Coordinator(CoordinatorConfig(version=VERSION, lease_s=config.lease_s))
     await coordinator.start()
@@ -129,6 +130,7 @@ async def _serve(
             config,
             socket.socket(fileno=descriptor),
             coordinator,
+            own_identity().node_id,
             stop,
             ready=lambda: _started(stderr_fd),
             pool=pool,

@@ -70,7 +70,7 @@ class NodePlaces:
         """
         if self._closed:
             return
-        telling = self._tell(LeaveRequest(job_id, member_id, lost, progress))
+        telling = self._tell(LeaveRequest(job_id, member_id, lost, progress, self._node_id))
         task = background.start("leave", telling)
         self._leaving.setdefault(job_id, set()).add(task)
         task.add_done_callback(partial(self._told, job_id))

@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -276,13 +275,14 @@ class NodeServer:
         config: NodeConfig,
         listener: socket.socket,
         coordination: Coordination,
+        node_id: str,
         pool: WorkerPool | None = None,
         data_listener: socket.socket | None = None,
         early: EarlyOpening | None = None,
     ) -> None:
         self.config = config
         self.trace = Trace("node")
-        self.node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.node_id = node_id
         self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
         self._sessions: set[TrainerConnection] = set()
@@ -378,6 +378,7 @@ async def run_node(
     config: NodeConfig,
     listener: socket.socket,
     coordination: Coordination,
+    node_id: str,
     stop: asyncio.Event,
     ready: Callable[[], None],
     pool: WorkerPool | None = None,
@@ -395,5 +396,5 @@ async def run_node(
     Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.
     """
-    server = NodeServer(config, listener, coordination, pool, data_listener, early)
+    server = NodeServer(config, listener, coordination, node_id, pool, data_listener, early)
     await server.run(stop, ready)

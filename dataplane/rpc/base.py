@@ -49,7 +49,9 @@ class Coordination(Protocol):
         """
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """A rank left on purpose. An unknown member is no error: it is gone either way."""
+        """A rank left on purpose. A member that is unknown, or that another node has by now, is no
+        error: it is gone from this node either way.
+        """
 
     async def status(self, request: StatusRequest) -> StatusResponse:
         """Jobs, ranks and nodes, for people.

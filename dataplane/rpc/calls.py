@@ -37,7 +37,8 @@ from dataplane.rpc.membership import (
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
 from dataplane.rpc.squatters import check_own
 from dataplane.rpc.status import error_of
-from dataplane.security.security import Security
+from dataplane.security.node_identity import NodeIdentity
+from dataplane.security.security import NODE_PROOF, Security
 from dataplane.trace import Trace
 
 CHANNEL_OPTIONS = (
@@ -74,9 +75,11 @@ class CoordinatorClient:
         security: Security,
         timeout_s: float = 5.0,
         patience_s: float = 10.0,
+        identity: NodeIdentity | None = None,
     ) -> None:
-        """Raises:  ConfigError: not an address, or the token would cross the network in plain
-        text.
+        """`identity` is that of the node which makes the calls, if it is one.
+
+        Raises:  ConfigError: not an address, or the token would cross the network in plain text.
         """
         parsed = parse(address)
         self.address = parsed.target
@@ -88,6 +91,7 @@ class CoordinatorClient:
             tokens = security.tokens
             if is_this_host(parsed) and security.tls is None and tokens and tokens.is_own:
                 self._on_host = parsed
+        self._shown = () if identity is None else ((NODE_PROOF, identity.secret),)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._methods = {method.python_name: method for method in coordinator_methods()}
@@ -174,7 +178,7 @@ class CoordinatorClient:
             await asyncio.to_thread(check_own, self._on_host)
         call = self._calls.get(name) or self._open(name)
         try:
-            metadata = () if self._security is None else self._security.metadata()
+            metadata = () if self._security is None else self._security.metadata() + self._shown
             return cast(object, await call(request, timeout=self._timeout_s, metadata=metadata))
         except grpc.aio.AioRpcError as failure:
             error = error_of(failure, self.address)

@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 from msgspec.structs import replace
 
-from dataplane.errors import AccessDenied
+from dataplane.config import VERSION
+from dataplane.errors import AccessDenied, ConfigError, DataplaneError
 from dataplane.redact import redacted
 from dataplane.rpc import status
 from dataplane.rpc.bounds import URLS_MAX
@@ -21,14 +22,17 @@ from dataplane.rpc.membership import (
     HeartbeatResponse,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
     RegisterNodeRequest,
 )
-from dataplane.security.calls import ANYBODY, CALLS, Caller, WrongTokenError
-from dataplane.security.security import Security
+from dataplane.security import node_identity
+from dataplane.security.calls import ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
+from dataplane.security.security import NODE_PROOF, Security
 from dataplane.security.urls import is_under
 from dataplane.trace import Trace
 
 _trace = Trace("security")
+_NODE_SHOWN_MAX = 256
 
 _Context = Any  # grpc.aio.ServicerContext, generic in what it carries
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -50,32 +54,39 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         allowed = CALLS.get(details.method)
         if allowed == ANYBODY:
             return method
+        shown = dict(details.invocation_metadata)
         try:
-            caller = self._security.caller(dict(details.invocation_metadata))
+            caller = self._security.caller(shown)
         except WrongTokenError as error:
             return self._refusing(details.method, str(error), grpc.StatusCode.UNAUTHENTICATED)
         if not caller.roles & (allowed or ANYBODY):
             why = f"its token is for {_named(caller)}, which may not make this call"
             return self._refusing(details.method, why, grpc.StatusCode.PERMISSION_DENIED)
-        is_limited = caller.job or caller.datasets is not None
-        if method.unary_unary is not None and (
-            self._security.peers or self._security.allowed_urls or is_limited
-        ):
-            return self._limited(details.method, method, caller)
+        is_limited = caller.job or caller.datasets is not None or allowed == NODE_ONLY
+        if method.unary_unary is not None and (self._security.peers or is_limited):
+            return self._limited(details.method, method, caller, shown.get(NODE_PROOF))
         return method
 
     def _limited(
-        self, path: str, method: grpc.RpcMethodHandler, caller: Caller
+        self,
+        path: str,
+        method: grpc.RpcMethodHandler,
+        caller: Caller,
+        secret: str | bytes | None,
     ) -> grpc.RpcMethodHandler:
         """Looks at the certificate, which gRPC has verified, before it parses the message, and then
-        at what the message asks for.
+        at who speaks, and at what the message asks for.
         """
 
         async def answer(message: bytes, context: _Context) -> Any:
             why = self._unknown(context)
             if not why:
-                request = method.request_deserializer(message)
-                why = _outside(request, caller, self._security.allowed_urls)
+                try:
+                    request = method.request_deserializer(message)
+                except ConfigError as error:
+                    await _abort(context, error)
+                why = _another(request, secret)
+                why = why or _outside(request, caller, self._security.allowed_urls)
             if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
             answer = await method.unary_unary(_of_caller(request, caller), context)
@@ -107,8 +118,33 @@ async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode)
     """Abort the call, with one line of the log."""
     call = path.rpartition("/")[2]
     _trace.failed("call refused", peer=context.peer(), call=call, why=why)
-    error = AccessDenied(f"the call {call} was refused: {why}", call=call)
+    await _abort(context, AccessDenied(f"the call {call} was refused: {why}", call=call), code)
+
+
+async def _abort(
+    context: _Context, error: DataplaneError, code: grpc.StatusCode | None = None
+) -> None:
+    code = code or status.code_of(error)
     await context.abort(code, status.details_of(error), status.trailer_of(error))
+
+
+def _another(request: Any, secret: str | bytes | None) -> str:
+    """Why the sender of a message is not the node that it names, or "".
+
+    A node's secret is in a header of its own, never in a message.
+    """
+    match request:
+        case RegisterNodeRequest() | JoinRequest() | LeaveRequest():
+            node_id = request.node_id
+        case HeartbeatRequest():
+            node_id = request.node.node_id
+        case _:
+            return ""
+    if not isinstance(secret, bytes):
+        return f"it names a node and shows no secret, as nodes of the version {VERSION} do"
+    if node_identity.is_of(node_id, secret):
+        return ""
+    return f"it names the node {node_id[:_NODE_SHOWN_MAX]!r}, whose secret it does not show"
 
 
 def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str:

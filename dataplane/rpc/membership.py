@@ -230,13 +230,14 @@ class HeartbeatResponse(Struct, frozen=True):
 
 class LeaveRequest(Struct, frozen=True):
     """A rank left: on purpose, or `lost` because its process ended. `progress` is its last
-    progress, if its node knows it.
+    progress, if its node knows it. `node_id` is the node that says so.
     """
 
     job_id: str
     member_id: str
     lost: bool = False
     progress: MemberProgress | None = None
+    node_id: str = ""
 
 
 class LeaveResponse(Struct, frozen=True):

@@ -19,6 +19,8 @@ from dataplane.security.tls import Certificates, TlsFiles, is_any_of
 from dataplane.security.tokens import TokenSource
 
 AUTHORIZATION = "authorization"
+NODE_PROOF = "dataplane-node-bin"
+"""With this header a node shows that its id is its own (node_identity.py)."""
 _BEARER = "Bearer "
 _HOW = (
     f"set {tokens.VARIABLE}, or --token-file to a file that has it. The coordinator's own is in "

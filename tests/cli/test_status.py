@@ -17,7 +17,6 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model import Topology
-from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JobStatus,
@@ -57,7 +56,7 @@ async def coordinator_with_one_of_two_ranks():
         known = (KnownNodes("job-1", joined.nodes.version),)
         beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, READS, known)
         await server.coordinator.heartbeat(beat)
-        yield address
+        yield address, server.coordinator
     finally:
         await server.stop(0.0)
 
@@ -69,15 +68,6 @@ async def join_one(coordinator, member="m-0"):
     return await coordinator.join(
         JoinRequest("job-1", "mem://shards", spec, topology, "one", member, "node-1", 1000)
     )
-
-
-@asynccontextmanager
-async def client_of(address):
-    client = CoordinatorClient(address, TRUSTED)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def dataplane(*arguments: str) -> tuple[int, str, str]:
@@ -95,7 +85,7 @@ async def dataplane(*arguments: str) -> tuple[int, str, str]:
 
 
 async def asked(*arguments: str) -> tuple[int, str, str]:
-    async with coordinator_with_one_of_two_ranks() as address:
+    async with coordinator_with_one_of_two_ranks() as (address, _):
         return await dataplane("status", address, *arguments)
 
 
@@ -158,11 +148,11 @@ def test_who_makes_slabs_for_whom_can_be_seen():
     maker = structs.replace(NODE, node_id="maker-1", data_address="10.0.0.2:7078", worker_count=96)
 
     async def short(*arguments):
-        async with coordinator_with_one_of_two_ranks() as address, client_of(address) as client:
+        async with coordinator_with_one_of_two_ranks() as (address, coordinator):
             made = NodeReads(made_slabs=3, made_bytes=3 << 20)
-            await client.heartbeat(HeartbeatRequest(maker, reads=made))
+            await coordinator.heartbeat(HeartbeatRequest(maker, reads=made))
             progress = MemberProgress("job-1", "m-0", 1)
-            await client.heartbeat(HeartbeatRequest(NODE, (progress,), is_short=True))
+            await coordinator.heartbeat(HeartbeatRequest(NODE, (progress,), is_short=True))
             return await dataplane("status", address, *arguments)
 
     _, out, _ = asyncio.run(short())
@@ -186,10 +176,9 @@ def test_who_makes_slabs_for_whom_can_be_seen():
 
 def test_a_finished_job_still_shows_how_far_it_came():
     async def left():
-        async with coordinator_with_one_of_two_ranks() as address:
+        async with coordinator_with_one_of_two_ranks() as (address, coordinator):
             for member in ("m-0", "m-1"):
-                async with client_of(address) as client:
-                    await client.leave(LeaveRequest("job-1", member))
+                await coordinator.leave(LeaveRequest("job-1", member, node_id="node-1"))
             return await dataplane("status", address)
 
     _, out, _ = asyncio.run(left())

@@ -5,8 +5,8 @@ import contextlib
 import dataclasses
 
 import pytest
-from membership import SPEC, VERSION, beat, join, leave, node, progress
-from trusted import TRUSTED
+from membership import SPEC, VERSION, progress
+from trusted import N0, OWN, TRUSTED, beat, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -38,7 +38,7 @@ async def in_process():
 @contextlib.asynccontextmanager
 async def over(address):
     server = CoordinatorServer(CONFIG, address, TRUSTED)
-    client = CoordinatorClient(await server.start(), TRUSTED)
+    client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
     try:
         yield client
     finally:
@@ -77,7 +77,7 @@ def test_a_job_forms_runs_and_goes_idle(converse):
         assert verdict.missing_for_s >= 0.0
         assert (await coordination.status(StatusRequest())).jobs[0].state == "forming"
 
-        await coordination.join(join(1, node_id="n1"))
+        await coordination.join(join(1))
         reported = progress(epoch=2, cursor=640, speed=10.5, stall=0.25)
         (verdict,) = (await coordination.heartbeat(beat(reported))).verdicts
         assert (verdict.error, verdict.missing_dp_ranks) == (None, ())
@@ -97,8 +97,8 @@ def test_a_job_forms_runs_and_goes_idle(converse):
         assert (first.state, first.epoch, first.cursor) == ("joined", 2, 640)
         assert (first.samples_per_s, first.stall_s) == (10.5, 0.25)
         assert 0 < first.lease_left_s <= 60.0
-        assert (second.node_id, second.topology.dp_rank) == ("n1", 1)
-        assert [(one.node_id, one.host, one.pid) for one in status.nodes] == [("n0", "host-n0", 7)]
+        assert (second.node_id, second.topology.dp_rank) == (N0, 1)
+        assert [(one.node_id, one.host, one.pid) for one in status.nodes] == [(N0, f"host-{N0}", 7)]
 
         for member in ("m0-i1", "m1-i1", "m1-i1"):
             assert await coordination.leave(leave(member)) == LeaveResponse()
@@ -134,7 +134,7 @@ def test_errors_arrive_by_class_with_sentence_and_nouns(converse):
         assert caught.value.nouns["field"] == "seed"
         assert caught.value.nouns["expected"] == "1"
         assert caught.value.nouns["rank"] == 1
-        assert "rank 0 (member m0-i1, node n0)" in str(caught.value)
+        assert f"rank 0 (member m0-i1, node {N0})" in str(caught.value)
 
         assert (await coordination.join(join(0, incarnation="i2"))).generation == 2
         with pytest.raises(LeaseFenced) as caught:

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 from membership import SPEC, VERSION, beat, join, leave, progress
+from msgspec import structs
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
 from dataplane.coordinator.journal import Journal
@@ -114,8 +115,9 @@ def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
         await coordinator.start()
         ranks = range(100)
         await asyncio.gather(*(coordinator.join(join(rank, 100)) for rank in ranks))
-        beats = [progress(f"m{rank}-i1", cursor=5) for rank in ranks]
-        await coordinator.heartbeat(beat(*beats, node_id="x" * 250))
+        bound = "x" * 250
+        beats = [structs.replace(progress(f"m{rank}-i1", cursor=5), bound=bound) for rank in ranks]
+        await coordinator.heartbeat(beat(*beats))
         limit(coordinator, coordinator._journal._store, 4)
         clock.now += 6
         with caplog.at_level(logging.WARNING), pytest.raises(ConfigError):

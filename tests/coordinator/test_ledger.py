@@ -74,9 +74,9 @@ def test_2_a_launch_that_reads_nothing_leaves_no_trace(machine):
 def test_2_a_short_launch_is_known_by_what_it_says_as_it_leaves(machine):
     machine.ask(join(0))
     last = progress(epoch=0, cursor=48, began=(0, 16))
-    machine.ask(LeaveRequest("j", "m0-i1", progress=last))
+    machine.ask(LeaveRequest("j", "m0-i1", progress=last, node_id="n0"))
     assert told(machine) == [("start", 0, 16, None), ("end", 0, 48, "left")]
-    machine.ask(LeaveRequest("j", "m0-i1", progress=last))
+    machine.ask(LeaveRequest("j", "m0-i1", progress=last, node_id="n0"))
     assert len(told(machine)) == 2
 
 

@@ -111,7 +111,7 @@ def test_1_a_maker_that_gets_a_trainer_makes_for_no_other_job(machine):
     answer = machine.ask(report)
     assert answer.left == ("j",)
     assert [one.job_id for one in answer.jobs] == ["k"]
-    machine.ask(leave("m0-i1", job="k"))
+    machine.ask(leave("m0-i1", job="k", node_id="c1"))
     assert machine.ask(short_beat()).jobs[0] == before
     assert machine.ask(beat_of(maker(1))).jobs[0] == before
 

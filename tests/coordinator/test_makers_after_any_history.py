@@ -33,7 +33,8 @@ EVENTS = st.one_of(
     st.builds(lambda name, of, incarnation: join(
                   int(name[1]), 4, job=of, node_id=name, incarnation=incarnation),
               which, job, launch),
-    st.builds(lambda name, of, incarnation: leave(f"m{name[1]}-{incarnation}", job=of),
+    st.builds(lambda name, of, incarnation: leave(
+                  f"m{name[1]}-{incarnation}", job=of, node_id=name),
               which, job, launch),
     st.tuples(st.just("beat"), which, st.booleans()),
     st.tuples(st.just("beats"), st.booleans()),

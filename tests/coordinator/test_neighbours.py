@@ -68,7 +68,7 @@ def test_1_a_node_without_an_address_is_told_and_not_told_of(machine):
 
 def test_1_a_node_whose_last_member_left_or_was_silent_is_no_longer_told_of(machine):
     here(machine, 0, 1, 2)
-    machine.ask(leave("m2-i1"))
+    machine.ask(leave("m2-i1", node_id="n2"))
     assert names(told(machine, 0)) == ["n0", "n1"]
     for _ in range(4):
         machine.wait(LEASE_S / 3)
@@ -148,7 +148,7 @@ def test_10_after_a_restart_nodes_keep_what_they_know_until_all_are_heard_of(mac
         assert machine.job().nodes_version == before.version
         return
     if how == "one has left":
-        machine.ask(leave("m1-i1"))
+        machine.ask(leave("m1-i1", node_id="n1"))
     else:
         for _ in range(3):
             machine.wait(LEASE_S / 3)
@@ -201,8 +201,9 @@ EVENTS = st.one_of(
               which, st.sampled_from(ADDRESSES), st.integers(1, 2)),
     st.builds(lambda rank, name, launch: join(rank, 4, node_id=name, incarnation=launch),
               ranks, which, launches),
-    st.builds(lambda rank, launch, lost: leave(f"m{rank}-{launch}", lost=lost),
-              ranks, launches, st.booleans()),
+    st.builds(lambda rank, launch, lost, name: leave(
+                  f"m{rank}-{launch}", lost=lost, node_id=name),
+              ranks, launches, st.booleans(), which),
     st.sampled_from(["beat", "wait", "restart"]),
 )  # fmt: skip
 

@@ -11,9 +11,9 @@ import sys
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from membership import SPEC, VERSION, beat, join, node, progress
+from membership import SPEC, VERSION, progress
 from msgspec import structs
-from trusted import TOKEN, TRUSTED
+from trusted import OWN, TOKEN, TRUSTED, beat, join, node
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -80,7 +80,7 @@ def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
         # No other process uses this host of 127.0.0.0/8, so the port stays free meanwhile.
         host = ".".join(map(str, (127, *os.urandom(2), 1)))
         process, address = await start_process(database, f"{host}:0")
-        client = CoordinatorClient(address, TRUSTED, patience_s=60.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=60.0, identity=OWN)
         for rank in range(2):
             assert (await client.join(join(rank))).generation == 1
         await kill(process)
@@ -234,7 +234,7 @@ def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
     async def main():
         service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
         address = await server.start(service)
-        client = CoordinatorClient(address, TRUSTED, patience_s=0.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
         channel = grpc.aio.insecure_channel(address)
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=COORDINATOR)
@@ -262,7 +262,9 @@ def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
 def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
     async def main():
         service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
-        client = CoordinatorClient(await server.start(service), TRUSTED, patience_s=0.0)
+        client = CoordinatorClient(
+            await server.start(service), TRUSTED, patience_s=0.0, identity=OWN
+        )
         pending = asyncio.create_task(client.join(join(0)))
         await service.asked.wait()
         await server.stop(0.0)
@@ -280,11 +282,11 @@ def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(cap
     async def main():
         service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
         address = await server.start(service)
-        hasty = CoordinatorClient(address, TRUSTED, timeout_s=0.2, patience_s=0.0)
+        hasty = CoordinatorClient(address, TRUSTED, timeout_s=0.2, patience_s=0.0, identity=OWN)
         with pytest.raises(PeerLost, match=r"no answer from .* in time"):
             await hasty.join(join(0))
         await hasty.close()
-        client = CoordinatorClient(address, TRUSTED, patience_s=0.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
         with pytest.raises(PeerLost, match="has stopped"):
             await client.register_node(node())
         with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):
@@ -304,7 +306,7 @@ def test_what_is_no_coordinator_is_said_to_be_none():
         server = grpc.aio.server()
         address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
         await server.start()
-        client = CoordinatorClient(address, TRUSTED)
+        client = CoordinatorClient(address, TRUSTED, identity=OWN)
         with pytest.raises(
             VersionMismatch, match="not a Dataplane service, or has another version"
         ):
@@ -320,7 +322,7 @@ def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
         for _ in range(2):
             server = CoordinatorServer(config, LOCAL, TRUSTED)
-            client = CoordinatorClient(await server.start(), TRUSTED)
+            client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
             assert (await client.join(join(0))).generation == 1
             await client.close()
             await server.stop()
@@ -331,7 +333,7 @@ def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
 def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
     async def main():
         server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
-        client = CoordinatorClient(await server.start(), TRUSTED)
+        client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)
         await server.coordinator.join(join(0))
         (job,) = (await client.status(StatusRequest())).jobs
         assert job.job_id == "j"

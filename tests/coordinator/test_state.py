@@ -310,7 +310,7 @@ def test_7_a_member_that_leaves_is_remembered_with_its_progress(machine, lost):
     machine.verdict("m0-i1", epoch=0, cursor=16)
     for reached in (48, 32):
         last = progress(epoch=0, cursor=reached)
-        machine.ask(LeaveRequest("j", "m0-i1", lost, last))
+        machine.ask(LeaveRequest("j", "m0-i1", lost, last, "n0"))
     assert (machine.job().epoch, machine.job().cursor) == (0, 48)
     assert machine.job().members[0].cursor == 48
     machine.restart()

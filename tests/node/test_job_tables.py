@@ -30,6 +30,7 @@ from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode, NodeReads
 from dataplane.security import tokens
+from dataplane.security.node_identity import own_identity
 from dataplane.security.security import Security
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
@@ -276,13 +277,16 @@ def connect(address: str) -> None:
 async def join_without_workers(address: str, state: Path) -> None:
     """A node without workers joins the job "short"."""
     token = tokens.find({}, "", str(state), makes=False)
-    client = CoordinatorClient(address, Security(token))
+    own = own_identity()
+    client = CoordinatorClient(address, Security(token), identity=own)
     try:
         await client.register_node(
-            membership.RegisterNodeRequest("n", "a-host", 1, VERSION, PROTOCOL_VERSION)
+            membership.RegisterNodeRequest(own.node_id, "a-host", 1, VERSION, PROTOCOL_VERSION)
         )
         spec = JobSpec("f" * 32, global_batch=1)
-        join = membership.JoinRequest("short", "mem://x", spec, Topology(), "i", "m", "n", 1)
+        join = membership.JoinRequest(
+            "short", "mem://x", spec, Topology(), "i", "m", own.node_id, 1
+        )
         await client.join(join)
     finally:
         await client.close()

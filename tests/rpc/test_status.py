@@ -6,8 +6,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from membership import join
-from trusted import TRUSTED
+from trusted import OWN, TRUSTED, join
 
 from dataplane import errors
 from dataplane.rpc import status
@@ -35,7 +34,9 @@ def refused(every):
 
     async def main():
         service, server, found = Refusing(), GrpcServer("127.0.0.1:0", TRUSTED), []
-        client = CoordinatorClient(await server.start(service), TRUSTED, patience_s=0.0)
+        client = CoordinatorClient(
+            await server.start(service), TRUSTED, patience_s=0.0, identity=OWN
+        )
         for error in every:
             service.error = error
             with pytest.raises(errors.DataplaneError) as caught:

@@ -8,8 +8,19 @@ import grpc
 import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from membership import VERSION, beat, join, leave, node, progress
-from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
+from membership import VERSION, progress
+from trusted import (
+    STRANGER,
+    TOKEN,
+    TRUSTED,
+    beat,
+    client_of,
+    join,
+    leave,
+    node,
+    refusals,
+    serving,
+)
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.errors import AccessDenied, ConfigError
@@ -84,6 +95,18 @@ def test_what_a_stranger_sends_is_not_parsed(caplog):
             assert len(refusals(caplog)) == 3
 
     asyncio.run(main())
+
+
+def test_what_a_node_sends_that_is_no_message_is_an_error_of_its_own_and_no_defect(caplog):
+    async def main():
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary(f"/{COORDINATOR}/Heartbeat")
+            with pytest.raises(grpc.aio.AioRpcError, match="not a HeartbeatRequest") as caught:
+                await call(b"\xff" * 1000, metadata=TRUSTED.metadata())
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+    asyncio.run(main())
+    assert not caplog.records
 
 
 def test_a_probe_may_ask_whether_the_service_is_ready_and_nothing_more(caplog):

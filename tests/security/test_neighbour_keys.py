@@ -9,10 +9,11 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import membership
 import msgspec
 import pytest
-from membership import VERSION, beat, join, leave, node, progress
-from trusted import TRUSTED
+from membership import VERSION, progress
+from trusted import OWN, TRUSTED, beat, identity, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -23,6 +24,7 @@ from dataplane.rpc.membership import JobNodes, StatusRequest
 from dataplane.security.neighbour_keys import NeighbourKeys, keys_in, own_keys
 
 ADDRESS = "10.0.0.1:7078"
+MAKER = identity("maker")
 
 
 def test_a_key_is_of_one_secret_one_job_and_one_generation():
@@ -87,18 +89,18 @@ def shapes(secret: bytes) -> list[bytes]:
     return [secret, *(text.strip("='b").encode() for text in texts)]
 
 
-async def as_maker(client):
+async def as_maker(client, coordinator):
     """What a maker is told of a job that is short of workers."""
-    await client.register_node(node("c", data_address=ADDRESS))
-    await client.register_node(node("n1", worker_count=0))
-    await client.join(join(0, job="short", node_id="n1"))
-    told = await client.heartbeat(beat(node_id="c", data_address=ADDRESS))
+    await client.register_node(node(node_id=MAKER.node_id, data_address=ADDRESS))
+    await coordinator.register_node(membership.node("n1", worker_count=0))
+    await coordinator.join(membership.join(0, job="short", node_id="n1"))
+    told = await client.heartbeat(beat(node_id=MAKER.node_id, data_address=ADDRESS))
     assert [one.job_id for one in told.jobs] == ["short"]
-    await client.leave(leave(job="short"))
+    await coordinator.leave(membership.leave(job="short", node_id="n1"))
     return told
 
 
-def test_neither_the_secret_nor_a_key_is_in_a_log_a_repr_the_ledger_a_status_or_an_error(
+def test_no_secret_or_key_is_in_a_log_a_repr_the_ledger_a_status_or_an_error(
     tmp_path, caplog, capfd
 ):
     files = Path(tmp_path, "state")
@@ -110,13 +112,16 @@ def test_neither_the_secret_nor_a_key_is_in_a_log_a_repr_the_ledger_a_status_or_
         )
         for _ in range(2):  # also after a restart
             server = CoordinatorServer(config, "127.0.0.1:0", TRUSTED)
-            client = CoordinatorClient(await server.start(), TRUSTED, patience_s=0.0)
+            address = await server.start()
+            client = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=OWN)
             await client.register_node(node(data_address=ADDRESS))
             joined = await client.join(join(0))
             beaten = await client.heartbeat(beat(progress(), data_address=ADDRESS))
             assert joined.nodes == beaten.jobs[0]
             told.extend((joined, beaten, server.coordinator, TRUSTED))
-            told.append(await as_maker(client))
+            maker = CoordinatorClient(address, TRUSTED, patience_s=0.0, identity=MAKER)
+            told.append(await as_maker(maker, server.coordinator))
+            await maker.close()
             found = await client.status(StatusRequest())
             assert found.jobs[0].nodes_version == joined.nodes.version
             assert [one.is_short for one in found.nodes] == [False, False, True]
@@ -138,11 +143,12 @@ def test_neither_the_secret_nor_a_key_is_in_a_log_a_repr_the_ledger_a_status_or_
     assert key in encode(told[0]), "this test would find it"
     makers_key = keys.key("short", 1)
     assert makers_key == told[4].jobs[0].key
-    told += [keys, repr(keys), caplog.text, *capfd.readouterr()]
+    told += [keys, repr(keys), OWN, MAKER, caplog.text, *capfd.readouterr()]
     texts = [one if isinstance(one, bytes) else f"{one!r} {one}".encode() for one in told]
     others = [path for path in files.iterdir() if path.name != "neighbours.key"]
     assert "c.sqlite" in {path.name for path in others}
     texts += [path.read_bytes() for path in others]
-    for one in shapes(key) + shapes(makers_key) + shapes(keys._secret):
+    secrets = (key, makers_key, keys._secret, OWN.secret, MAKER.secret)
+    for one in (shape for secret in secrets for shape in shapes(secret)):
         assert not any(one in text for text in texts)
     caplog.clear()

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from certificates import Authority
-from membership import VERSION, beat, join, progress
-from trusted import STRANGER, TRUSTED
+from membership import VERSION, progress
+from trusted import OWN, STRANGER, TRUSTED, beat, join
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -180,7 +180,7 @@ def test_certificates_and_their_ca_are_replaced_while_calls_run(tmp_path):
         nonlocal calls
         new.write(tmp_path, "bundle")
         async with serving(security["server"]) as address:
-            client = CoordinatorClient(address, security["node"], patience_s=0.0)
+            client = CoordinatorClient(address, security["node"], patience_s=0.0, identity=OWN)
             await client.join(join(0))
             until = asyncio.Event()
             running = [asyncio.create_task(beats(client, until)) for _ in range(4)]

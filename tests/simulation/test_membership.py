@@ -88,6 +88,10 @@ class Membership(RuleBasedStateMachine):
         jobs = self.decide(StatusRequest()).answer.jobs
         return jobs[0] if jobs else None
 
+    def node_of(self, member):
+        job = self.job()
+        return {one.member_id: one.node_id for one in job.members}.get(member) if job else None
+
     def phases(self):
         job = self.job()
         return {one.member_id: one.state for one in job.members} if job else {}
@@ -142,9 +146,9 @@ class Membership(RuleBasedStateMachine):
         ]
         self.wire.append(beat(*reports, node_id=node))
 
-    @rule(which=pick, lost=st.booleans())
-    def send_leave(self, which, lost):
-        self.wire.append(leave(self.session(which).member_id, lost=lost))
+    @rule(which=pick, lost=st.booleans(), node=st.sampled_from(NODES))
+    def send_leave(self, which, lost, node):
+        self.wire.append(leave(self.session(which).member_id, lost=lost, node_id=node))
 
     # -- the network and the clock ---------------------------------------------------------------
 
@@ -223,9 +227,13 @@ class Membership(RuleBasedStateMachine):
                 self.check_join(event, decision.answer, before)
             case HeartbeatRequest():
                 for report, verdict in zip(event.members, decision.answer.verdicts, strict=True):
-                    self.check_verdict(report, verdict)
-            case LeaveRequest(member_id=member):
-                self.acknowledged.pop(member, None)
+                    self.check_verdict(report, verdict, event.node.node_id)
+            case LeaveRequest(member_id=member, node_id=node):
+                if self.node_of(member) == node:
+                    self.acknowledged.pop(member, None)
+                else:
+                    phases = {name for name, one in self.phases().items() if one == "joined"}
+                    assert phases == before, "3: a node has ended another's lease"
 
     def check_join(self, request, answer, before):
         member = request.member_id
@@ -250,9 +258,10 @@ class Membership(RuleBasedStateMachine):
             else:
                 assert "joined" in self.phases().values(), "2: nobody was there to differ from"
 
-    def check_verdict(self, report, verdict):
+    def check_verdict(self, report, verdict, node):
         member, job = report.member_id, self.job()
         if verdict.error is None:
+            assert self.node_of(member) == node, "3: renewed by another node"
             assert member not in self.fenced, "3: a fenced member was renewed"
             assert self.phases()[member] == "joined"
             assert report.generation == job.generation

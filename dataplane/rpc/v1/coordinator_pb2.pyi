@@ -254,16 +254,18 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobNodes, _Mapping]]] = ..., left: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "lost", "progress")
+    __slots__ = ("job_id", "member_id", "lost", "progress", "node_id")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     lost: bool
     progress: MemberProgress
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: bool = ..., progress: _Optional[_Union[MemberProgress, _Mapping]] = ...) -> None: ...
+    node_id: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: bool = ..., progress: _Optional[_Union[MemberProgress, _Mapping]] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

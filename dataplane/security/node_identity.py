@@ -1,0 +1,53 @@
+"""The id of a node, which only that node can use.
+
+A node makes a secret when it starts, and its id ends with a hash of it. It shows the secret with
+each call that names the id, so a coordinator knows the node without having stored anything: before
+its first call, and after a restart of either. Whoever has another node's token, or the shared one,
+cannot speak as that node.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import socket
+
+from msgspec import Struct
+
+SECRET_BYTES = 32
+_HASH_BYTES = 10
+"""80 bits: 16 letters and digits of an id that people read in logs and tables."""
+_SALT = b"dataplane node id\0"
+
+
+class NodeIdentity(Struct, frozen=True):
+    """A node's id and its secret, which is in no text of it."""
+
+    node_id: str
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"NodeIdentity({self.node_id!r})"
+
+
+def own_identity() -> NodeIdentity:
+    """A new one, for the node of this process."""
+    return identity_of(f"{socket.gethostname()}-{os.getpid()}", os.urandom(SECRET_BYTES))
+
+
+def identity_of(name: str, secret: bytes) -> NodeIdentity:
+    """The one of this secret of 32 bytes whose id begins with this name."""
+    return NodeIdentity(f"{name}-{_hashed(secret)}", secret)
+
+
+def is_of(node_id: str, secret: bytes) -> bool:
+    """Whether the id was made from this secret."""
+    shown = node_id.rpartition("-")[2].encode()
+    return len(secret) == SECRET_BYTES and hmac.compare_digest(shown, _hashed(secret).encode())
+
+
+def _hashed(secret: bytes) -> str:
+    digest = hashlib.sha256(_SALT + secret).digest()[:_HASH_BYTES]
+    return base64.b32encode(digest).decode().lower()
