@@ -25,6 +25,7 @@ from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataplane.model import View
+    from dataplane.plan.manifest import Manifest
 
 SUFFIX = ".manifest"
 
@@ -44,6 +45,15 @@ SUFFIX = ".manifest"
     metavar="COLUMN,length=N,…",
     help="Also count and store the packs of this column, for pack=.",
 )
+@click.option(
+    "--map",
+    "map_name",
+    metavar="MODULE:FUNCTION",
+    help="Packs are made of what this function returns, as with map=; it is imported and called.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="The job's, if its map takes a generator."
+)
 @format_option
 @view_options
 @workers_option
@@ -58,6 +68,8 @@ def index(
     target: str | None,
     codes: str | None,
     pack: str | None,
+    map_name: str | None,
+    seed: int,
     format_name: str,
     workers: int,
     as_json: bool,
@@ -68,9 +80,8 @@ def index(
     in the cache folder, where `serve` and trainers find it; -o also writes it to a file, which can
     be used in place of a dataset's URL. An interrupted run continues where it stopped. --codes
     reads the columns that jobs need as codes (DataLoader(codes=…)), --pack the one whose rows they
-    pack (DataLoader(pack=Pack("tokens", length=4096))), and --where, --sample and --split count the
-    rows of jobs with the same (DataLoader(where=…)); otherwise each node does this when such a job
-    is first opened.
+    pack, and --where, --sample and --split count the rows of jobs with the same arguments of
+    DataLoader; otherwise each node does this when such a job is first opened.
 
     URLs may have globs and braces; a folder means all shards below it.
 
@@ -81,12 +92,13 @@ def index(
       dataplane index s3://bucket/train/ --where "lang == 'en'" -o train.manifest
       dataplane index 'shards/*.records' --format tfrecord --workers 32
       dataplane index s3://bucket/tokens/ --pack tokens,length=4096 -o tokens.manifest
+      dataplane index s3://bucket/texts/ --map mytext:Tokenise --pack tokens,length=4096
     """
+    if map_name is not None and pack is None:
+        raise click.UsageError("--map needs --pack: only packs are counted over what a map makes.")
     if target is not None:
         _check_target(Path(target))
     from dataplane.commands.datasets import facts, opened
-    from dataplane.index.viewing import with_view
-    from dataplane.plan.views import filters
     from dataplane.settings import node_config
 
     config = node_config(settings)
@@ -100,16 +112,24 @@ def index(
     if pack is not None:
         from dataplane.commands.packs import with_packs
 
-        counted = with_packs(of_view, pack, format_name, settings, view)
+        counted = with_packs(of_view, pack, format_name, settings, view, map_name, seed)
         of_packs = counted.facts()
         manifest = replace(manifest, pack_counts=counted.whole.pack_counts)
     if target is not None:
-        if filters(view) and not view.limit:
-            manifest = with_view(manifest, of_view, view)
-        _write(Path(target), manifest.to_bytes())
+        _store(manifest, of_view, view, Path(target))
     found = facts(of_view)
     found |= {f"values of {name}": len(one) for name, one in sorted(manifest.categories.items())}
     _show({**found, **of_packs, **({} if target is None else {"manifest": target})}, as_json)
+
+
+def _store(manifest: Manifest, of_view: Manifest, view: View, target: Path) -> None:
+    """Write a manifest, with the counts of a view of it."""
+    from dataplane.index.viewing import with_view
+    from dataplane.plan.views import filters
+
+    if filters(view) and not view.limit:
+        manifest = with_view(manifest, of_view, view)
+    _write(target, manifest.to_bytes())
 
 
 def _show(found: dict[str, object], as_json: bool) -> None:

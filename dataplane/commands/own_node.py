@@ -45,7 +45,12 @@ def own_session(request: OpenJob, settings: Settings) -> Session:
 
 @contextlib.contextmanager
 def opened_again(
-    manifest: Manifest, format_name: str, settings: Settings, options: ColumnOptions, view: View
+    manifest: Manifest,
+    format_name: str,
+    settings: Settings,
+    options: ColumnOptions,
+    view: View,
+    seed: int = 0,
 ) -> Iterator[Session]:
     """A session with a node started here, which has opened a job with these options and this view
     over the dataset of a manifest, and has read what opening it takes.
@@ -63,6 +68,7 @@ def opened_again(
         "",
         DatasetSource(manifest.urls, format_name),
         Topology(),
+        seed=seed,
         column_options=options,
         view=view,
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -17,9 +15,10 @@ import pyarrow.compute as pc
 from dataplane.changes import Changes
 from dataplane.commands.datasets import read_block, row_names, schema_of
 from dataplane.commands.left_out import LeftOut
+from dataplane.commands.packs import imported_map, name_of_counts
 from dataplane.errors import ConfigError
 from dataplane.node.pack_counts import counted_before
-from dataplane.plan.packed_blocks import counts_name, packed
+from dataplane.plan.packed_blocks import packed
 from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of
 from dataplane.plan.taken_documents import stand_ins, without
 from dataplane.plan.trail import places_of
@@ -48,15 +47,16 @@ def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manif
     """
     pack = view.pack
     assert pack is not None
-    code = _allowed(view.map, config).code if view.map else ""
-    name = counts_name(rows, view, seed, code)
-    counts = counted_before(rows, name, config.cache_dir)
+    function = _allowed(view.map, config) if view.map else None
+    counts = counted_before(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
     if counts is not None:
         return packed(rows, np.ascontiguousarray(counts[:, 1]))
     if view.map:
         raise ConfigError(
             f"the packs of this job were not counted on this machine with {view.map!r} as it is"
-            " now: open the job here once, or set --cache-dir to the folder of the node that did",
+            " now: give --data a manifest that has them (dataplane index … --map"
+            f" {view.map} --pack {pack.column},length={pack.length} -o FILE), or set --cache-dir to"
+            " the folder of a node that counted them",
             field="pack",
         )
     raise ConfigError(
@@ -77,10 +77,7 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
             f" --allowed-functions {name}",
             field="map",
         )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # where a training script would find it
-    return loaded("map", name)
+    return imported_map(name)
 
 
 def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, object]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
@@ -15,6 +18,9 @@ from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packs import Packing
 from dataplane.transforms.options import only
+
+if TYPE_CHECKING:
+    from dataplane.worker.functions import UserFunction
 
 
 class CountedPacks(Struct, frozen=True):
@@ -45,25 +51,56 @@ class CountedPacks(Struct, frozen=True):
         return JobSpec(self.whole.fingerprint, column_options=columns, view=self.view)
 
 
+def imported_map(name: str) -> UserFunction:
+    """The function of this name, from where a training script would find it.
+
+    Raises:  ConfigError, FunctionError: it cannot be imported.
+    """
+    from dataplane.worker.functions import loaded
+
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return loaded("map", name)
+
+
+def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:
+    """As `counts_name`, for a view with this function as its map."""
+    from dataplane.plan.packed_blocks import counts_name
+
+    if function is None:
+        return counts_name(rows, view, 0, "")
+    return counts_name(rows, view, seed if function.takes_generator else 0, function.code)
+
+
 def with_packs(
-    manifest: Manifest, asked: str, format_name: str, settings: Settings, rows: View
+    manifest: Manifest,
+    asked: str,
+    format_name: str,
+    settings: Settings,
+    rows: View,
+    map_name: str | None = None,
+    seed: int = 0,
 ) -> CountedPacks:
-    """The packs of this text, counted, of the rows that this view has.
+    """The packs of this text, counted, of the rows that this view has, or of what a map with this
+    seed makes of these.
 
     Raises:  ConfigError: the text is wrong, or a column cannot be packed.  The errors of a job.
     """
     from dataplane.node.pack_counts import counted_before
     from dataplane.plan import packed_blocks as blocks
     from dataplane.settings import node_config
+    from dataplane.transforms.functions import function_name
     from dataplane.transforms.pack_options import pack_of_text
 
-    view = replace(rows, pack=pack_of_text(asked))
-    name, cache_dir = blocks.counts_name(manifest, view, 0, ""), node_config(settings).cache_dir
+    view = replace(rows, pack=pack_of_text(asked), map=function_name(map_name, "map"))
+    name = name_of_counts(manifest, view, seed, imported_map(view.map) if view.map else None)
+    cache_dir = node_config(settings).cache_dir
     counts = counted_before(manifest, name, cache_dir)
     if counts is None:
         assert view.pack is not None
         options = only((view.pack.column,))
-        with opened_again(manifest, format_name, settings, options, view):
+        with opened_again(manifest, format_name, settings, options, view, seed):
             pass  # the node has counted them, or it would not have opened the job
         counts = counted_before(manifest, name, cache_dir)
     if counts is None:

@@ -76,13 +76,12 @@ class PackCounter:
 
     async def _counts(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
         """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
-        code = ""
+        name = counts_name(manifest, view, 0, "")
         if view.map:
             spec = JobSpec(manifest.fingerprint, seed, view=view)
             found = await self._mapped_reader.of_job(manifest, spec)
             assert found is not None
-            code = found.code
-        name = counts_name(manifest, view, seed, code)
+            name = counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
         counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
         if counts is not None:
             return counts

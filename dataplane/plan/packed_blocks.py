@@ -57,7 +57,8 @@ def row_counts(manifest: Manifest) -> Int64:
 
 def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     """The name under which the packs of a view of this dataset are kept, once counted: 32 hex
-    digits. The seed is that of the view's map, and `code` the hash of its file; "" without one.
+    digits. The seed is that of the random numbers of the view's map, 0 if it takes none, and `code`
+    the hash of its file; "" without one.
     """
     assert view.pack is not None
     # These change no counts.

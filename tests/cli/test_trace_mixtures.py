@@ -160,7 +160,9 @@ def test_the_documents_of_packs_of_a_mixture_are_traced_and_found(tmp_path, caps
         assert expected
 
 
-def test_documents_are_found_in_packs_over_a_map_that_the_command_line_allows(tmp_path, capsys):
+def test_documents_are_found_in_packs_over_a_map_that_the_command_line_allows(
+    tmp_path, capsys, monkeypatch
+):
     ledger = str(tmp_path / "ledger.jsonl")
     texts = [chr(0x100 + number) * (1 + number % 23) for number in range(90)]
     (tmp_path / "a").mkdir()
@@ -178,3 +180,19 @@ def test_documents_are_found_in_packs_over_a_map_that_the_command_line_allows(tm
     for one in found:
         pack_of = steps[one["step"]][one["position"] - 4 * one["step"]]
         assert pack_of[one["place"] :][: one["tokens"]] == [0x100 + 45] * one["tokens"]
+    # Another machine needs a manifest that knows the packs.
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
+    named = (*named, "--allowed-functions", "user_functions:")
+    assert run([*named]) == 2
+    needed = "--map user_functions:letters --pack ids,length=32"
+    assert needed in " ".join(capsys.readouterr().err.split())
+    target = str(tmp_path / "a.manifest")
+    index = ("index", str(tmp_path / "a"), "--where", "row % 2 == 1", *needed.split())
+    assert run([*index, "-o", target]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "a third"))
+    assert asked(capsys, *named, "--data", f"a={target}") == found
+    with DataLoader(target, 4, pack=Pack("ids", 32, outputs=[]), where="row % 2 == 1",
+                    map="user_functions:letters") as loader:  # fmt: skip
+        assert len(list(loader)) == len(loader)
+    assert not (tmp_path / "a third" / "packs").exists()
