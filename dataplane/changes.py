@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from dataplane.config import JobSpec
@@ -30,6 +31,8 @@ from dataplane.weights import MixHistory, ShareChange
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
 """The kind of entries that say with which weights members read; no change, but what came of it."""
+QUARANTINE = "quarantine"
+"""The kind of entries that name rows whose images cannot be decoded; likewise."""
 
 Range = tuple[int, int]
 
@@ -146,6 +149,18 @@ class Changes(Struct, frozen=True):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+class ReplacedRow(Struct, frozen=True):
+    """A row that has an image that cannot be decoded, and the row of the same block that was
+    gathered in its place. Both are counted in the shard, or in what a view has of it.
+    """
+
+    url: str
+    shard: int
+    row: int
+    instead: int
+    reason: str
+
+
 class MixAt(Struct, frozen=True):
     """Other weights of a mixture's sources, by name, from this place on: entry `seq` says so."""
 
@@ -196,6 +211,22 @@ def tombstone_payload(rows: Iterable[Tombstone], spec: JobSpec, dataset: Dataset
     if spec.mixture is not None:
         facts["sources"] = [source.name for source in spec.mixture.sources]
     return canonical({**facts, "layout": rows_layout(spec, dataset)})
+
+
+def quarantine_payload(rows: Iterable[ReplacedRow]) -> str:
+    """The payload of an entry that names rows which cannot be decoded."""
+    return canonical({"rows": [msgspec.to_builtins(one) for one in rows]})
+
+
+def quarantined_rows(entry: LedgerEntry) -> list[tuple[str, int]]:
+    """The shard and the row of each row that such an entry names.
+
+    Raises:  ConfigError: it is damaged.
+    """
+    try:
+        return [(str(one["url"]), int(one["row"])) for one in facts_of(entry)["rows"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(entry) from error
 
 
 def mix_payload(

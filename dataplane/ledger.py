@@ -42,6 +42,7 @@ class LedgerEntry(Struct, frozen=True):
     start    a launch began to read at `position`: launch, generation, ranks, global batch
     end      its last member went; the job had consumed everything up to `position`
     weights  members read with these shares of a mixture's sources from `position` on
+    quarantine    rows have images that cannot be decoded; others were delivered in their places
     skip, tombstone, mix    people changed the job: see changes.py
     """
 

@@ -57,7 +57,7 @@ def beat(*members, node_id="n0", version=VERSION, known=(), is_short=False, **mo
 
 def progress(
     member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0, began=None,
-    mix=None,
+    mix=None, replaced=(),
 ):  # fmt: skip
     """`began` is (epoch, cursor), or None if it has not begun to read; so is that of `mix`, which
     the weights follow.
@@ -65,7 +65,18 @@ def progress(
     at = None if began is None else LedgerPosition(*began)
     since, weights = (None, None) if mix is None else (LedgerPosition(*mix[0]), mix[1])
     return MemberProgress(
-        job, member, generation, epoch, cursor, speed, stall, "", at, weights, since
+        job,
+        member,
+        generation,
+        epoch,
+        cursor,
+        speed,
+        stall,
+        "",
+        at,
+        weights,
+        since,
+        replaced=replaced,
     )
 
 

@@ -3,20 +3,26 @@
 Invariants:
 1. Entries are only appended. Their number is bounded: of too many, the oldest are left out that say
    where launches started and ended, but not that of the open one, and which weights they had, of
-   which there are fewer, and nothing else ever is. Changes are refused beyond their own bounds.
+   which there are fewer, and nothing else ever is. Changes are refused beyond their own bounds, and
+   rows that cannot be decoded are not noted beyond theirs.
 2. A launch that reads has a start, and an end once its last member went, or a newer one took over.
 3. A generation has the changes that were there when it began, whatever was changed since.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from dataplane.changes import (
     MIX,
+    QUARANTINE,
     SKIP,
     TOMBSTONE,
     WEIGHTS,
+    ReplacedRow,
     Skip,
     Tombstone,
     changes_of,
@@ -26,6 +32,8 @@ from dataplane.changes import (
     last_of,
     mix_payload,
     mixes_in_force,
+    quarantine_payload,
+    quarantined_rows,
     rows_layout,
     skip_payload,
     tombstone_payload,
@@ -43,6 +51,9 @@ WEIGHTS_MAX = 1024
 MARKS_MAX = 64
 _SAMPLES_MAX = 1 << 62
 TOMBSTONES_MAX = 1024
+QUARANTINED_MAX = 1024
+_QUARANTINED_AT_ONCE = 64
+_TEXT_MAX = 1024
 _OF_LAUNCHES, _CHANGES = ("start", "end"), (SKIP, TOMBSTONE, MIX)
 _MAY_GO = (*_OF_LAUNCHES, WEIGHTS)
 
@@ -60,6 +71,8 @@ class JobLedger:
         self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
+        some = (entry for entry in self.entries if entry.kind == QUARANTINE)
+        self._quarantined = {row for entry in some for row in quarantined_rows(entry)}
 
     def reading(self, job: Job, progress: MemberProgress, by: str, now: float) -> list[Write]:
         """A member of the job's present generation reads: note the start of its launch."""
@@ -95,6 +108,22 @@ class JobLedger:
         names = [source.name for source in mixture.sources]
         at, payload = weights_entry(before.mix or mixture.history, job.mix, names)
         return self._append(WEIGHTS, at, payload, by, now)
+
+    def quarantined(
+        self, job: Job, rows: Iterable[ReplacedRow], by: str, now: float
+    ) -> list[Write]:
+        """Rows cannot be decoded: note those that are not noted yet."""
+        new: list[ReplacedRow] = []
+        for each in itertools.islice(rows, _QUARANTINED_AT_ONCE):
+            row = replace(each, url=each.url[:_TEXT_MAX], reason=each.reason[:_TEXT_MAX])
+            name = (row.url, row.row)
+            if name not in self._quarantined and len(self._quarantined) < QUARANTINED_MAX:
+                self._quarantined.add(name)
+                new.append(row)
+        if not new:
+            return []
+        at = LedgerPosition(job.epoch, job.cursor)
+        return self._append(QUARANTINE, at, quarantine_payload(new), by, now)
 
     @property
     def last_change(self) -> int:

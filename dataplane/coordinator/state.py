@@ -298,6 +298,7 @@ class CoordinatorState:
             by, now = member.node_id, self._now
             self._writes += roster.ledger.reading(roster.job, progress, by, now)
             self._writes += roster.ledger.weighted(before, roster.job, by, now)
+            self._writes += roster.ledger.quarantined(roster.job, progress.replaced, by, now)
         if reported < (member.epoch, member.cursor):
             return member
         return replace(

@@ -73,8 +73,8 @@ class Engine:
         self._node_id, self._clock = node_id, clock
         self._planner = Planner(trace)
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
-        self._replaced = ReplacedRows(trace)
-        self.delegating = Delegating(fetcher, neighbours, self._tell, self._replaced.note)
+        self.replaced = ReplacedRows(trace)
+        self.delegating = Delegating(fetcher, neighbours, self._tell, self.replaced.note)
         self._datasets: dict[int, Dataset] = {}
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
@@ -359,7 +359,7 @@ class Engine:
         delivery = self._deliveries[effect.delivery_id]
 
         def made(result: tasks.ResultBody) -> None:
-            self._replaced.note(delivery, result)
+            self.replaced.note(delivery, result)
             self._tell(events.SlabAssembled(effect.number, result, task.started, is_kept))
 
         task = PoolTask(

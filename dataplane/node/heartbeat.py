@@ -196,7 +196,8 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
-        progress = tuple(progress_of(member) for member in members)
+        replaced = self._engine.replaced
+        progress = tuple(replaced.report(progress_of(member)) for member in members)
         away, holds = _away(self._outages), self._watchdog.statistics()
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
@@ -206,6 +207,8 @@ class Heartbeat:
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
         self._verdicts = answer.verdicts
+        refused = {one.member_id for one in answer.verdicts if one.error is not None}
+        replaced.reported(one for one in progress if one.member_id not in refused)
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)

@@ -225,7 +225,7 @@ class Jobs:
             epoch=member.epoch,
             cursor=member.cursor,
         )
-        progress = progress_of(member)
+        progress = self._engine.replaced.report(progress_of(member))
         self.places.leave(member.job_id, member.member_id, lost=lost, progress=progress)
 
     async def rejoin(self, member: ServedMember) -> None:

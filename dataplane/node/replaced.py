@@ -1,18 +1,26 @@
 """Rows of jobs that have others in their places, since their images cannot be decoded: each is
-logged once.
+logged once, and reported to the coordinator.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
+from msgspec.structs import replace
+
+from dataplane.changes import ReplacedRow
 from dataplane.node.delivery import DeliveryArena
+from dataplane.redact import unsigned
 from dataplane.rpc import tasks
+from dataplane.rpc.membership import MemberProgress
 from dataplane.trace import Trace
 
 ROWS_MAX = 1024
 """That are told of each job: one with more has a problem that lines of a log do not solve."""
+_AT_ONCE = 64
 _JOBS_MAX = 64
+_RowName = tuple[str, int]
 
 
 class ReplacedRows:
@@ -20,23 +28,38 @@ class ReplacedRows:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._rows: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()
+        self._rows: OrderedDict[str, set[_RowName]] = OrderedDict()
+        self._untold: dict[str, dict[_RowName, ReplacedRow]] = {}
 
     def note(self, delivery: DeliveryArena, result: object) -> None:
         """A slab of this delivery was made, or could not be. Another node's jobs are its own."""
-        if not isinstance(result, tasks.Assembled) or not delivery.job_id:
-            return
-        for row in result.replaced:
-            self._note(delivery.job_id, row)
+        if isinstance(result, tasks.Assembled) and delivery.job_id:
+            for row in result.replaced:
+                self._note(delivery.job_id, replace(row, url=unsigned(row.url)))
 
-    def _note(self, job_id: str, row: tasks.ReplacedRow) -> None:
+    def report(self, progress: MemberProgress) -> MemberProgress:
+        """The progress of a member, with rows of its job that were not reported yet."""
+        rows = list(self._untold.get(progress.job_id, {}).values())
+        return replace(progress, replaced=tuple(rows[:_AT_ONCE])) if rows else progress
+
+    def reported(self, heard: Iterable[MemberProgress]) -> None:
+        """The coordinator has heard this."""
+        for progress in heard:
+            untold = self._untold.get(progress.job_id, {})
+            for row in progress.replaced:
+                untold.pop((row.url, row.row), None)
+            if not untold:
+                self._untold.pop(progress.job_id, None)
+
+    def _note(self, job_id: str, row: ReplacedRow) -> None:
         known = self._rows.setdefault(job_id, set())
         if len(self._rows) > _JOBS_MAX:
-            self._rows.popitem(last=False)
+            self._untold.pop(self._rows.popitem(last=False)[0], None)
         name = (row.url, row.row)
         if name in known or len(known) >= ROWS_MAX:
             return
         known.add(name)
+        self._untold.setdefault(job_id, {})[name] = row
         last = "; further rows are not told" if len(known) == ROWS_MAX else ""
         self._trace.failed(
             "row replaced", job=job_id, shard=row.url, row=row.row, instead=row.instead,

@@ -59,6 +59,7 @@ _SHARED: dict[str, type] = {
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,
+    "ReplacedRow": changes.ReplacedRow,
     "TakenDocument": changes.TakenDocument,
     "Tombstone": changes.Tombstone,
 }

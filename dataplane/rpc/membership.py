@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from dataplane.changes import Tombstone
+from dataplane.changes import ReplacedRow, Tombstone
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
@@ -146,6 +146,7 @@ class MemberProgress(Struct, frozen=True):
     """What one rank has consumed, from where it `began`: None until it has. `mix` are the weights
     of its last stream over a mixture, which began at `mix_from`. `promise` is its answer to the
     present proposal of others, and `known_entry` the last entry of such that its node knows.
+    `replaced` are rows of the job that have others in their places, as its node has found them.
     """
 
     job_id: str
@@ -161,6 +162,7 @@ class MemberProgress(Struct, frozen=True):
     mix_from: LedgerPosition | None = None
     promise: MixPromise | None = None
     known_entry: int = 0
+    replaced: tuple[ReplacedRow, ...] = ()
 
 
 class StoreOutage(Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from dataplane.changes import TakenDocument
+from dataplane.changes import ReplacedRow, TakenDocument
 from dataplane.errors import DataplaneError
 from dataplane.model import ColumnOptions, ColumnSpec, ImageSpec, Region, View
 from dataplane.rpc.messages import Batch
@@ -223,18 +223,6 @@ class CopySlab(Struct, frozen=True):
     kept: Region
     arena_id: int
     slab: Region
-
-
-class ReplacedRow(Struct, frozen=True):
-    """A row that has an image that cannot be decoded, and the row of the same block that was
-    gathered in its place.
-    """
-
-    url: str
-    shard: int
-    row: int
-    instead: int
-    reason: str
 
 
 class Assembled(Struct, frozen=True):

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dataplane.changes import ReplacedRow
 from dataplane.errors import ImageError
 from dataplane.plan.tombstones import substitute, substitute_key
-from dataplane.rpc.tasks import Assemble, Origin, ReplacedRow
+from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
 from dataplane.worker.columns import RowIndex, by_block
 

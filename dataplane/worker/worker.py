@@ -24,6 +24,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
+from dataplane.changes import ReplacedRow
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, ImageError, PeerLost
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
@@ -207,7 +208,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        replaced: tuple[tasks.ReplacedRow, ...] = ()
+        replaced: tuple[ReplacedRow, ...] = ()
         try:
             made = _gathered(state, dataset, body, rows)
         except ImageError:

@@ -10,7 +10,7 @@ from machine import LEASE_S, other
 from membership import join, leave, progress
 from msgspec import structs
 
-from dataplane.changes import Changes, Skip, Tombstone, changes_of
+from dataplane.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
 from dataplane.errors import ConfigError
@@ -346,3 +346,27 @@ def test_rows_stay_out_and_skips_hold_for_their_order_alone(machine):
     machine.ask(leave("m0-i3"))
     moved = other(fingerprint="moved", global_batch=24)
     assert arrive(machine, "i4", spec=moved) == Changes((Skip(0, 80, 112),), (Tombstone(0, 1),))
+
+
+def replaced(*rows, url="s3://b/a"):
+    return tuple(ReplacedRow(url, 0, row, row + 1, "empty") for row in rows)
+
+
+def test_1_rows_that_cannot_be_decoded_are_noted_once_by_whoever_finds_them(machine, monkeypatch):
+    monkeypatch.setattr(ledger, "QUARANTINED_MAX", 5)
+    machine.ask(join(0))
+    machine.ask(join(1))
+    machine.verdict(epoch=0, cursor=16, began=(0, 0), replaced=replaced(4, 5))
+    machine.verdict("m1-i1", epoch=0, cursor=32, began=(0, 0), replaced=replaced(5, 6, 6))
+    machine.verdict(epoch=0, cursor=48, began=(0, 0), replaced=replaced(4, 5, 6))
+    noted = [one for one in entries(machine) if one.kind == "quarantine"]
+    rows = [[row["row"] for row in json.loads(one.payload)["rows"]] for one in noted]
+    assert rows == [[4, 5], [6]]
+    assert [(one.position.cursor, one.by) for one in noted] == [(16, "n0"), (32, "n0")]
+    machine.restart()
+    long = replaced(*range(6, 99), url="u" * 9999)
+    machine.verdict(epoch=0, cursor=64, began=(0, 0), replaced=(*replaced(6), *long))
+    last = json.loads(entries(machine)[-1].payload)["rows"]
+    assert [(row["row"], len(row["url"])) for row in last] == [(6, 1024), (7, 1024)]
+    machine.verdict(epoch=0, cursor=80, began=(0, 0), replaced=replaced(99))
+    assert json.loads(entries(machine)[-1].payload)["rows"] == last, "no more than the bound"

@@ -278,11 +278,14 @@ def test_the_stored_form_of_a_record_stays_the_same():
     assert _read(Member, body.replace(newer, "")) == member
     image = ImageSpec("é", 3, 4, Cut.RANDOM, steps=(StepSpec("S", (float("inf"),)),))
     spec = JobSpec("f", 2**64 - 1, transforms=(image,), column_options=ColumnOptions(("x",)))
-    body = _body(Keep(Job("j", "d", spec, 9, 2, 3, "i")))
+    job, newer = Job("j", "d", spec, 9, 2, 3, "i"), ',"replaces":false'
+    body = _body(Keep(job))
     assert body.startswith(
         '{"job_id":"j","dataset":"d","spec":{"fingerprint":"f","seed":18446744073709551615,'
         '"shuffle":false,"lanes":1,"window":1,"global_batch":1,"end":"ragged","transforms":['
         '{"column":"\\u00e9","height":3,"width":4,"cut":"random","resize":[],"scale":[],'
         '"ratio":[],"flip":0.0,"layout":"HWC","dtype":"uint8","mean":[],"std":[],'
-        '"decode":"auto","steps":[{"name":"S","numbers":[Infinity]}]}],"column_options":{'
+        '"decode":"auto","steps":[{"name":"S","numbers":[Infinity]}]'
+        f'{newer}}}],"column_options":{{'
     )
+    assert _read(Job, body.replace(newer, "")) == job

@@ -20,6 +20,7 @@ from dataplane.node import heartbeat
 from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.member import ServedMember
+from dataplane.node.replaced import ReplacedRows
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -145,7 +146,8 @@ def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any)
         answers, member = Answers(), Joined()
         tables = SimpleNamespace(known=tuple)
         jobs: Any = SimpleNamespace(members={"m": member}, joined=asyncio.Event(), tables=tables)
-        engine: Any = SimpleNamespace(scheduler=SimpleNamespace(is_short=False))
+        scheduler, replaced = SimpleNamespace(is_short=False), ReplacedRows(Trace("test"))
+        engine: Any = SimpleNamespace(scheduler=scheduler, replaced=replaced)
         monkeypatch.setattr(heartbeat, "progress_of", lambda _: progress())
         # Without fast beats while the launch gathers, the second one would not come.
         monkeypatch.setattr(heartbeat, "_BEAT_S_MAX", 3600.0)

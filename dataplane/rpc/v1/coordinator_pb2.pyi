@@ -122,7 +122,7 @@ class KnownNodes(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class MemberProgress(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began", "mix", "mix_from", "promise", "known_entry")
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound", "began", "mix", "mix_from", "promise", "known_entry", "replaced")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class MemberProgress(_message.Message):
     MIX_FROM_FIELD_NUMBER: _ClassVar[int]
     PROMISE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_ENTRY_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -149,7 +150,8 @@ class MemberProgress(_message.Message):
     mix_from: _types_pb2.LedgerPosition
     promise: MixPromise
     known_entry: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., mix_from: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., promise: _Optional[_Union[MixPromise, _Mapping]] = ..., known_entry: _Optional[int] = ...) -> None: ...
+    replaced: _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplacedRow]
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ..., began: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ..., mix_from: _Optional[_Union[_types_pb2.LedgerPosition, _Mapping]] = ..., promise: _Optional[_Union[MixPromise, _Mapping]] = ..., known_entry: _Optional[int] = ..., replaced: _Optional[_Iterable[_Union[_types_pb2.ReplacedRow, _Mapping]]] = ...) -> None: ...
 
 class StoreOutage(_message.Message):
     __slots__ = ("store", "away_s", "error")

@@ -205,6 +205,20 @@ class ImageSpec(_message.Message):
     replaces: bool
     def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ..., steps: _Optional[_Iterable[_Union[StepSpec, _Mapping]]] = ..., replaces: bool = ...) -> None: ...
 
+class ReplacedRow(_message.Message):
+    __slots__ = ("url", "shard", "row", "instead", "reason")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    INSTEAD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    shard: int
+    row: int
+    instead: int
+    reason: str
+    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., row: _Optional[int] = ..., instead: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class StackSpec(_message.Message):
     __slots__ = ("name", "columns", "dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -285,22 +285,8 @@ class Assembled(_message.Message):
     bytes_used: int
     disk: int
     layout: bytes
-    replaced: _containers.RepeatedCompositeFieldContainer[ReplacedRow]
-    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ..., replaced: _Optional[_Iterable[_Union[ReplacedRow, _Mapping]]] = ...) -> None: ...
-
-class ReplacedRow(_message.Message):
-    __slots__ = ("url", "shard", "row", "instead", "reason")
-    URL_FIELD_NUMBER: _ClassVar[int]
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    ROW_FIELD_NUMBER: _ClassVar[int]
-    INSTEAD_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    url: str
-    shard: int
-    row: int
-    instead: int
-    reason: str
-    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., row: _Optional[int] = ..., instead: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    replaced: _containers.RepeatedCompositeFieldContainer[_types_pb2.ReplacedRow]
+    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ..., replaced: _Optional[_Iterable[_Union[_types_pb2.ReplacedRow, _Mapping]]] = ...) -> None: ...
 
 class Extract(_message.Message):
     __slots__ = ("dataset_id", "block_key", "places")
