@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import click
 
@@ -58,9 +59,7 @@ def mix(
     """
     from dataplane.rpc.membership import ChangeRequest, MixAsked
 
-    given = dict(map(_weight, weights))
-    if len(given) < len(weights):
-        raise ConfigError(f"{' '.join(weights)}: give each source one weight", field="weights")
+    given = weights_in(weights)
     if epoch is not None and at_step is None:
         raise ConfigError("--epoch is that of --at-step: give both", field="epoch")
     asked = MixAsked(uuid.uuid4().hex, tuple(given), tuple(given.values()), at_step, epoch)
@@ -79,6 +78,14 @@ def mix(
         text = f"nobody reads it now, and it had come to {now}: the run that passes that step next"
         text += " has these weights from there on"
     say(text, markup=False, soft_wrap=True)
+
+
+def weights_in(texts: Sequence[str]) -> dict[str, float]:
+    """The weight of each source, of NAME=WEIGHT.   Raises:  ConfigError."""
+    given = dict(map(_weight, texts))
+    if len(given) < len(texts):
+        raise ConfigError(f"{' '.join(texts)}: give each source one weight", field="weights")
+    return given
 
 
 def _weight(text: str) -> tuple[str, float]:

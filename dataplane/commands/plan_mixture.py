@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dataplane.transforms.mixture_options import Mixture
 
 
+_DIGITS_MAX = 15
+
+
 def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--source` for each dataset of a mixture, and the arguments of Mixture. The command is called
     with `mixture`, None without them.
@@ -34,9 +37,9 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def chosen(*, sources: tuple[str, ...], urls: tuple[str, ...], **given: Any) -> Any:
-        names = ("unit", "exhausted", "length", "temperature", "columns")
+        names = ("unit", "exhausted", "length", "temperature", "columns", "schedule")
         options = {name: given.pop(name) for name in names}
-        told = {name: value for name, value in options.items() if value is not None}
+        told = {name: value for name, value in options.items() if value not in (None, ())}
         if bool(urls) == bool(sources) or (urls and told):
             what = "give the urls of one dataset, or --source NAME=URL,weight=… for each of several"
             raise ConfigError(what, field="source")
@@ -52,6 +55,12 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ("--unit", "UNIT", str, "With --source: weights of samples (default), tokens or batch."),
     ):
         made = click.option(flag, metavar=metavar, type=kind, help=text)(made)
+    made = click.option(
+        "--schedule",
+        metavar="STEP:NAME=WEIGHT,…",
+        multiple=True,
+        help="With --source: other weights from a step of the job on.",
+    )(made)
     return click.option(
         "--source",
         "sources",
@@ -80,7 +89,21 @@ def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
         raise ConfigError(f"two sources are called {twice!r}: give each its name", field="source")
     columns = tuple(filter(None, str(given.get("columns", "")).split(",")))
     options = {name: value for name, value in given.items() if name != "columns"}
-    return AskedMixture(Mixture(dict(named), **options), columns)
+    schedule = [_scheduled(text) for text in options.pop("schedule", ())]
+    return AskedMixture(Mixture(dict(named), schedule=schedule, **options), columns)
+
+
+def _scheduled(text: str) -> tuple[int, dict[str, float]]:
+    """Raises:  ConfigError: it is no step with weights."""
+    from dataplane.commands.mix import weights_in
+
+    step, _, weights = text.partition(":")
+    if not step.isdecimal() or len(step) > _DIGITS_MAX:
+        raise ConfigError(
+            f"schedule {text!r:.200}: write STEP:NAME=WEIGHT,…, such as 1000:web=0.6,code=0.4",
+            field="schedule",
+        )
+    return int(step), weights_in(weights.split(","))
 
 
 def show_mixture(
@@ -113,6 +136,11 @@ def show_mixture(
         return
     output.write_table(("", "", ""), _lines(found))
     output.stdout().print()
+    for one in found.changes:
+        shares = zip(found.sources, one.shares, strict=True)
+        said = ", ".join(f"{source.name} {share:.2%}" for source, share in shares)
+        text = f"from step {one.step:,} on, at sample {one.position:,}: {said}"
+        output.stdout().print(text, markup=False, soft_wrap=True)
     headings = (
         *("source", "asked", "got", "samples", "passes", "exhausted", "of the epoch"),
         *("window", "open windows"),

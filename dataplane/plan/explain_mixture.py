@@ -17,6 +17,7 @@ from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder
+from dataplane.plan.mixture import EpochPlan, Shares
 from dataplane.plan.orders import job_order, mixed_of
 from dataplane.plan.slices import Slice
 
@@ -29,9 +30,9 @@ _OFF_MAX = 0.01
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
     """What one epoch has of a source. Both shares are of samples; `asked_share` is what the weights
-    mean. `passes` is how often the epoch reads it. `exhausted_position` is the position behind its
-    last sample, if all that the epoch may have of it are read, and `exhausted_step` the step of
-    that sample; None if some are left.
+    mean, and the mean over the epoch if they change in it. `passes` is how often the epoch reads
+    it. `exhausted_position` is the position behind its last sample, if all that the epoch may have
+    of it are read, and `exhausted_step` the step of that sample; None if some are left.
     """
 
     name: str
@@ -44,6 +45,15 @@ class SourcePlan:
     exhausted_step: int | None
     window: int
     open_window_bytes_per_host: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChange:
+    """From this position of the epoch on, in this step, it has these shares of its sources."""
+
+    position: int
+    step: int
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class MixtureExplanation:
     round_samples: int
     open_window_bytes_per_host: int
     sources: tuple[SourcePlan, ...]
+    changes: tuple[PlannedChange, ...]
     warnings: tuple[str, ...]
 
 
@@ -76,7 +87,8 @@ def explain_mixture(
     steps = Slice(count, 0, batch, spec.end, 0, cluster.dp_size).step_count
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
-    sources = _sources(spec, manifests, cluster, order, mixed.limits.tolist())
+    asked = _asked(spec, order.plan)
+    sources = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -88,8 +100,32 @@ def explain_mixture(
         round_samples=mixed.round_steps * mixed.lanes * mixed.batch,
         open_window_bytes_per_host=sum(one.open_window_bytes_per_host for one in sources),
         sources=sources,
+        changes=tuple(
+            PlannedChange(at, at // batch, tuple(share / sum(shares) for share in shares))
+            for at, shares in asked
+            if at
+        ),
         warnings=tuple(_warnings(sources)),
     )
+
+
+def _asked(spec: JobSpec, plan: EpochPlan) -> list[tuple[int, Shares]]:
+    """The shares that the weights of the job mean in an epoch, each from a position on."""
+    mixture = spec.mixture
+    assert mixture is not None
+    before = [change.shares for change in mixture.changes if change.epoch < plan.epoch]
+    first = before[-1] if before else mixture.shares
+    changed = [(at, shares) for at, shares in plan.changed if at < plan.sample_count]
+    return changed if changed and not changed[0][0] else [(0, first), *changed]
+
+
+def _mean_shares(asked: Sequence[tuple[int, Shares]], sample_count: int) -> Sequence[float]:
+    """Those of a whole epoch. Shapes:  result: one a source."""
+    starts = np.array([at for at, _ in asked])
+    parts = np.diff(starts, append=sample_count) / sample_count
+    shares = np.array([shares for _, shares in asked], np.float64)
+    found: list[float] = (parts @ (shares / shares.sum(axis=1, keepdims=True))).tolist()
+    return found
 
 
 def _sources(
@@ -98,11 +134,12 @@ def _sources(
     cluster: Cluster,
     order: MixedOrder,
     limits: Sequence[int],
+    asked: Sequence[tuple[int, Shares]],
 ) -> tuple[SourcePlan, ...]:
     """`limits`: the most samples that an epoch may have of each source."""
     mixture, plan = spec.mixture, order.plan
     assert mixture is not None
-    total, found = sum(mixture.shares), []
+    found, mean = [], _mean_shares(asked, plan.sample_count)
     for at, (source, manifest) in enumerate(zip(mixture.sources, manifests, strict=True)):
         samples = int(plan.counts[at])
         sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
@@ -112,7 +149,7 @@ def _sources(
             SourcePlan(
                 name=source.name,
                 available=manifest.sample_count,
-                asked_share=source.share / total,
+                asked_share=mean[at],
                 share=samples / plan.sample_count,
                 samples=samples,
                 passes=samples / manifest.sample_count,

@@ -108,6 +108,33 @@ def test_the_plan_of_a_mixture_is_what_a_loader_reads(folder, capsys, options, m
     assert found["open_window_bytes_per_host"] == whole > 0
 
 
+def test_the_plan_of_an_epoch_has_the_weights_of_a_schedule(folder, capsys):
+    other = {"web": 0.1, "code": 0.6, "math": 0.3}
+    told = ",".join(f"{name}={weight}" for name, weight in other.items())
+    options = ("--exhausted", "cycle", "--length", "6000", "--lanes", "2", "--seed", "4")
+    mixture = Mixture(
+        {name: Source(folder / f"{name}.parquet", weight=one) for name, one in WEIGHTS.items()},
+        exhausted="cycle", length=6000, schedule=[(20, other)], source_column="of",
+    )  # fmt: skip
+    given: dict[str, Any] = {"lanes": 2, "seed": 4, "columns": ["id"]}
+    with DataLoader(mixture, BATCH, shuffle=True, **given) as loader:
+        epochs = [[one for batch in loader for one in batch["of"].tolist()] for _ in range(2)]
+    for epoch, (flat, begin) in enumerate(zip(epochs, (2048, 0), strict=True)):
+        found = planned(capsys, *sources(folder), *options, "--schedule", f"20:{told}", "--epoch",
+                        f"{epoch}")  # fmt: skip
+        counts = Counter(flat)
+        for at, (name, one) in enumerate(zip(WEIGHTS, found["sources"], strict=True)):
+            assert one["samples"] == counts[at]
+            mean = (WEIGHTS[name] * begin + other[name] * (6000 - begin)) / 6000
+            assert one["asked_share"] == pytest.approx(mean)
+        shown = [(one["position"], one["step"], one["shares"]) for one in found["changes"]]
+        changed = (2048, 42, [pytest.approx(share) for share in other.values()])
+        assert shown == ([] if epoch else [changed])
+        assert not found["warnings"] or all(
+            "times in this epoch" in one for one in found["warnings"]
+        )
+
+
 def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
     options = ("--columns", "id", "--global-batch", "48", "--exhausted", "cycle")
     given = sources(folder, code=",max_passes=1")
@@ -142,6 +169,8 @@ def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
         ),
         (("--source", "a={}/web.parquet,weight=1", "--exhausted", "never"), "choose one of 'stop'"),
         (("--source", "a={}/none.parquet,weight=1"), "none.parquet"),
+        (("--source", "a={}/web.parquet,weight=1", "--schedule", "a=2"), "write STEP:NAME=WEIGHT"),
+        (("--source", "a={}/web.parquet,weight=1", "--schedule", "9:b=2"), "no source 'b'"),
     ],
 )
 def test_what_is_no_mixture_is_refused_as_a_loader_does(folder, capsys, arguments, why):
