@@ -26,8 +26,7 @@ def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    x = pa.array([[1.0, 1.0]] * COUNT, pa.list_(pa.float32(), 2))
-    table = pa.table({"id": range(COUNT), "x": x})
+    table = pa.table({"id": range(COUNT + 9), "text": ["2 2"] * (COUNT + 9)})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=12)
     return str(tmp_path / "rows.parquet")
 
