@@ -124,12 +124,16 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
 
     def origin(self, block: int) -> tasks.Origin | None:
         """Which samples the block has; needed only if they may be images, or are packed."""
-        if not self.has_bytes and self.message.view.pack is None:
-            return None
-        shard = self._shard(block)
+        view, shard = self.message.view, self._shard(block)
         url, of_view = self.manifest.shards.urls[shard], self.stored.rows is not None
-        packs = 0 if self.message.view.pack is None else int(self.manifest.block_rows[block])
-        return tasks.Origin(url, shard, self._first_row(block), of_view, packs)
+        if view.pack is None:
+            if not self.has_bytes:
+                return None
+            return tasks.Origin(url, shard, self._first_row(block), of_view)
+        # Blocks without packs are not among those of the manifest, but their rows are in the shard.
+        first, packs = self.stored.first, int(self.manifest.block_rows[block])
+        assert first is not None
+        return tasks.Origin(url, shard, first.item(block), filters(view), packs)
 
     def place(self, block: int) -> WorkerPlace:
         """The block as errors name it."""

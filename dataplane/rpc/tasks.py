@@ -108,7 +108,8 @@ class Decoded(Struct, frozen=True):
 
 class Origin(Struct, frozen=True):
     """Which samples a block has; `of_view`: rows are counted among those of a view. `pack_count` is
-    how many packs its documents made when they were counted, 0 without packs.
+    how many packs its documents made when they were counted, 0 without packs; with packs,
+    `first_row` is counted among all rows of the shard, and of a view only those behind it are not.
     """
 
     url: str

@@ -129,6 +129,15 @@ class AskedPacks(NamedTuple):
         return cls(place.pack_keys or (None,), place.taken_out)
 
 
+def _document(origin: tasks.Origin | None, row: int) -> str:
+    """A row of a block, as errors begin with it."""
+    if origin is None:
+        return ""
+    if origin.of_view:
+        return f"{origin.url}: row {row} of those of the view from row {origin.first_row} on: "
+    return f"{origin.url}: row {origin.first_row + row}: "
+
+
 def _placed(error: ConfigError, origin: tasks.Origin | None) -> ConfigError:
     """The same of a block that begins at this place."""
     if origin is None:
@@ -219,10 +228,12 @@ def document_lengths(columns: BlockColumns, origin: tasks.Origin | None, form: P
         differ = np.flatnonzero(others != lengths)
         if len(differ):
             row = int(differ[0])
-            where = "" if origin is None else f"{origin.url}: row {origin.first_row + row}: "
             raise CorruptShard(
-                f"{where}column {other!r} has {others[row]} values and {name!r} {lengths[row]}:"
-                " columns are packed together only if each has one value a token",
+                f"{_document(origin, row)}column {other!r} has {others[row]} values and {name!r}"
+                f" {lengths[row]}: columns are packed together only if each has one value a token."
+                " Rewrite the shard or, to leave such rows out, pass"
+                f' where="length({other}) == length({name})"; of columns that a map returns, let it'
+                " return as many",
                 shard=None if origin is None else origin.url,
                 expected=int(lengths[row]),
                 found=int(others[row]),

@@ -212,6 +212,24 @@ def test_packs_that_cannot_be_made_are_refused(
         next(iter(loader))
 
 
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [(None, "row 33"), ("id >= 32", "row 1 of those of the view from row 30 on")],
+)
+def test_a_document_whose_columns_differ_in_length_is_named_as_it_is_stored(
+    tmp_path: Path, where: str | None, place: str
+) -> None:
+    tokens = [[] if 5 <= row < 10 else [row] * 3 for row in range(50)]  # a block has no packs
+    masks = [row[1:] if at == 33 else row for at, row in enumerate(tokens)]
+    kind = pa.list_(pa.int32())
+    table = {"id": range(50), "tokens": pa.array(tokens, kind), "mask": pa.array(masks, kind)}
+    (tmp_path / "a.parquet").write_bytes(parquet_bytes(pa.table(table), row_group_size=5))
+    counted = read(tmp_path / "a.parquet", Pack("tokens", 16), where=where)
+    assert len(counted) > 0
+    with pytest.raises(CorruptShard, match=rf"{place}: column 'mask' has 2 .*length\(mask\) =="):
+        read(tmp_path / "a.parquet", Pack("tokens", 16, carry=["mask"]), where=where)
+
+
 def test_packs_of_several_sources_are_not_balanced() -> None:
     mixture = Mixture({"a": Source("a/", weight=1), "b": Source("b/", weight=1)})
     with pytest.raises(ConfigError, match="balance='cost': ranks have packs of different sources"):
