@@ -157,12 +157,19 @@ class MakerNode:
         return MakeSlab(digest=self.spec.digest(), steps=StepRange(first, count), **fields)
 
     def ask(
-        self, wanted: MakeSlab, *, node_id: str = "asker", room: int = SLOT_BYTES, job: str = JOB
+        self,
+        wanted: MakeSlab,
+        *,
+        node_id: str = "asker",
+        room: int = SLOT_BYTES,
+        job: str = JOB,
+        only_under: tuple[str, ...] = (),
     ) -> int:
         """The number of the ask."""
         number = next(self._numbers)
         self.lender.asked.add(number)
-        asked = Asked(number, job, b"", 0, 0, room, BlockForm.SLAB, node_id, encode(wanted))
+        of_block = (b"", 0, 0, room, BlockForm.SLAB)
+        asked = Asked(number, job, *of_block, node_id, encode(wanted), only_under)
         self.making.asked(asked)
         return number
 

@@ -36,7 +36,7 @@ class KeyedNodes:
             from dataplane.security.neighbour_keys import own_keys
 
             self._keys = own_keys()
-        keyed = replace(nodes, key=self._keys.key(nodes.job_id, nodes.generation))
+        keyed = replace(nodes, key=self._keys.key(nodes.job_id, nodes.generation, nodes.only_under))
         self._made[nodes.job_id] = (nodes, keyed)
         self._made.move_to_end(nodes.job_id)
         if len(self._made) > _JOBS_MAX:

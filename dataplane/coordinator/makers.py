@@ -3,7 +3,8 @@ them.
 
 Invariants:
 1. A maker has workers, a data address and no joined members of any job, and was heard of within a
-   lease. If its token is for one job, it makes slabs for that job alone.
+   lease. If its token is for one job, it makes slabs for that job alone; if it is for some urls,
+   the node is no maker.
 2. A job wants makers for a minute, or for a lease if that is longer, after one of its nodes was
    last short of workers. A node with joined members is heard of within a lease, so a job with a
    short node wants makers all the time.
@@ -54,7 +55,7 @@ class Makers:
     def heard(self, node: RegisterNodeRequest, clock: float) -> None:
         """A node has registered, or sent a heartbeat."""
         before = self._able.pop(node.node_id, None)
-        if node.worker_count and node.data_address:
+        if node.worker_count and node.data_address and not node.only_under:
             self._able[node.node_id] = _Able(node, clock)
             self._changed(node.node_id, is_other=before is None or before.node != node)
         else:

@@ -5,22 +5,27 @@ Invariants:
 1. Told are the nodes that have joined members of the present generation and a data address, and
    after them the job's makers, while it has joined members. A member is renewed by its node alone,
    so a node without a lease has no joined members.
-2. The version is a hash of the generation, of the nodes with their addresses and weights, and of a
-   salt that stands for the secret of their keys: it changes exactly when one of these does, and
-   cannot be confused with that of another start of a coordinator.
+2. The version is a hash of the generation, of the nodes with their addresses and weights, of the
+   urls whose blocks they lend, and of a salt that stands for the secret of their keys: it changes
+   exactly when one of these does, and cannot be confused with that of another start of a
+   coordinator.
 3. What is told is made again only after such a change: a heartbeat costs a look at the version.
+4. If a member's node may read only some urls, the job's dataset, as it was declared when the
+   generation began, lies under these: otherwise the node is not told of. And then nodes lend only
+   what is under the urls of the dataset, until the generation ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from dataplane.coordinator.makers import Makers
-from dataplane.coordinator.records import NodeRecord
+from dataplane.coordinator.records import Job, NodeRecord
 from dataplane.rpc.membership import JobNodes, NeighbourNode
 
 _VERSION_BYTES = 8
@@ -36,6 +41,7 @@ class JobNeighbours:
         self._everywhere = makers
         self._members: Counter[str] = Counter()
         self._told: JobNodes | None = None
+        self._only_under: tuple[str, ...] = ()
         self._makers: tuple[NeighbourNode, ...] = ()
         self._maker_ids: frozenset[str] = frozenset()
         self.lacks_some = False
@@ -62,6 +68,7 @@ class JobNeighbours:
             self._everywhere.departed(node_id)
         self._members.clear()
         self._told = None
+        self._only_under = ()
 
     def changed(self, node_id: str) -> None:
         """A node has another address or weight, or was not known before."""
@@ -78,8 +85,7 @@ class JobNeighbours:
 
     def told(
         self,
-        job_id: str,
-        generation: int,
+        job: Job,
         known: Mapping[str, NodeRecord],
         makers: tuple[NeighbourNode, ...],
         salt: bytes,
@@ -89,18 +95,17 @@ class JobNeighbours:
         """
         if self._told is None or makers is not self._makers:
             self._makers = makers
-            self._told = self._made(job_id, generation, known, salt)
+            self._told = self._made(job, known, salt)
         return self._told
 
-    def _made(
-        self, job_id: str, generation: int, known: Mapping[str, NodeRecord], salt: bytes
-    ) -> JobNodes:
+    def _made(self, job: Job, known: Mapping[str, NodeRecord], salt: bytes) -> JobNodes:
         registered = [known[name].request for name in sorted(self._members) if name in known]
         self.lacks_some = len(registered) < len(self._members)
+        fitting = {(), *self._limits_that_fit(job, {one.only_under for one in registered})}
         nodes = [
             NeighbourNode(one.node_id, one.data_address, one.arena_bytes, disk_id=one.disk_id)
             for one in registered
-            if one.data_address
+            if one.data_address and one.only_under in fitting
         ]
         if self._members:
             nodes += [one for one in self._makers if one.node_id not in self._members]
@@ -108,7 +113,22 @@ class JobNeighbours:
         beyond = [one for one in nodes if not one.address.startswith(_LOOPBACK)]
         nodes = beyond or nodes
         self._maker_ids = frozenset(one.node_id for one in nodes if one.worker_count)
-        hashed = msgspec.msgpack.encode((generation, nodes))
+        hashed = msgspec.msgpack.encode((job.generation, nodes, self._only_under))
         digest = hashlib.blake2b(hashed, digest_size=_VERSION_BYTES, key=salt).digest()
         version = int.from_bytes(digest, "little") or 1
-        return JobNodes(job_id, generation, version, nodes=tuple(nodes))
+        told = JobNodes(job.job_id, job.generation, version, nodes=tuple(nodes))
+        return replace(told, only_under=self._only_under)
+
+    def _limits_that_fit(
+        self, job: Job, limits: Collection[tuple[str, ...]]
+    ) -> Collection[tuple[str, ...]]:
+        """Those of the prefixes of nodes below which the job's dataset lies."""
+        if not any(limits):
+            return ()
+        from dataplane.security.urls import are_under, roots  # not for a single host
+
+        urls = roots(job.urls)
+        found = [prefixes for prefixes in limits if are_under(urls, prefixes)]
+        if found:
+            self._only_under = urls
+        return found

@@ -73,7 +73,7 @@ class Nodes:
         """The nodes of this job as they are told, without their key; None if it is too early."""
         job, neighbours = roster.job, roster.neighbours
         makers = self._makers.of(job.job_id)
-        told = neighbours.told(job.job_id, job.generation, self.records, makers, self._salt)
+        told = neighbours.told(job, self.records, makers, self._salt)
         if clock >= self._lease_s:
             return told
         is_restored = self._restored.get(job.job_id) == job.generation
@@ -115,5 +115,5 @@ class Nodes:
             roster.neighbours.changed(node_id)
 
 
-def _reached(node: NodeRecord) -> tuple[str, int]:
-    return (node.request.data_address, node.request.arena_bytes)
+def _reached(node: NodeRecord) -> tuple[str, int, tuple[str, ...]]:
+    return (node.request.data_address, node.request.arena_bytes, node.request.only_under)

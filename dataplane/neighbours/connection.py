@@ -69,6 +69,8 @@ class Connection(Struct, eq=False):
     """The opening as it was received."""
     opening: LineOpening | None = None
     nonce: bytes = b""
+    only_under: tuple[str, ...] = ()
+    """What is lent for the key that it was opened with."""
     request: Request | None = None
     number: int = 0
     """Of the request, between lender and node; 0 if the node does not know of one."""
@@ -150,6 +152,7 @@ class Connection(Struct, eq=False):
             request.form,
             self.node_id,
             slab,
+            self.only_under,
         )
 
     @property

@@ -45,16 +45,17 @@ class Keys:
         opening = connection.opening = handshake.unpack_opening(frame)
         connection.frame, connection.nonce = frame, secrets.token_bytes(handshake.NONCE_BYTES)
         connection.stage = LoanStage.PROOF
-        return handshake.pack_challenge(self._key(opening), frame, connection.nonce)
+        return handshake.pack_challenge(self._key(opening).key, frame, connection.nonce)
 
     def check(self, connection: Connection, frame: bytes) -> None:
         """Let the connection in.   Raises:  WrongFrameError: the proof is wrong."""
         assert connection.opening is not None
         key = self._key(connection.opening)
-        handshake.check_proof(key, connection.frame, connection.nonce, frame)
+        handshake.check_proof(key.key, connection.frame, connection.nonce, frame)
         connection.frame = connection.nonce = b""
+        connection.only_under = key.only_under
 
-    def _key(self, opening: handshake.LineOpening) -> bytes:
+    def _key(self, opening: handshake.LineOpening) -> LendingKeys:
         if opening.lender_id != self._node_id:
             raise WrongFrameError("it asks for another node")
         key = self._keys.get(opening.job_id)
@@ -64,4 +65,4 @@ class Keys:
             raise WrongFrameError("this node has no such job")
         if key.generation != opening.generation:
             raise WrongFrameError(f"it is of generation {opening.generation}, not {key.generation}")
-        return key.key
+        return key

@@ -88,14 +88,17 @@ class Lending:
         """How much neighbours have received so far."""
         return self._lent_bytes
 
-    def keys(self, job_id: str, generation: int, key: bytes) -> None:
-        """Neighbours of this job have this key of 32 bytes; b"": the job has left this node. The
-        connections that were opened with an older key are closed.
+    def keys(
+        self, job_id: str, generation: int, key: bytes, only_under: tuple[str, ...] = ()
+    ) -> None:
+        """Neighbours of this job have this key of 32 bytes, for which they get what is under these
+        urls, () for everything; b"": the job has left this node. The connections of an older
+        generation are closed.
         """
         if self._closed:
             return
         assert len(key) in {0, KEY_BYTES}
-        told = lending.LendingKeys(job_id, generation, key)
+        told = lending.LendingKeys(job_id, generation, key, only_under)
         if key:
             self._keys[job_id] = told
         else:

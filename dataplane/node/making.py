@@ -10,13 +10,14 @@ Invariants:
 3. The slabs of all askers of a job are in one arena for each size of slots, which takes no more
    memory than that of one rank. It is closed once nothing of it is read.
 4. A job that nobody asks for is closed, and nothing of it is left.
+5. If a key is only for what is under some urls, slabs are made of nothing else for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct, field
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from dataplane import background
 from dataplane.changes import Changes, changes_of
 from dataplane.config import NodeConfig
-from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
+from dataplane.errors import AccessDenied, BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
 from dataplane.model import Stream
 from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
 from dataplane.node.changes import mix_of
@@ -33,15 +34,18 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import shown
 from dataplane.node.engine import Engine
 from dataplane.node.making_places import MakingPlace, MakingPlaces
+from dataplane.node.mixing import requests_of
 from dataplane.node.opener import DatasetOpener, OpenedJob, check_blocks, check_names, pixels_of
 from dataplane.node.orders import Orders
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
+from dataplane.redact import unsigned
 from dataplane.rpc.convert import decode
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.making import MakeSlab
 from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
+from dataplane.store.urls import normalise
 from dataplane.trace import Trace
 
 JOB_IDLE_S = 600.0
@@ -67,12 +71,13 @@ class _Opened(Struct, frozen=True):
 
 class _Job(Struct, eq=False):
     """A job as its askers name it: while it is being opened, afterwards, or for a while after that
-    has failed.
+    has failed. Its datasets are `only_under` these urls, as the askers' key says; () for anywhere.
     """
 
     job_id: str
     digest: str
     last_asked: float
+    only_under: tuple[str, ...] = ()
     opening: asyncio.Task[None] | None = None
     opened: _Opened | None = None
     closed_until: float = 0.0
@@ -96,7 +101,7 @@ class Making:
         self._orders, self._lender, self._clock = orders, lender, clock
         self._answers = Answers(lender)
         self._places = MakingPlaces(config, engine, opener, lender)
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str, tuple[str, ...]], _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -204,13 +209,13 @@ class Making:
 
     def _job(self, ask: Asked, wanted: MakeSlab, now: float) -> _Job | None:
         """The job that is asked for, which is opened if the asker says how; None: it is unknown."""
-        key, opening = (ask.job_id, wanted.digest), wanted.opening
+        key, opening = (ask.job_id, wanted.digest, ask.only_under), wanted.opening
         job = self._jobs.get(key)
         if job is None:
             is_right = opening is not None and opening.job_id == ask.job_id
             if not is_right or len(self._jobs) >= _JOBS_MAX:
                 return None
-            job = self._jobs[key] = _Job(ask.job_id, wanted.digest, now)
+            job = self._jobs[key] = _Job(ask.job_id, wanted.digest, now, ask.only_under)
         if job.opened is None and job.opening is None and now >= job.closed_until:
             if opening is None or opening.job_id != ask.job_id:
                 return None
@@ -242,8 +247,12 @@ class Making:
 
     async def _opened(self, job: _Job, opening: OpenJob) -> _Opened:
         check_names(opening)
+        names = (url for one in _parts(opening) for url in one.source.urls)
+        _check_within(job, map(normalise, names))
         opened = await self._opener.job(opening, job.digest)
         try:
+            for manifest in opened.manifests:
+                await asyncio.to_thread(_check_within, job, map(unsigned, manifest.shards.urls))
             for dataset in opened.datasets:
                 check_blocks(dataset, self._config.block_arena_bytes)
             changes = changes_of(opening.entries)
@@ -348,3 +357,19 @@ class Making:
             gaps = opened.changes.gaps(at.epoch)
             spec, sizes = opened.job.spec, place.sizes
             stream.begin(lambda: Walk(spec, order, at, sizes, is_fed=True, gaps=gaps))
+
+
+def _parts(opening: OpenJob) -> tuple[OpenJob, ...]:
+    return (opening, *(() if opening.mixture is None else requests_of(opening)))
+
+
+def _check_within(job: _Job, urls: Iterable[str]) -> None:
+    """Raises:  AccessDenied: one lies elsewhere."""
+    if not job.only_under:
+        return
+    from dataplane.security.urls import is_under  # not for a single host
+
+    for url in urls:
+        if not is_under(url, job.only_under):
+            within = ", ".join(job.only_under)
+            raise AccessDenied(f"{url} lies outside of {within}, which tokens of this job allow")

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
+from dataplane.errors import ConfigError
 from dataplane.model import BlockForm, Region
 from dataplane.node.dataset import Dataset
 from dataplane.node.engine import Engine
@@ -17,10 +18,14 @@ from dataplane.node.lending import Lending
 from dataplane.node.making import Making
 from dataplane.node.neighbours import JobTables
 from dataplane.node.owners import BlockOwners
+from dataplane.redact import unsigned
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.membership import JobNodes, NodeReads
+from dataplane.store.urls import normalise
 from dataplane.trace import Trace
+
+_trace = Trace("security")
 
 
 class Neighbourhood:
@@ -107,7 +112,8 @@ class Neighbourhood:
 
     def _on_nodes(self, nodes: JobNodes) -> None:
         if self._lending is not None:
-            self._lending.keys(nodes.job_id, nodes.generation, nodes.key)
+            urls = tuple(map(_canonical, nodes.only_under))
+            self._lending.keys(nodes.job_id, nodes.generation, nodes.key, urls)
         self._engine.delegating.nodes_changed(nodes.job_id)
 
     def _on_nodes_gone(self, job_id: str) -> None:
@@ -121,7 +127,23 @@ class Neighbourhood:
             self._making.asked(ask)
             return
         datasets = self._datasets_of(ask.job_id)
-        self._engine.lent.asked(ask, next((d for d in datasets if d.digest == ask.dataset), None))
+        dataset = next((d for d in datasets if d.digest == ask.dataset), None)
+        if dataset is not None and not self._may_lend(ask, dataset):
+            dataset = None
+        self._engine.lent.asked(ask, dataset)
+
+    def _may_lend(self, ask: Asked, dataset: Dataset) -> bool:
+        """Whether the block is of a shard that whoever has this key may read."""
+        if not ask.only_under or ask.block >= dataset.manifest.block_count:
+            return True
+        from dataplane.security.urls import is_under  # not for a single host
+
+        url = unsigned(dataset.url(ask.block))
+        if is_under(url, ask.only_under):
+            return True
+        why = f"{url} lies outside of {', '.join(ask.only_under)}, which tokens of this job allow"
+        _trace.failed("data request refused", node=ask.node_id, job=ask.job_id, why=why)
+        return False
 
     def _given(self, number: int) -> None:
         if self._making is not None and self._making.given(number):
@@ -141,3 +163,11 @@ class Neighbourhood:
                 yield one.job_id, dataset
         if self._making is not None:
             yield from self._making.open_datasets()
+
+
+def _canonical(prefix: str) -> str:
+    """As shards are named. What cannot name one stays as it is, and is above none."""
+    try:
+        return normalise(prefix)
+    except ConfigError:
+        return prefix

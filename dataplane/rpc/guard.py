@@ -20,6 +20,7 @@ from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
+    JobNodes,
     JoinRequest,
     JoinResponse,
     LeaveRequest,
@@ -28,7 +29,7 @@ from dataplane.rpc.membership import (
 from dataplane.security import node_identity
 from dataplane.security.calls import ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
 from dataplane.security.security import NODE_PROOF, Security
-from dataplane.security.urls import is_under
+from dataplane.security.urls import are_under, is_under
 from dataplane.trace import Trace
 
 _trace = Trace("security")
@@ -90,7 +91,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
             answer = await method.unary_unary(_of_caller(request, caller), context)
-            return answer if caller.datasets is None else _without_keys(answer)
+            return answer if caller.datasets is None else _of_datasets(answer, caller.datasets)
 
         return grpc.unary_unary_rpc_method_handler(
             answer, response_serializer=method.response_serializer
@@ -174,25 +175,33 @@ def _jobs(request: Any) -> Iterable[str]:
 
 
 def _of_caller(request: Any, caller: Caller) -> Any:
-    """The request as the coordinator may know it: with the only job that the caller's token allows,
-    since makers are told of other jobs; and without an address if it gets no keys, since others
+    """The request as the coordinator may know it: with the only job, and the only urls, that the
+    caller's token allows. If that is none at all, without an address: it gets no key, and others
     would ask for what it cannot give.
     """
     if isinstance(request, HeartbeatRequest):
         return replace(request, node=_of_caller(request.node, caller))
     if not isinstance(request, RegisterNodeRequest):
         return request
-    address = request.data_address if caller.datasets is None else ""
-    return replace(request, only_job=caller.job, data_address=address)
+    prefixes = caller.datasets
+    address = "" if prefixes == () else request.data_address
+    limits = {"only_job": caller.job, "only_under": prefixes or ()}
+    return replace(request, data_address=address, **limits)
 
 
-def _without_keys(answer: Any) -> Any:
-    """The answer for a caller that may read only some datasets: which ones a job really reads, the
-    coordinator does not know, and with the job's key a node gets its blocks from neighbours.
+def _of_datasets(answer: Any, prefixes: tuple[str, ...]) -> Any:
+    """The answer for a caller that may read only what is under these prefixes: with a key only if
+    nodes lend nothing else for it.
     """
+
+    def is_told(nodes: JobNodes | None) -> bool:
+        return nodes is not None and are_under(nodes.only_under, prefixes)
+
     if isinstance(answer, JoinResponse):
-        return replace(answer, nodes=None)
-    return replace(answer, jobs=()) if isinstance(answer, HeartbeatResponse) else answer
+        return answer if is_told(answer.nodes) else replace(answer, nodes=None)
+    if isinstance(answer, HeartbeatResponse):
+        return replace(answer, jobs=tuple(filter(is_told, answer.jobs)))
+    return answer
 
 
 def _named(caller: Caller) -> str:

@@ -14,11 +14,14 @@ from dataplane.model import BlockForm, Region
 
 
 class LendingKeys(Struct, frozen=True):
-    """The key of a job's newest generation; b"" if the job has left this node."""
+    """The key of a job's newest generation; b"" if the job has left this node. For it is lent only
+    what is `only_under` these urls; () for everything.
+    """
 
     job_id: str
     generation: int
     key: bytes
+    only_under: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"LendingKeys({self.job_id!r}, {self.generation})"  # no key
@@ -37,7 +40,7 @@ class StartLending(Struct, frozen=True):
 
 class Asked(Struct, frozen=True):
     """A neighbour asks for bytes of a block; or for a slab, an encoded MakeSlab, for which it has
-    room for `length` bytes.
+    room for `length` bytes. It gets only what is `only_under` these urls, as its key says.
     """
 
     number: int
@@ -49,6 +52,7 @@ class Asked(Struct, frozen=True):
     form: BlockForm
     node_id: str = ""
     slab: bytes = b""
+    only_under: tuple[str, ...] = ()
 
 
 class Give(Struct, frozen=True):

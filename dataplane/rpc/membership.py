@@ -20,8 +20,9 @@ from dataplane.weights import MixHistory
 class RegisterNodeRequest(Struct, frozen=True):
     """Registers a node, which other nodes reach at `data_address`, if it has one. `worker_count` is
     the most workers that it may have. `only_job` is the only job that its token allows, "" for any;
-    the coordinator sets it when it checks the token. `disk_id` identifies the disk on which the
-    node keeps blocks, "" without one.
+    the coordinator sets it when it checks the token, and `only_under`, the prefixes of urls that
+    its token allows, () for all. `disk_id` identifies the disk on which the node keeps blocks, ""
+    without one.
     """
 
     node_id: str
@@ -34,6 +35,7 @@ class RegisterNodeRequest(Struct, frozen=True):
     worker_count: int = 0
     only_job: str = ""
     disk_id: str = ""
+    only_under: tuple[str, ...] = ()
 
 
 class RegisterNodeResponse(Struct, frozen=True):
@@ -75,7 +77,8 @@ class NeighbourNode(Struct, frozen=True):
 
 class JobNodes(Struct, frozen=True):
     """The nodes of a job that lend each other blocks, then its makers, and the key with which they
-    know each other, which is in no log: not in a repr either.
+    know each other, which is in no log: not in a repr either. With this key nodes lend only what is
+    `only_under` these urls; () for all.
     """
 
     job_id: str
@@ -83,11 +86,12 @@ class JobNodes(Struct, frozen=True):
     version: int
     key: bytes = b""
     nodes: tuple[NeighbourNode, ...] = ()
+    only_under: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return (
             f"JobNodes(job_id={self.job_id!r}, generation={self.generation}, "
-            f"version={self.version}, nodes={self.nodes})"
+            f"version={self.version}, nodes={self.nodes}, only_under={self.only_under})"
         )
 
 

@@ -32,9 +32,12 @@ class NeighbourKeys:
     def __repr__(self) -> str:
         return "NeighbourKeys()"
 
-    def key(self, job_id: str, generation: int) -> bytes:
-        """32 bytes for the nodes of one generation of a job."""
-        return self._made(_KEY, job_id.encode(), generation.to_bytes(8, "little"))
+    def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
+        """32 bytes for the nodes of one generation of a job, which lend what is under these urls;
+        () for all.
+        """
+        urls = (url.encode() for url in only_under)
+        return self._made(_KEY, job_id.encode(), generation.to_bytes(8, "little"), *urls)
 
     @property
     def salt(self) -> bytes:

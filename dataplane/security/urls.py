@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _WILD, _WILD_IN_HTTP = re.compile(r"[*?\[{]"), re.compile(r"[*\[{]")
 _DOTS = re.compile(r"[/\\{},](?:\.|%2e){1,2}(?=\Z|[/\\{},])", re.IGNORECASE)
@@ -20,6 +20,22 @@ def is_under(url: str, prefixes: Iterable[str]) -> bool:
     fixed = literal(url)
     is_whole = len(fixed) == len(url)
     return any(_starts(fixed, prefix, is_whole=is_whole) for prefix in prefixes)
+
+
+def are_under(urls: Collection[str], prefixes: Collection[str]) -> bool:
+    """Whether there are some, and all lie under the prefixes."""
+    return bool(urls) and all(is_under(url, prefixes) for url in urls)
+
+
+def roots(urls: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of everything that these urls and patterns can name: the urls themselves, and the
+    folders in which wildcards begin. What is under some prefixes has its roots there, too.
+    """
+    found = set[str]()
+    for url in urls:
+        fixed = literal(url)
+        found.add(fixed if fixed == url else fixed[: fixed.rfind("/") + 1])
+    return tuple(sorted(found))
 
 
 def literal(pattern: str) -> str:

@@ -85,6 +85,12 @@ def test_1_nodes_that_cannot_make_are_no_makers(machine):
     assert machine.ask(beat_of(node("c3", data_address="127.0.0.1:7078"))).jobs == ()
 
 
+def test_1_a_node_for_some_urls_is_no_maker(machine):
+    start(machine, 1)
+    machine.ask(structs.replace(maker(2), only_under=("s3://b",)))
+    assert makers(machine.ask(short_beat()).jobs[0]) == ["c1"]
+
+
 def test_1_on_one_host_makers_have_loopback_addresses(machine):
     machine.ask(node("c1", data_address="127.0.0.1:7078"))
     machine.ask(node("n0", data_address="127.0.0.1:7079", worker_count=0))

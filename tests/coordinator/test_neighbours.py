@@ -134,6 +134,26 @@ def test_10_a_node_without_a_member_of_a_job_is_told_nothing_of_it(machine):
     assert machine.ask(beat(progress(generation=2), node_id="n1")).jobs == ()
 
 
+def test_4_a_node_for_some_urls_is_told_of_only_if_the_job_reads_nothing_else(machine):
+    def told_with(rank, *prefixes):
+        name = f"n{rank}"
+        machine.ask(node(name, data_address=at(rank), arena_bytes=100, only_under=prefixes))
+        machine.ask(join(rank, 4, node_id=name, urls=("s3://b/train/*.parquet",)))
+        return told(machine, 0)
+
+    assert told_with(0).only_under == ()
+    assert names(told_with(1, "s3://b/other", "s3://b/train/x")) == ["n0"]
+    assert told(machine, 0).only_under == ()
+    limited = told_with(2, "s3://b/other", "s3://b/train")
+    assert (names(limited), limited.only_under) == (["n0", "n2"], ("s3://b/train/",))
+    machine.ask(leave("m2-i1", node_id="n2"))
+    # The key stays what it was, so that connections do.
+    after = told(machine, 0)
+    assert (names(after), after.only_under) == (["n0"], ("s3://b/train/",))
+    machine.ask(join(0, 4, incarnation="i2", urls=("s3://b/train/*.parquet",)))
+    assert told(machine, 0, generation=2).only_under == ()
+
+
 @pytest.mark.parametrize("how", ["all are heard of", "one is silent", "one has left"])
 def test_10_after_a_restart_nodes_keep_what_they_know_until_all_are_heard_of(machine, how):
     before = here(machine, 0, 1).nodes

@@ -41,6 +41,26 @@ def test_bytes_of_blocks_arrive_and_each_region_is_free_once() -> None:
     asyncio.run(play())
 
 
+def test_the_node_hears_for_which_urls_the_key_of_a_connection_is() -> None:
+    """Of the key with which it was opened, also when the job has another one by then."""
+
+    async def play() -> None:
+        async with lending_node() as node:
+            whole, train = node.key, ("s3://b/train",)
+            await node.ask(node.neighbour(1))
+            node.key = os.urandom(32)
+            node.lending.keys(JOB, GENERATION, node.key, train)
+            await node.ask(node.neighbour(2))  # the same connection
+            node.lines.cut_off(node.address)
+            await node.ask(node.neighbour(3))
+            node.lending.keys(JOB, GENERATION, whole)
+            await node.ask(node.neighbour(4))
+            told = [(asked.block, asked.only_under) for asked in node.asked]
+            assert told == [(1, ()), (2, ()), (3, train), (4, train)]
+
+    asyncio.run(play())
+
+
 def test_what_is_refused_or_only_decoded_is_told() -> None:
     async def play() -> None:
         async with lending_node() as node:

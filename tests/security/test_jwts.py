@@ -28,6 +28,7 @@ from dataplane.security.tokens import TokenSource
 
 SECRET = "the-shared-token-of-these-tests-0123456789"
 SHARED = TokenSource("the tests", (SECRET,))
+ADDRESS = "10.0.0.1:7078"
 PEM = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -235,7 +236,7 @@ def test_a_token_for_some_datasets_joins_no_job_over_others():
 
 def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
     """Over gRPC: with tokens for each role, for one job, and for some datasets."""
-    registered = node(data_address="10.0.0.1:7078")
+    registered = node(data_address=ADDRESS)
 
     async def as_node(client):
         await client.register_node(registered)
@@ -259,10 +260,15 @@ def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
         await denied(client.heartbeat(asking), "asks for 'k'")
 
     async def for_datasets(client):
+        await client.register_node(structs.replace(registered, only_under=("s3://everything",)))
+        told = (await client.join(join(0, urls=("s3://b/x/*.parquet",)))).nodes
+        assert (len(told.key), told.only_under) == (32, ("s3://b/x/",))
+        (again,) = (await client.heartbeat(beat(progress(), data_address=ADDRESS))).jobs
+        assert again == told
+
+    async def for_no_dataset(client):
         await client.register_node(registered)
-        assert (await client.join(join(0, urls=("s3://b/x",)))).nodes is None
-        answer = await client.heartbeat(beat(progress()))
-        assert answer.verdicts[0].error is None
+        answer = await client.heartbeat(HeartbeatRequest(registered))
         assert answer.jobs == ()
 
     conversation(made(), as_node)
@@ -271,6 +277,55 @@ def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
     conversation(made(roles=["admin", "trainer"]), as_reader)
     conversation(made(job="j"), for_a_job)
     conversation(made(datasets=["s3://b"]), for_datasets)
+    conversation(made(datasets=[]), for_no_dataset)
+
+
+def test_nodes_that_may_read_a_jobs_dataset_get_one_key_and_others_get_none():
+    """Over gRPC: `some` and `more` have tokens for urls above the job's, `all` for everything, and
+    `liar` for others: it says that the job reads these.
+    """
+    names = ("all", "some", "more", "liar")
+    identities = {name: identity(name) for name in names}
+    ids = {name: one.node_id for name, one in identities.items()}
+    url, other = "s3://b/train/*.parquet", "s3://other/x.parquet"
+
+    async def told(client, name, rank, url, incarnation="i1"):
+        """By the join, and by the first heartbeat."""
+        named = {"node_id": ids[name], "data_address": f"10.0.0.{rank}:7078"}
+        await client.register_node(node(**named))
+        call = join(rank, 4, incarnation=incarnation, node_id=ids[name], urls=(url,))
+        joined = await client.join(call)
+        report = progress(f"m{rank}-{incarnation}", joined.generation)
+        jobs = (await client.heartbeat(beat(report, **named))).jobs
+        assert joined.nodes == (jobs[0] if jobs else None)
+        return joined.nodes
+
+    async def converse(clients):
+        before = await told(clients["all"], "all", 0, url)
+        assert before.only_under == ()
+        assert await told(clients["liar"], "liar", 3, other) is None
+        assert await told(clients["all"], "all", 0, url) == before, "others hear nothing of it"
+        some = await told(clients["some"], "some", 1, url)
+        more = await told(clients["more"], "more", 2, url)
+        assert some.only_under == more.only_under == ("s3://b/train/",)
+        assert some.key == more.key != before.key
+        assert sorted(one.node_id for one in more.nodes) == sorted(
+            [ids["all"], ids["some"], ids["more"]]
+        )
+        # It begins a generation itself: then nobody lends what others really read.
+        lied = await told(clients["liar"], "liar", 3, other, "i2")
+        assert lied.only_under == (other,)
+        honest = await told(clients["all"], "all", 0, url, "i2")
+        assert (honest.key, honest.only_under) == (lied.key, (other,))
+        assert await told(clients["some"], "some", 1, url, "i2") is None
+
+    tokens = {
+        "all": SECRET,
+        "some": made(datasets=["s3://b/train", "s3://c"]),
+        "more": made(datasets=["s3://b"]),
+        "liar": made(datasets=["s3://other"]),
+    }
+    conversations(tokens, converse, **identities)
 
 
 def test_a_maker_gets_keys_of_the_jobs_that_its_token_allows_and_of_no_others():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jwt
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from fleet import Service
 from servers import S3Server
 
 from dataplane.cli import run
+from dataplane.index.indexing import open_dataset
 
 SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 4, 8, 64, 4096
 ROWS = SHARDS * BLOCKS * BLOCK_ROWS
@@ -89,6 +92,68 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
         until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
         # Of two epochs; footers count, and blocks that were asked for twice.
         assert reads("read_bytes") < 1.3 * size
+
+
+def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_and_nothing_else(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second job's manifest says that it is of these urls too, and names shards elsewhere."""
+    secret = "a-token-for-tests-0123456789-0123456789"
+    manifest = open_dataset(f"{url}[01].parquet")
+    named = Path(tmp_path, "named.manifest")
+    named.write_bytes(dataclasses.replace(manifest, urls=(f"{url}train/",)).to_bytes())
+    claims = {"aud": "dataplane", "exp": time.time() + 600, "roles": ["node"]}
+    limited = jwt.encode({**claims, "datasets": [url, named.as_uri()]}, secret, "HS256")
+    for name, value in {"STATE_DIR": str(tmp_path / "state"), "TOKEN": secret}.items():
+        monkeypatch.setenv(f"DATAPLANE_{name}", value)
+    services = [f"limited-{name}-{os.getpid()}:7077" for name in "ab"]
+    same: dict[str, Any] = {"dp_size": 2, "shuffle": True, "lanes": 1}
+
+    def reads(what: str) -> list[int]:
+        assert run(["status", coordinator.address, "--json"]) == 0
+        nodes = json.loads(capsys.readouterr().out)["nodes"]
+        return [node["reads"][what] for node in nodes]
+
+    def know_each_other(job: str) -> bool:
+        assert run(["status", coordinator.address, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        (version,) = (one["nodes_version"] for one in told["jobs"] if one["job_id"] == job)
+        known = {"job_id": job, "version": version}
+        return all(known in node["known"] for node in told["nodes"])
+
+    def node(service: str, token: str) -> Service:
+        options = ("--node", "--join", coordinator.address, "--service", service, *BIG)
+        log = tmp_path / f"{len(logs)}.log"
+        logs.append(log)
+        return Service(*options, environ={"DATAPLANE_TOKEN": token}, log=log)
+
+    def ids(job: str, dataset: str) -> list[int]:
+        found: list[int] = []
+        with (
+            DataLoader(dataset, 16, service=services[0], name=job, dp_rank=0, **same) as first,
+            DataLoader(dataset, 16, service=services[1], name=job, dp_rank=1, **same) as second,
+        ):
+            assert len(first) == len(second)
+            until(lambda: know_each_other(job))
+            for one, other in zip(first, second, strict=True):
+                found += one["id"].tolist() + other["id"].tolist()
+        return sorted(found)
+
+    logs: list[Path] = []
+    with (
+        Service("--coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        node(services[0], secret),
+        node(services[1], limited),
+    ):
+        assert ids(f"job-{os.getpid()}", url) == list(range(ROWS))
+        until(lambda: min(reads("lent_bytes")) > 0 < min(reads("neighbour_bytes")))
+        lent = reads("lent_bytes")
+        assert ids(f"other-{os.getpid()}", str(named)) == list(range(ROWS // 2))
+        until(lambda: "data request refused" in "".join(log.read_text() for log in logs))
+        assert reads("lent_bytes") == lent
+    refusals = [line for log in logs for line in log.read_text().splitlines() if "refused" in line]
+    outside = f"lies outside of {url}train/"
+    assert all(outside in line and "data request refused" in line for line in refusals)
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterNodeRequest(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "protocol", "data_address", "arena_bytes", "worker_count", "only_job", "disk_id")
+    __slots__ = ("node_id", "host", "pid", "version", "protocol", "data_address", "arena_bytes", "worker_count", "only_job", "disk_id", "only_under")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class RegisterNodeRequest(_message.Message):
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     ONLY_JOB_FIELD_NUMBER: _ClassVar[int]
     DISK_ID_FIELD_NUMBER: _ClassVar[int]
+    ONLY_UNDER_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
@@ -29,7 +30,8 @@ class RegisterNodeRequest(_message.Message):
     worker_count: int
     only_job: str
     disk_id: str
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., data_address: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., worker_count: _Optional[int] = ..., only_job: _Optional[str] = ..., disk_id: _Optional[str] = ...) -> None: ...
+    only_under: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., data_address: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., worker_count: _Optional[int] = ..., only_job: _Optional[str] = ..., disk_id: _Optional[str] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterNodeResponse(_message.Message):
     __slots__ = ("lease_s", "coordinator_id")
@@ -100,18 +102,20 @@ class NeighbourNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., worker_count: _Optional[int] = ..., disk_id: _Optional[str] = ...) -> None: ...
 
 class JobNodes(_message.Message):
-    __slots__ = ("job_id", "generation", "version", "key", "nodes")
+    __slots__ = ("job_id", "generation", "version", "key", "nodes", "only_under")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    ONLY_UNDER_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     generation: int
     version: int
     key: bytes
     nodes: _containers.RepeatedCompositeFieldContainer[NeighbourNode]
-    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., version: _Optional[int] = ..., key: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ...) -> None: ...
+    only_under: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., version: _Optional[int] = ..., key: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KnownNodes(_message.Message):
     __slots__ = ("job_id", "version")

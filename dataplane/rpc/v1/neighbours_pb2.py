@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dataplane/rpc/v1/neighbours.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\x80\x03\n\x08ToLender\x12\x37\n\rstart_lending\x18\x01 \x01(\x0b\x32\x1e.dataplane.rpc.v1.StartLendingH\x00\x12\x35\n\x0clending_keys\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.LendingKeysH\x00\x12&\n\x04give\x18\x03 \x01(\x0b\x32\x16.dataplane.rpc.v1.GiveH\x00\x12>\n\x11give_decoded_only\x18\x04 \x01(\x0b\x32!.dataplane.rpc.v1.GiveDecodedOnlyH\x00\x12*\n\x06refuse\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.RefuseH\x00\x12\x31\n\nlend_arena\x18\x06 \x01(\x0b\x32\x1b.dataplane.rpc.v1.LendArenaH\x00\x12\x35\n\x0creturn_arena\x18\x07 \x01(\x0b\x32\x1d.dataplane.rpc.v1.ReturnArenaH\x00\x42\x06\n\x04\x62ody\"h\n\nFromLender\x12(\n\x05\x61sked\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.AskedH\x00\x12(\n\x05given\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.GivenH\x00\x42\x06\n\x04\x62ody\"\xb1\x01\n\x0cStartLending\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_number\x18\x02 \x01(\x04\x12\x11\n\tlog_level\x18\x03 \x01(\t\x12\x12\n\nlog_format\x18\x04 \x01(\t\x12+\n\x04keys\x18\x05 \x03(\x0b\x32\x1d.dataplane.rpc.v1.LendingKeys\x12&\n\x03tls\x18\x06 \x01(\x0b\x32\x19.dataplane.rpc.v1.PeerTls\">\n\x0bLendingKeys\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x0c\"\xb7\x01\n\x05\x41sked\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x03 \x01(\x0c\x12\r\n\x05\x62lock\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12)\n\x04\x66orm\x18\x08 \x01(\x0e\x32\x1b.dataplane.rpc.v1.BlockForm\x12\x0f\n\x07node_id\x18\t \x01(\t\x12\x0c\n\x04slab\x18\n \x01(\x0cJ\x04\x08\x07\x10\x08\"`\n\x04Give\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x06region\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x10\n\x08\x61rena_id\x18\x03 \x01(\x04\x12\x0c\n\x04note\x18\x04 \x01(\x0c\"1\n\x0fGiveDecodedOnly\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\",\n\x06Refuse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nis_unknown\x18\x02 \x01(\x08\"\x1d\n\tLendArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0bReturnArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"+\n\x05Given\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dataplane/rpc/v1/neighbours.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\x80\x03\n\x08ToLender\x12\x37\n\rstart_lending\x18\x01 \x01(\x0b\x32\x1e.dataplane.rpc.v1.StartLendingH\x00\x12\x35\n\x0clending_keys\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.LendingKeysH\x00\x12&\n\x04give\x18\x03 \x01(\x0b\x32\x16.dataplane.rpc.v1.GiveH\x00\x12>\n\x11give_decoded_only\x18\x04 \x01(\x0b\x32!.dataplane.rpc.v1.GiveDecodedOnlyH\x00\x12*\n\x06refuse\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.RefuseH\x00\x12\x31\n\nlend_arena\x18\x06 \x01(\x0b\x32\x1b.dataplane.rpc.v1.LendArenaH\x00\x12\x35\n\x0creturn_arena\x18\x07 \x01(\x0b\x32\x1d.dataplane.rpc.v1.ReturnArenaH\x00\x42\x06\n\x04\x62ody\"h\n\nFromLender\x12(\n\x05\x61sked\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.AskedH\x00\x12(\n\x05given\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.GivenH\x00\x42\x06\n\x04\x62ody\"\xb1\x01\n\x0cStartLending\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_number\x18\x02 \x01(\x04\x12\x11\n\tlog_level\x18\x03 \x01(\t\x12\x12\n\nlog_format\x18\x04 \x01(\t\x12+\n\x04keys\x18\x05 \x03(\x0b\x32\x1d.dataplane.rpc.v1.LendingKeys\x12&\n\x03tls\x18\x06 \x01(\x0b\x32\x19.dataplane.rpc.v1.PeerTls\"R\n\x0bLendingKeys\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x12\n\nonly_under\x18\x04 \x03(\t\"\xcb\x01\n\x05\x41sked\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x03 \x01(\x0c\x12\r\n\x05\x62lock\x18\x04 \x01(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12)\n\x04\x66orm\x18\x08 \x01(\x0e\x32\x1b.dataplane.rpc.v1.BlockForm\x12\x0f\n\x07node_id\x18\t \x01(\t\x12\x0c\n\x04slab\x18\n \x01(\x0c\x12\x12\n\nonly_under\x18\x0b \x03(\tJ\x04\x08\x07\x10\x08\"`\n\x04Give\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x06region\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x10\n\x08\x61rena_id\x18\x03 \x01(\x04\x12\x0c\n\x04note\x18\x04 \x01(\x0c\"1\n\x0fGiveDecodedOnly\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\",\n\x06Refuse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nis_unknown\x18\x02 \x01(\x08\"\x1d\n\tLendArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0bReturnArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"+\n\x05Given\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTLENDING']._serialized_start=579
   _globals['_STARTLENDING']._serialized_end=756
   _globals['_LENDINGKEYS']._serialized_start=758
-  _globals['_LENDINGKEYS']._serialized_end=820
-  _globals['_ASKED']._serialized_start=823
-  _globals['_ASKED']._serialized_end=1006
-  _globals['_GIVE']._serialized_start=1008
-  _globals['_GIVE']._serialized_end=1104
-  _globals['_GIVEDECODEDONLY']._serialized_start=1106
-  _globals['_GIVEDECODEDONLY']._serialized_end=1155
-  _globals['_REFUSE']._serialized_start=1157
-  _globals['_REFUSE']._serialized_end=1201
-  _globals['_LENDARENA']._serialized_start=1203
-  _globals['_LENDARENA']._serialized_end=1232
-  _globals['_RETURNARENA']._serialized_start=1234
-  _globals['_RETURNARENA']._serialized_end=1265
-  _globals['_GIVEN']._serialized_start=1267
-  _globals['_GIVEN']._serialized_end=1310
+  _globals['_LENDINGKEYS']._serialized_end=840
+  _globals['_ASKED']._serialized_start=843
+  _globals['_ASKED']._serialized_end=1046
+  _globals['_GIVE']._serialized_start=1048
+  _globals['_GIVE']._serialized_end=1144
+  _globals['_GIVEDECODEDONLY']._serialized_start=1146
+  _globals['_GIVEDECODEDONLY']._serialized_end=1195
+  _globals['_REFUSE']._serialized_start=1197
+  _globals['_REFUSE']._serialized_end=1241
+  _globals['_LENDARENA']._serialized_start=1243
+  _globals['_LENDARENA']._serialized_end=1272
+  _globals['_RETURNARENA']._serialized_start=1274
+  _globals['_RETURNARENA']._serialized_end=1305
+  _globals['_GIVEN']._serialized_start=1307
+  _globals['_GIVEN']._serialized_end=1350
 # @@protoc_insertion_point(module_scope)

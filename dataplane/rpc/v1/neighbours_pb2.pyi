@@ -50,17 +50,19 @@ class StartLending(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., first_number: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[LendingKeys, _Mapping]]] = ..., tls: _Optional[_Union[_types_pb2.PeerTls, _Mapping]] = ...) -> None: ...
 
 class LendingKeys(_message.Message):
-    __slots__ = ("job_id", "generation", "key")
+    __slots__ = ("job_id", "generation", "key", "only_under")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    ONLY_UNDER_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     generation: int
     key: bytes
-    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    only_under: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., key: _Optional[bytes] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Asked(_message.Message):
-    __slots__ = ("number", "job_id", "dataset", "block", "offset", "length", "form", "node_id", "slab")
+    __slots__ = ("number", "job_id", "dataset", "block", "offset", "length", "form", "node_id", "slab", "only_under")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,7 @@ class Asked(_message.Message):
     FORM_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
+    ONLY_UNDER_FIELD_NUMBER: _ClassVar[int]
     number: int
     job_id: str
     dataset: bytes
@@ -79,7 +82,8 @@ class Asked(_message.Message):
     form: _types_pb2.BlockForm
     node_id: str
     slab: bytes
-    def __init__(self, number: _Optional[int] = ..., job_id: _Optional[str] = ..., dataset: _Optional[bytes] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., form: _Optional[_Union[_types_pb2.BlockForm, str]] = ..., node_id: _Optional[str] = ..., slab: _Optional[bytes] = ...) -> None: ...
+    only_under: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., job_id: _Optional[str] = ..., dataset: _Optional[bytes] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., form: _Optional[_Union[_types_pb2.BlockForm, str]] = ..., node_id: _Optional[str] = ..., slab: _Optional[bytes] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Give(_message.Message):
     __slots__ = ("number", "region", "arena_id", "note")

@@ -1,0 +1,39 @@
+"""Slabs for nodes that may read only some urls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from making_node import REFUSED, UNKNOWN, MakerNode, play
+from msgspec.structs import replace
+
+from dataplane.node.making import TRY_AGAIN_S
+
+
+@pytest.mark.timeout(100)
+def test_slabs_are_made_only_of_what_the_askers_key_is_for(
+    parquet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a job that others have asked for before, with a key for everything."""
+    folder = Path(parquet).parent.as_uri()
+
+    async def scene(node: MakerNode) -> None:
+        wanted = node.wanted(0)
+        whole = await node.slab(wanted)
+        opening = replace(wanted, opening=node.request)
+        elsewhere = f"{folder}/another"
+        assert await node.answer(node.ask(wanted, only_under=(elsewhere,))) == UNKNOWN
+        count = len(node.opened)
+        assert await node.answer(node.ask(opening, only_under=(elsewhere,))) == REFUSED
+        await node.until(lambda: "lies outside of" in caplog.text)
+        node.passes(2 * TRY_AGAIN_S)
+        assert await node.answer(node.ask(opening, only_under=(elsewhere,))) == REFUSED
+        assert len(node.opened) == count, "it is not even looked at"
+        (line,) = [one.getMessage() for one in caplog.records if "lies outside" in one.message]
+        assert elsewhere in line
+        caplog.clear()
+        inside = await node.slab(wanted, only_under=(f"{folder}/",))
+        assert inside.content == whole.content
+
+    play(scene, parquet, tmp_path)
