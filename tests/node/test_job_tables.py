@@ -25,6 +25,7 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.model import Topology
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
+from dataplane.node.replaced import ReplacedRows
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
@@ -124,8 +125,9 @@ def one_beat(
 ) -> Heartbeat:
     """The heartbeat of a node n, which beats only after joins."""
     jobs: Any = SimpleNamespace(members={}, tables=tables, joined=asyncio.Event())
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(is_short=is_short))
     trace = Trace("test")
+    scheduler, replaced = SimpleNamespace(is_short=is_short), ReplacedRows(trace)
+    engine: Any = SimpleNamespace(scheduler=scheduler, replaced=replaced)
     beat = Heartbeat(
         config, coordinator, jobs, engine, "n", trace, Outages(), Watchdog(trace), NodeReads,
         "10.0.0.1:7078",
