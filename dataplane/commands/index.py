@@ -21,6 +21,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.commands.packs_asked import PacksAsked, pack_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,17 +41,7 @@ SUFFIX = ".manifest"
     metavar="A,B,…",
     help="Also find and store the distinct values of these columns, for codes=.",
 )
-@click.option(
-    "--pack",
-    metavar="COLUMN,length=N,…",
-    help="Also count and store the packs of this column, for pack=.",
-)
-@click.option(
-    "--map",
-    "map_name",
-    metavar="MODULE:FUNCTION",
-    help="Packs are made of what this function returns, as with map=; it is imported and called.",
-)
+@pack_options
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, help="The job's, if its map takes a generator."
 )
@@ -67,8 +58,7 @@ def index(
     view: View,
     target: str | None,
     codes: str | None,
-    pack: str | None,
-    map_name: str | None,
+    packs: PacksAsked | None,
     seed: int,
     format_name: str,
     workers: int,
@@ -94,8 +84,6 @@ def index(
       dataplane index s3://bucket/tokens/ --pack tokens,length=4096 -o tokens.manifest
       dataplane index s3://bucket/texts/ --map mytext:Tokenise --pack tokens,length=4096
     """
-    if map_name is not None and pack is None:
-        raise click.UsageError("--map needs --pack: only packs are counted over what a map makes.")
     if target is not None:
         _check_target(Path(target))
     from dataplane.commands.datasets import facts, opened
@@ -109,10 +97,10 @@ def index(
 
         manifest = with_codes(manifest, codes.split(","), format_name, settings)
     of_packs: dict[str, object] = {}
-    if pack is not None:
+    if packs is not None:
         from dataplane.commands.packs import with_packs
 
-        counted = with_packs(of_view, pack, format_name, settings, view, map_name, seed)
+        counted = with_packs(of_view, packs, format_name, settings, view, seed)
         of_packs = counted.facts()
         manifest = replace(manifest, pack_counts=counted.whole.pack_counts)
     if target is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from msgspec import Struct
 
 from dataplane.commands.options import Settings
 from dataplane.commands.own_node import opened_again
+from dataplane.commands.packs_asked import PacksAsked
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.model import View
@@ -75,25 +75,21 @@ def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction
 
 def with_packs(
     manifest: Manifest,
-    asked: str,
+    asked: PacksAsked,
     format_name: str,
     settings: Settings,
     rows: View,
-    map_name: str | None = None,
-    seed: int = 0,
+    seed: int,
 ) -> CountedPacks:
-    """The packs of this text, counted, of the rows that this view has, or of what a map with this
-    seed makes of these.
+    """These packs, counted, of the rows that this view has. The seed is that of the map.
 
-    Raises:  ConfigError: the text is wrong, or a column cannot be packed.  The errors of a job.
+    Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """
     from dataplane.node.pack_counts import counted_before
     from dataplane.plan import packed_blocks as blocks
     from dataplane.settings import node_config
-    from dataplane.transforms.functions import function_name
-    from dataplane.transforms.pack_options import pack_of_text
 
-    view = replace(rows, pack=pack_of_text(asked), map=function_name(map_name, "map"))
+    view = asked.view(rows)
     name = name_of_counts(manifest, view, seed, imported_map(view.map) if view.map else None)
     cache_dir = node_config(settings).cache_dir
     counts = counted_before(manifest, name, cache_dir)

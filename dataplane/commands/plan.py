@@ -20,6 +20,7 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
+from dataplane.commands.packs_asked import PacksAsked, pack_options
 from dataplane.commands.plan_mixture import AskedMixture, mixture_options
 from dataplane.model import End, View
 
@@ -72,7 +73,7 @@ class Question:
     show_default=True,
     help="What happens to samples that do not fill the last global batch.",
 )
-@click.option("--pack", metavar="COLUMN,length=N,…", help="Samples are packs of this column.")
+@pack_options
 @format_option
 @view_options
 @workers_option
@@ -89,7 +90,7 @@ def plan(
     workers: int,
     as_json: bool,
     end: str,
-    pack: str | None,
+    packs: PacksAsked | None,
     **asked: int | None,
 ) -> None:
     """Explain an epoch: steps, which host reads what, memory of open windows, shuffle quality.
@@ -108,6 +109,7 @@ def plan(
       dataplane plan train.manifest --dp-size 512 --global-batch 4096 --lanes 1024 --json
       dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
       dataplane plan tokens.manifest --global-batch 1024 --pack tokens,length=4096
+      dataplane plan texts.manifest --global-batch 1024 --map mytext:f --pack tokens,length=4096
       dataplane plan --source web=s3://bucket/web/,weight=0.7 \\
         --source code=s3://bucket/code/,weight=0.3,max_passes=2 --global-batch 1024
     """
@@ -120,18 +122,18 @@ def plan(
         from dataplane.commands.plan_mixture import show_mixture
 
         show_mixture(
-            mixture, settings, view, question, pack=pack, format_name=format_name, workers=workers,
-            as_json=as_json,
+            mixture, settings, view, question, packs=packs, format_name=format_name,
+            workers=workers, as_json=as_json,
         )  # fmt: skip
         return
     config = node_config(settings)
     manifest = opened(urls, format_name, workers, config, view)
     of_packs: dict[str, object] = {}
     spec = JobSpec(manifest.fingerprint, view=view)
-    if pack is not None:
+    if packs is not None:
         from dataplane.commands.packs import with_packs
 
-        counted = with_packs(manifest, pack, format_name, settings, view)
+        counted = with_packs(manifest, packs, format_name, settings, view, question.seed)
         manifest, of_packs = counted.packs, counted.facts()
         spec = counted.spec()
     _show(manifest, spec, question, config, of_packs, as_json=as_json)

@@ -19,6 +19,7 @@ from dataplane.errors import ConfigError, DatasetChangedError
 from dataplane.model import View
 
 if TYPE_CHECKING:
+    from dataplane.commands.packs_asked import PacksAsked
     from dataplane.commands.plan import Question
     from dataplane.config import JobSpec
     from dataplane.plan.explain_mixture import MixtureExplanation, SourcePlan
@@ -112,7 +113,7 @@ def show_mixture(
     view: View,
     question: Question,
     *,
-    pack: str | None,
+    packs: PacksAsked | None,
     format_name: str,
     workers: int,
     as_json: bool,
@@ -123,10 +124,9 @@ def show_mixture(
     """
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain_mixture import explain_mixture
-    from dataplane.transforms.pack_options import pack_of_text
 
-    if pack is not None:
-        view = dataclasses.replace(view, pack=pack_of_text(pack))
+    if packs is not None:
+        view = packs.view(view)
     spec, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
     cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
     epoch = question.epoch
@@ -165,12 +165,16 @@ def _opened(
     from dataplane.commands.datasets import opened
     from dataplane.commands.own_node import own_session
     from dataplane.commands.packed_rows import packs_in
+    from dataplane.commands.packs import imported_map
     from dataplane.plan.views import rows_only
     from dataplane.rpc.messages import DatasetSource
     from dataplane.settings import node_config
     from dataplane.transforms.options import only
 
     config, whole, views = node_config(settings), [], {}
+    if view.map:
+        imported_map(view.map)  # from where the node will look for it
+        config = dataclasses.replace(config, allowed_functions=view.map)
     for name, source in asked.mixture.sources.items():
         views[name] = _view(view, source.own_options())
         form, rows = source.format or format_name, rows_only(views[name])

@@ -56,7 +56,7 @@ def predicted_reads(
     manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, epoch: int
 ) -> PredictedReads | None:
     """The reads from this epoch on, which begins with nothing in memory and on disk; None for local
-    files, which are mapped.
+    files, which are mapped into memory, and for jobs with a map=, whose blocks have other sizes.
 
     Raises:  ConfigError: invalid numbers for an order.
     """
@@ -68,6 +68,8 @@ def predicted_reads(
     from dataplane.scheduler.planning import PLANS_TOGETHER
     from dataplane.scheduler.predicted import predicted
 
+    if spec.view.map:
+        return None
     arena_bytes = config.block_arena_bytes
     dataset = dataset_of(
         1, manifest, spec, packed=can_pack(manifest, spec, arena_bytes), arena_bytes=arena_bytes

@@ -196,3 +196,10 @@ def test_documents_are_found_in_packs_over_a_map_that_the_command_line_allows(
                     map="user_functions:letters") as loader:  # fmt: skip
         assert len(list(loader)) == len(loader)
     assert not (tmp_path / "a third" / "packs").exists()
+    # How many there are, and how often each source is read, is known before any run.
+    ways = ("--global-batch", "4", *needed.split(), "--seed", "3")
+    alone = asked(capsys, "plan", target, "--where", "row % 2 == 1", *ways)
+    source = f"a={tmp_path}/a,weight=1,where=row % 2 == 1"
+    mixed = asked(capsys, "plan", "--source", source, *ways)
+    assert alone["step_count"] == mixed["step_count"] == len(steps)
+    assert [one["passes"] for one in mixed["sources"]] == [1]
