@@ -25,6 +25,9 @@ PROTOCOL_VERSION = 3
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2
 
+RAISE, REPLACE = "raise", "replace"
+"""What becomes of an image that cannot be decoded: the values of `bad_images`."""
+
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40
 _STALL_SHARE = 0.75
@@ -74,12 +77,27 @@ class JobSpec:
 
     @property
     def joint_digest(self) -> str:
-        """32 hex digits over what all ranks of a launch must have in common: the digest, and the
-        weights that were asked for.
+        """32 hex digits over what all ranks of a launch must have in common: what their slabs have,
+        and the weights that were asked for.
         """
         if self.mixture is None:
-            return self.digest()
-        return _hashed([self.digest(), self.asked_weights], 16)
+            return self.slabs_digest
+        return _hashed([self.slabs_digest, self.asked_weights], 16)
+
+    @property
+    def slabs_digest(self) -> str:
+        """32 hex digits over what slabs of the same rows depend on: the digest, and whether other
+        rows take the places of images that cannot be decoded. The digest is without the latter, so
+        that a run that has met such an image may go on from its last state.
+        """
+        return _hashed([self.digest(), REPLACE], 16) if self.replaces_images else self.digest()
+
+    @property
+    def replaces_images(self) -> bool:
+        """Whether other rows are delivered in the places of those whose images cannot be
+        decoded.
+        """
+        return any(image.replaces for image in self.transforms)
 
     @property
     def asked_weights(self) -> str:
@@ -126,6 +144,7 @@ class JobSpec:
         del found["fingerprint"], found["global_batch"]
         # A state has these in its history.
         del found["weights"], found["schedule"]
+        del found["bad_images"]  # it may change from one part of a run to the next
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
@@ -170,10 +189,12 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
 }
 
 
-# How much is read of each source changes while a job runs, and is in the history of its state.
+# How much is read of each source changes while a job runs, and is in the history of its state. What
+# becomes of images that cannot be decoded may change when a job is resumed.
 _CHANGING: Mapping[type, frozenset[str]] = {
     MixtureSpec: frozenset(("schedule", "changes")),
     SourceSpec: frozenset(("share",)),
+    ImageSpec: frozenset(("replaces",)),
 }
 
 
@@ -229,6 +250,8 @@ def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
             yield from _options(part)
         else:
             yield each.name, (part, default)
+        if isinstance(value, JobSpec) and each.name == "transforms":
+            yield "bad_images", (REPLACE if value.replaces_images else RAISE, RAISE)
 
 
 def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[Any, Any]]]:

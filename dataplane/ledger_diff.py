@@ -31,7 +31,7 @@ from dataplane.model import ColumnOptions
 _START = LedgerPosition(0, 0)
 _FORM = {
     *(field.name for field in dataclasses.fields(ColumnOptions)),
-    *("transforms", "map", "collate", "fingerprint", "weights", "schedule"),
+    *("transforms", "bad_images", "map", "collate", "fingerprint", "weights", "schedule"),
 }
 """Options that decide no rows, or are compared otherwise."""
 

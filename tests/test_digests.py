@@ -184,3 +184,14 @@ def test_a_later_field_is_left_out_at_every_level_while_it_has_its_default(monke
 @pytest.mark.parametrize("cls", config._FIRST_FIELDS)
 def test_the_first_fields_of_a_class_are_still_there(cls):
     assert {field.name for field in dataclasses.fields(cls)} >= config._FIRST_FIELDS[cls]
+
+
+def test_what_becomes_of_bad_images_is_in_no_saved_digest_and_in_that_of_ranks():
+    """A run that has met such an image may go on from its state; its ranks must still agree."""
+    spec = JobSpec(F, transforms=(CROP,))
+    other = JobSpec(F, transforms=(dataclasses.replace(CROP, replaces=True),))
+    assert spec.digest() == other.digest()
+    assert spec.facts() == other.facts()
+    assert spec.joint_digest == spec.slabs_digest == spec.digest()
+    assert other.slabs_digest == other.joint_digest != spec.digest()
+    assert spec.differences(other) == (("bad_images", "raise", "replace"),)

@@ -96,7 +96,7 @@ def delegated_job(
             "the nodes that make slabs, or give this node workers",
             field="url",
         )
-    digest = changes_of(request.entries).job_digest(spec.digest())
+    digest = changes_of(request.entries).job_digest(spec.slabs_digest)
     return None if signed else DelegatedJob(request, digest, pixels)
 
 

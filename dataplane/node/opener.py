@@ -226,7 +226,7 @@ class DatasetOpener:
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
-        found = changes_of(request.entries).job_digest(spec.digest())
+        found = changes_of(request.entries).job_digest(spec.slabs_digest)
         if digest and found != digest:
             self.forget_manifests(request.job_id)
             raise SpecMismatch(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from dataplane.config import RAISE, REPLACE
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Decoding, ImageSpec, Kind
 from dataplane.transforms.image_steps import kind_of, kinds, may_follow, saved, steps_of
@@ -25,7 +26,6 @@ from dataplane.transforms.steps.registry import Transform
 from dataplane.transforms.steps.resize import KEEPS_RATIO, Resize
 from dataplane.transforms.view import COLOURS
 
-RAISE, REPLACE = "raise", "replace"
 # Transforms of torchvision that have another name here.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",

@@ -13,9 +13,9 @@ from typing import Any, Final, ParamSpec, TypedDict, get_type_hints
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataplane.config import RAISE
 from dataplane.model import Topology
 from dataplane.settings import BY_NAME
-from dataplane.transforms.images import RAISE
 from dataplane.transforms.options import Lengths, Numbers
 from dataplane.transforms.pack_options import Pack
 from dataplane.transforms.stacks import Stack
