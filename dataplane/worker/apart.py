@@ -22,6 +22,7 @@ from dataplane.worker.packing import CountGather, PackGather
 
 if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
+    from dataplane.worker.replacing import TriedImages
 
 _APART_BYTES = 1 << 20
 
@@ -43,8 +44,10 @@ def slab_images_of(
     blocks: Sequence[OpenBlock],
     render: tasks.Render | None,
     row_index: RowIndex,
+    tried: TriedImages | None = None,
 ) -> SlabImages | None:
-    """The image columns of rows of these blocks, if there are any.
+    """The image columns of rows of these blocks, if there are any; of images that are `tried`,
+    those that cannot be decoded are noted there.
 
     Shapes:  row_index: int32[rows, 2].
     """
@@ -56,7 +59,8 @@ def slab_images_of(
     origins = [block.origin for block in blocks if block.origin is not None]
     assert len(origins) == len(blocks)
     restart_indexes = [block.restart_indexes for block in blocks]
-    return SlabImages(render, dataset.plan.specs, origins, restart_indexes, row_index[:, 1].copy())
+    numbers = row_index[:, 1].copy()
+    return SlabImages(render, dataset.plan.specs, origins, restart_indexes, numbers, tried)
 
 
 def gather_apart(

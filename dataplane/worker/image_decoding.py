@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
-from dataplane.errors import DataplaneError, ImageError
+from dataplane.errors import ImageError
 from dataplane.formats.tar import KEY
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.tasks import Origin, Render
@@ -18,13 +20,27 @@ from dataplane.transforms.images import delivered
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.worker.rows import Rows
 
+if TYPE_CHECKING:
+    from dataplane.worker.replacing import TriedImages
+
 _KEY_LENGTH_MAX = 300
 _PLAIN_KEY = re.compile(r"[\w./+=-]+", re.ASCII)
 
 
+class _Encoded(Struct, frozen=True):
+    """The encoded images of a column: whether there is one, its address and length, and its
+    restart index.
+    """
+
+    valid: Bytes
+    places: Ints
+    restart_indexes: Ints | None
+
+
 class SlabImages:
     """The image columns of one slab. `specs` are the columns as they are delivered; `kept` are the
-    restart indexes of each block, if it has any; `numbers` the number of each row in its block.
+    restart indexes of each block, if it has any; `numbers` the number of each row in its block. Of
+    images that are `tried`, those that cannot be decoded are noted there.
 
     Shapes:  numbers: int32[rows].
     Raises:  ConfigError: a column holds no bytes.
@@ -37,12 +53,16 @@ class SlabImages:
         origins: Sequence[Origin],
         kept: Sequence[Bytes | None],
         numbers: npt.NDArray[np.int32],
+        tried: TriedImages | None = None,
     ) -> None:
         self.specs = delivered(specs, render.images)
         images = {image.column: steps_of(image) for image in render.images}
         self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
         self._bytes_before = {at: _bytes_of(specs[:at]) for at in self._images}
         self._render, self._origins, self._numbers = render, origins, numbers
+        self._shards = np.array([origin.shard for origin in origins], np.int64)
+        self._first_rows = np.array([origin.first_row for origin in origins], np.int64)
+        self._tried = tried
         # Kept alive, since addresses point into their memory.
         self._held = kept
         self._restart_indexes = np.array(
@@ -62,25 +82,80 @@ class SlabImages:
         Shapes:  row_index: int32[rows, 2].   out: uint8[n * bytes of one image].
         Raises:  ImageError: names shard, row and column.
         """
-        image = self._images[at]
-        view = image.view()
-        row_index = row_index[: len(out) // view.bytes]
+        size = self._images[at].view().bytes
+        row_index = row_index[: len(out) // size]
         if not len(row_index):
             return
+        encoded = self._encoded(at, blocks, row_index, rows)
+        if self._tried is None:
+            self._write(at, blocks, row_index, encoded, slice(0, len(row_index)), out)
+            return
+        for some in self._tried.missing(at, self._numbers, size, out):
+            for place, error in self._faults(at, blocks, row_index, encoded, some, out):
+                self._tried.faults.setdefault(place, error)
+
+    def _encoded(
+        self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows
+    ) -> _Encoded:
+        count = len(row_index)
+        starts, lengths = (each[:count] for each in rows.spans(at))
+        firsts = np.array([block.values[at].address for block in blocks], np.int64)
+        return _Encoded(
+            rows.valid(at, count),
+            np.stack([firsts[row_index[:, 0]] + starts, lengths], axis=1),
+            self._restart_indexes_of(at, blocks, row_index, (starts, lengths)),
+        )
+
+    def _faults(
+        self,
+        at: int,
+        blocks: Sequence[BlockColumns],
+        row_index: RowIndex,
+        encoded: _Encoded,
+        some: slice,
+        out: Bytes,
+    ) -> Iterator[tuple[int, ImageError]]:
+        """Write the pixels of some rows; gives the places of those that have none."""
         try:
-            starts, lengths = _spans(at, rows, len(row_index))
-            firsts = np.array([block.values[at].address for block in blocks], np.int64)
-            places = np.stack([firsts[row_index[:, 0]] + starts, lengths], axis=1)
-            draw = self._draw_of(image.column, row_index)
+            self._write(at, blocks, row_index, encoded, some, out)
+        except ImageError as error:
+            if some.stop - some.start == 1:
+                yield some.start, error
+                return
+            for place in range(some.start, some.stop):
+                one = slice(place, place + 1)
+                yield from self._faults(at, blocks, row_index, encoded, one, out)
+
+    def _write(
+        self,
+        at: int,
+        blocks: Sequence[BlockColumns],
+        row_index: RowIndex,
+        encoded: _Encoded,
+        some: slice,
+        out: Bytes,
+    ) -> None:
+        """The pixels of some rows.   Raises:  ImageError: names shard, row and column."""
+        image = self._images[at]
+        view = image.view()
+        row_index, numbers = row_index[some], self._numbers[some]
+        kept = encoded.restart_indexes
+        try:
+            nulls = np.flatnonzero(encoded.valid[some] == 0)
+            if len(nulls):
+                raise ImageError("the image is null", row=int(nulls[0]))
+            places = encoded.places[some]
+            draw = self._draw_of(image.column, row_index, numbers)
             crops = image.crops(pixels.sizes(places), draw)
             pixels.render(
-                places, crops.boxes, crops.flips, view, out,
-                restart_indexes=self._restart_indexes_of(at, blocks, row_index, (starts, lengths)),
+                places, crops.boxes, crops.flips, view,
+                out[some.start * view.bytes : some.stop * view.bytes],
+                restart_indexes=None if kept is None else kept[some],
                 may_reduce=image.may_reduce,
                 changes=image.changes(len(places), draw),
             )  # fmt: skip
         except ImageError as error:
-            raise self._placed(image, blocks, row_index, error) from error
+            raise self._placed(image, blocks, row_index, numbers, error) from error
 
     def _restart_indexes_of(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
@@ -95,11 +170,10 @@ class SlabImages:
         (starts, lengths), of = spans, row_index[:, 0].astype(np.int64)
         return restart_indexes.places(self._restart_indexes, of, before[of] + starts, lengths)
 
-    def _draw_of(self, column: str, row_index: RowIndex) -> Draw:
+    def _draw_of(self, column: str, row_index: RowIndex, numbers: npt.NDArray[np.int32]) -> Draw:
         """What draws the numbers of a step for each of these samples."""
-        shards = np.array([origin.shard for origin in self._origins], np.int64)[row_index[:, 0]]
-        first = np.array([origin.first_row for origin in self._origins], np.int64)
-        rows = first[row_index[:, 0]] + self._numbers[: len(row_index)]
+        shards = self._shards[row_index[:, 0]]
+        rows = self._first_rows[row_index[:, 0]] + numbers
         seed, epoch = self._render.seed, self._render.epoch
         return lambda step, count: draws.uniform(
             draws.draw_keys(column, step, seed, epoch, shards, rows), count
@@ -110,11 +184,12 @@ class SlabImages:
         image: ImageSteps,
         blocks: Sequence[BlockColumns],
         row_index: RowIndex,
+        numbers: npt.NDArray[np.int32],
         error: ImageError,
-    ) -> DataplaneError:
+    ) -> ImageError:
         block, place = row_index[int(error.row or 0)].tolist()
         origin, key = self._origins[block], _key_of(blocks[block], place)
-        row = origin.first_row + int(self._numbers[int(error.row or 0)])
+        row = origin.first_row + int(numbers[int(error.row or 0)])
         named = " of those in the view" if origin.of_view else ""
         named += "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
@@ -152,19 +227,6 @@ def _key_of(block: BlockColumns, row: int) -> str | None:
     if isinstance(key, bytes):
         key = key.decode(errors="replace")
     return key[:_KEY_LENGTH_MAX] if isinstance(key, str) else None
-
-
-def _spans(at: int, rows: Rows, count: int) -> tuple[Ints, Ints]:
-    """Where each encoded image starts in the values of its block, and its length.
-
-    Shapes:  result: int64[count], int64[count].
-    Raises:  ImageError: there is none; row is its place.
-    """
-    nulls = np.flatnonzero(rows.valid(at, count) == 0)
-    if len(nulls):
-        raise ImageError("the image is null", row=int(nulls[0]))
-    starts, lengths = rows.spans(at)
-    return starts[:count], lengths[:count]
 
 
 def _bytes_of(specs: Sequence[ColumnSpec]) -> tuple[int, ...]:

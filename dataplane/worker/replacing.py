@@ -3,55 +3,139 @@
 1. A row gets the place of another one only within its block, so that no other block is read, and
    the same one on all nodes: docs/order.md specifies which.
 2. A row that was taken out of the job takes no place.
+3. An image that was decoded is not decoded again because others of its slab cannot be.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, field
 
 from dataplane.changes import ReplacedRow
 from dataplane.errors import ImageError
 from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock
-from dataplane.worker.columns import RowIndex, by_block
+from dataplane.worker.columns import Bytes, RowIndex, by_block
+from dataplane.worker.gather import Gathered
+from dataplane.worker.named_sources import Gathers
 
 Check = Callable[[OpenBlock, int], ImageError | None]
 """What is wrong with the images of this row of a block; None if they can be decoded."""
 _REASON_MAX = 300
+_AT_ONCE = 16
+"""Images that are decoded together, and again one by one if one of them cannot be."""
+
+
+class TriedImages(Struct):
+    """The images of a slab that is gathered, then gathered again with other rows in the places of
+    those with `faults`, by place. `pixels` are what each column got the last time, when the rows
+    had these `numbers`.
+
+    Shapes:  numbers: int32[rows].   pixels[c]: uint8[n * bytes of one image].
+    """
+
+    numbers: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pixels: dict[int, Bytes] = field(default_factory=dict)
+    faults: dict[int, ImageError] = field(default_factory=dict)
+
+    def begin_again(self, numbers: npt.NDArray[np.int32]) -> None:
+        """The slab, which has the rows of these numbers, will be written again."""
+        self.numbers, self.faults = numbers, {}
+        try:
+            # A copy, since other columns may take other places in the slab.
+            self.pixels = {at: made.copy() for at, made in self.pixels.items()}
+        except MemoryError:
+            self.pixels = {}  # so all images are decoded again
+
+    def missing(
+        self, at: int, numbers: npt.NDArray[np.int32], size: int, out: Bytes
+    ) -> list[slice]:
+        """Write the pixels of a column that were made the last time; returns the places of those
+        that were not.
+        """
+        made = self.pixels.get(at, out[:0])[: len(out)]
+        out[: len(made)] = made
+        self.pixels[at] = out
+        known, count = len(made) // size, len(out) // size
+        others = np.flatnonzero(numbers[:known] != self.numbers[:known]).tolist()
+        starts = range(known, count, _AT_ONCE)
+        return [
+            *(slice(place, place + 1) for place in others),
+            *(slice(start, min(start + _AT_ONCE, count)) for start in starts),
+        ]
+
+
+class ReplacingGather:
+    """What another gathers, with other rows in the places of those whose images cannot be decoded;
+    `told` gets these, by shard and row.
+
+    Shapes:  row_index: int32[rows, 2].
+    """
+
+    def __init__(
+        self,
+        body: Assemble,
+        blocks: Sequence[OpenBlock],
+        row_index: RowIndex,
+        gather: Callable[[RowIndex, TriedImages], Gathers],
+        check: Check,
+        told: dict[tuple[str, int], ReplacedRow],
+    ) -> None:
+        assert body.render is not None
+        self._seed, self._unfit = body.render.seed, rows_taken_out(body)
+        self._blocks, self._gather, self._check, self._told = blocks, gather, check, told
+        # A copy, since the trainer can write to the memory of the index.
+        self._index = np.array(row_index, np.int32, order="C")
+
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
+        """As that of the other.
+
+        Raises:  ImageError: no row of a block can be decoded, or not all of them are in memory.
+        """
+        tried = TriedImages()
+        while True:
+            made = self._gather(self._index, tried).into(slab, expect)
+            if not tried.faults:
+                return made
+            before = self._index
+            self._index, told = with_replaced(
+                self._seed, self._blocks, before, tried.faults, self._unfit, self._check
+            )
+            self._told.update(((one.url, one.row), one) for one in told)
+            tried.begin_again(before[:, 1])
 
 
 def with_replaced(
-    body: Assemble, blocks: Sequence[OpenBlock], row_index: RowIndex, check: Check
-) -> tuple[RowIndex, tuple[ReplacedRow, ...]]:
-    """The row index with other rows in the places of those whose images cannot be decoded, and
-    which rows these are.
+    seed: int,
+    blocks: Sequence[OpenBlock],
+    row_index: RowIndex,
+    faults: Mapping[int, ImageError],
+    unfit: Sequence[set[int]],
+    check: Check,
+) -> tuple[RowIndex, list[ReplacedRow]]:
+    """The row index with other rows in the places of those that have faults, and which rows these
+    are. `unfit` rows of each block cannot take the place of others; more are added.
 
     Shapes:  row_index, result: int32[rows, 2].
     Raises:  ImageError: no row of a block can be decoded, or not all of them are in memory.
     """
-    assert body.render is not None
-    # A copy, since the trainer can write to the memory of the index.
-    found = np.array(row_index, np.int32, order="C")
-    told: list[ReplacedRow] = []
-    taken_out = _rows_taken_out(body)
-    for at, rows, places in by_block(found):
+    found, told = row_index.copy(), list[ReplacedRow]()
+    bad = np.array(sorted(faults), np.int64)
+    for at, rows, places in by_block(row_index[bad]):
         block = blocks[at]
-        faults = {row: check(block, row) for row in dict.fromkeys(rows.tolist())}
-        bad = {row: fault for row, fault in faults.items() if fault is not None}
-        if not bad:
-            continue
-        unfit = {*taken_out[at], *bad}
-        stand_in = {
-            row: _stand_in(block, row, fault, unfit, body.render.seed, check)
-            for row, fault in bad.items()
-        }
-        found[places, 1] = [stand_in.get(row, row) for row in rows.tolist()]
-        told += (_told(block.origin, row, stand_in[row], fault) for row, fault in bad.items())
-    return found, tuple(told)
+        faulty = dict(zip(rows.tolist(), bad[places].tolist(), strict=True))
+        unfit[at].update(faulty)
+        for row, place in faulty.items():
+            fault = faults[place]
+            instead = _stand_in(block, row, fault, unfit[at], seed, check)
+            found[(row_index == (at, row)).all(axis=1), 1] = instead
+            told.append(_told(block.origin, row, instead, fault))
+    return found, told
 
 
 def _stand_in(
@@ -78,12 +162,12 @@ def _failed(fault: ImageError, why: str) -> ImageError:
     return ImageError(f"{fault}; no other row can take its place: {why}", **fault.nouns)
 
 
-def _rows_taken_out(body: Assemble) -> list[frozenset[int]]:
+def rows_taken_out(body: Assemble) -> list[set[int]]:
     """Those of each block of the task."""
     if not body.taken_out_counts:
-        return [frozenset()] * len(body.block_keys)
+        return [set() for _ in body.block_keys]
     rows = iter(one.row for one in body.taken_out)
-    return [frozenset(itertools.islice(rows, count)) for count in body.taken_out_counts]
+    return [set(itertools.islice(rows, count)) for count in body.taken_out_counts]
 
 
 def _told(origin: Origin | None, row: int, instead: int, fault: ImageError) -> ReplacedRow:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.changes import ReplacedRow
-from dataplane.errors import ConfigError, CorruptShard, DataplaneError, ImageError, PeerLost
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -39,12 +39,12 @@ from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, open_b
 from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
 from dataplane.worker.disk_time import timed
 from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
-from dataplane.worker.gather import Gather, Gathered
+from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShards
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
-from dataplane.worker.replacing import with_replaced
+from dataplane.worker.replacing import ReplacingGather, TriedImages
 
 
 class _State(Struct):
@@ -208,20 +208,17 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        replaced: tuple[ReplacedRow, ...] = ()
-        try:
-            made = _gathered(state, dataset, body, rows)
-        except ImageError:
-            if body.render is None or not body.render.replaces:
-                raise
-            check = partial(image_fault, dataset, body.render)
-            rows, replaced = with_replaced(body, blocks, rows, check)
-            made = _gathered(state, dataset, body, rows)
+        told: dict[tuple[str, int], ReplacedRow] = {}
+        gathers = partial(_gather_of, state, dataset, told)
+        gather = slab_gather(dataset, body, rows, gathers, state.tell)
+        slab = arena.view(body.slab.offset, body.slab.length)
+        made = gather.into(slab, partial(arena.prepare, body.slab.offset))
         _keep(state, arena, body, made.bytes_used)
         layout = encode(Layout(made.columns)) if made.batch_count else b""
         return tasks.Assembled(
-            made.batch_count, made.bytes_needed, made.bytes_used, layout, replaced=replaced
-        )
+            made.batch_count, made.bytes_needed, made.bytes_used, layout,
+            replaced=tuple(told.values()),
+        )  # fmt: skip
     finally:
         # Check after reading: earlier changes of the file may be among the rows, or have caused the
         # error.
@@ -229,25 +226,35 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             shard.check()
 
 
-def _gathered(
-    state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
-) -> Gathered:
-    """Write the slab of a task."""
-    arena = state.arenas[body.arena_id]
-    gather = slab_gather(dataset, body, rows, partial(_gather_of, state, dataset), state.tell)
-    slab = arena.view(body.slab.offset, body.slab.length)
-    return gather.into(slab, partial(arena.prepare, body.slab.offset))
-
-
 def _gather_of(
-    state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
+    state: _State,
+    dataset: ReadDataset,
+    told: dict[tuple[str, int], ReplacedRow],
+    body: tasks.Assemble,
+    rows: RowIndex,
 ) -> Gathers:
+    """Gathers rows of a task; `told` gets those that have others in their places."""
     blocks = [state.blocks[key] for key in body.block_keys]
-    places = places_of(rows, [block.numbers for block in blocks])
     if dataset.packs is not None:
+        places = places_of(rows, [block.numbers for block in blocks])
         named = tuple(zip(body.block_keys, AskedPacks.of_blocks(body), strict=True))
         return _pack_gather(state, dataset.packs, named, places, body.batches)
-    slab_images = slab_images_of(dataset, blocks, body.render, rows)
+    gather = partial(_row_gather, dataset, body, blocks)
+    if body.render is None or not body.render.replaces:
+        return gather(rows)
+    check = partial(image_fault, dataset, body.render)
+    return ReplacingGather(body, blocks, rows, gather, check, told)
+
+
+def _row_gather(
+    dataset: ReadDataset,
+    body: tasks.Assemble,
+    blocks: Sequence[OpenBlock],
+    rows: RowIndex,
+    tried: TriedImages | None = None,
+) -> Gather:
+    places = places_of(rows, [block.numbers for block in blocks])
+    slab_images = slab_images_of(dataset, blocks, body.render, rows, tried)
     specs = dataset.plan.specs if slab_images is None else slab_images.specs
     columns, lists = [block.columns for block in blocks], dataset.plan.lists
     return Gather(specs, columns, places, body.batches, slab_images=slab_images, lists=lists)
