@@ -97,8 +97,8 @@ async def _watch(ask: Ask) -> None:
 
 
 def render(found: StatusResponse) -> Group:
-    """Tables of jobs, ranks and nodes, of where blocks came from, of the nodes that make slabs for
-    others, and of the stores that nodes wait for.
+    """Tables of jobs, ranks and nodes, of where blocks came from and where they are kept, of the
+    nodes that make slabs for others, and of the stores that nodes wait for.
     """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
@@ -124,7 +124,7 @@ def render(found: StatusResponse) -> Group:
     )
     parts: list[Table | Text] = []
     nodes, blocks, away = _of_nodes(found.nodes)
-    for one in (jobs, ranks, nodes, blocks, _makers(found), away):
+    for one in (jobs, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
         if one.row_count:
             parts += [one, Text()]
     about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
@@ -183,6 +183,28 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
         "stores that do not answer",
     )
     return nodes, blocks, away
+
+
+def _held(found: tuple[NodeStatus, ...]) -> Table:
+    """How full the memory for blocks and the disk of each node are."""
+    rows = [
+        (
+            node.node_id,
+            _filled(node.held.memory_bytes, node.held.memory_limit_bytes),
+            _filled(node.held.disk_bytes, node.held.disk_limit_bytes),
+            node.held.disk_blocks or None,
+        )
+        for node in found
+        if node.held.memory_limit_bytes
+    ]
+    return output.table(("node", "memory", "disk", "files"), rows, "where blocks are kept")
+
+
+def _filled(used: int, limit: int) -> str | None:
+    if not limit:
+        return None
+    told = output.approximate_bytes
+    return f"{told(used)} of {told(limit)} ({used / limit:.0%})"
 
 
 def _makers(found: StatusResponse) -> Table:

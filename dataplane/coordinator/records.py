@@ -11,6 +11,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
+from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     ChangeRequest,
     ChangeResponse,
@@ -151,6 +152,7 @@ class NodeRecord(Struct, frozen=True):
     reads: NodeReads = field(default_factory=NodeReads)
     known: tuple[KnownNodes, ...] = ()
     is_short: bool = False
+    held: HeldBlocks = field(default_factory=HeldBlocks)
 
 
 Record = Job | Member | Incarnation | LedgerRecord

@@ -257,6 +257,7 @@ class CoordinatorState:
             request.reads,
             request.known,
             is_short=request.is_short or not request.node.worker_count,
+            held=request.held,
         )
         self._nodes.heard(node, self._clock)
         verdicts = tuple(self._renew(node_id, one) for one in request.members)

@@ -202,7 +202,7 @@ class Heartbeat:
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
             self._node, progress, away, holds.count, holds.longest_s, self._reads(), known,
-            self._engine.scheduler.is_short,
+            self._engine.scheduler.is_short, self._engine.scheduler.held,
         )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)

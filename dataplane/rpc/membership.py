@@ -14,6 +14,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
+from dataplane.rpc.held import HeldBlocks
 from dataplane.weights import MixHistory
 
 
@@ -209,6 +210,7 @@ class HeartbeatRequest(Struct, frozen=True):
     reads: NodeReads = field(default_factory=NodeReads)
     known: tuple[KnownNodes, ...] = ()
     is_short: bool = False
+    held: HeldBlocks = field(default_factory=HeldBlocks)
 
 
 class MemberVerdict(Struct, frozen=True):
@@ -306,6 +308,7 @@ class NodeStatus(Struct, frozen=True):
     known: tuple[KnownNodes, ...] = ()
     worker_count: int = 0
     is_short: bool = False
+    held: HeldBlocks = field(default_factory=HeldBlocks)
 
 
 class StatusResponse(Struct, frozen=True):

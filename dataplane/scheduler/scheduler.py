@@ -28,6 +28,7 @@ from typing import Any
 
 from dataplane.arena.allocator import Allocator
 from dataplane.rpc import messages
+from dataplane.rpc.held import HeldBlocks
 from dataplane.scheduler import events
 from dataplane.scheduler.account import stage_times
 from dataplane.scheduler.asks import Asks
@@ -74,14 +75,14 @@ class Scheduler:
         self._stall_timeout_s = stall_timeout_s
         self._time = Moment()
         self._effects: list[events.Effect] = []
-        allocator = Allocator(arena_bytes)
+        allocator = self._allocator = Allocator(arena_bytes)
         self._streams = StreamTable()
         self._shared = SharedSlabs(allocator, self._streams, self._time)
         self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
         waiting = WaitingTasks(self._time, self._blocks.holdings)
         self._borrowed = Borrowed(self._blocks)
         self._asks = Asks(self._blocks, waiting, self._borrowed, self._do, self._time)
-        tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
+        tier = self._tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
         keeping = Keeping(tier, self._blocks, self._asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
@@ -145,6 +146,14 @@ class Scheduler:
     def found_bytes(self) -> int:
         """How much of the blocks that streams needed was in memory."""
         return self._reuse.found_bytes
+
+    @property
+    def held(self) -> HeldBlocks:
+        """How full memory and disk are."""
+        memory, tier = self._allocator, self._tier
+        used_bytes = memory.size_bytes - memory.free_bytes
+        on_disk = tier.used_bytes, tier.limit_bytes, len(tier)
+        return HeldBlocks(used_bytes, memory.size_bytes, *on_disk)
 
     def _do(self, effect: events.Effect) -> None:
         self._effects.append(effect)

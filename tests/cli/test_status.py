@@ -17,6 +17,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model import Topology
+from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JobStatus,
@@ -34,6 +35,7 @@ AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connecti
 NODE = RegisterNodeRequest(
     "node-1", "host-1", 17, VERSION, PROTOCOL_VERSION, "10.0.0.1:7078", 64 << 30, 8
 )
+HELD = HeldBlocks(16 << 30, 64 << 30, 300 << 30, 400 << 30, 98_304)
 READS = NodeReads(2, 5 << 30, 64 << 20, 3 << 30, 2 << 30, 1 << 30, 7 << 30)
 
 
@@ -54,7 +56,7 @@ async def coordinator_with_one_of_two_ranks():
         ]
         await join_one(server.coordinator, "m-1")
         known = (KnownNodes("job-1", joined.nodes.version),)
-        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, READS, known)
+        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, READS, known, held=HELD)
         await server.coordinator.heartbeat(beat)
         yield address, server.coordinator
     finally:
@@ -99,6 +101,11 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     blocks = next(line for line in out.splitlines() if "10.0.0.1:7078" in line).split()
     came = ["5.0", "GiB", "3.0", "GiB", "7.0", "GiB", "1.0", "GiB", "2.0", "GiB"]
     assert blocks == ["node-1", "10.0.0.1:7078", *came]
+    kept = out[out.index("where blocks are kept") :].splitlines()
+    held = next(line for line in kept if line.split()[:1] == ["node-1"])
+    assert " ".join(held.split()[1:]) == (
+        "16.0 GiB of 64.0 GiB (25%) 300.0 GiB of 400.0 GiB (75%) 98,304"
+    )
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
     assert "ranks from" in out
     away = next(line for line in out.splitlines() if "s3://lab" in line)
@@ -135,6 +142,10 @@ def test_json_has_the_same_for_programs():
     assert node["data_address"] == "10.0.0.1:7078"
     assert (node["reads"]["neighbour_bytes"], node["reads"]["lent_bytes"]) == (3 << 30, 2 << 30)
     assert (node["reads"]["memory_bytes"], node["reads"]["disk_bytes"]) == (1 << 30, 7 << 30)
+    assert node["held"] == {
+        "memory_bytes": 16 << 30, "memory_limit_bytes": 64 << 30,
+        "disk_bytes": 300 << 30, "disk_limit_bytes": 400 << 30, "disk_blocks": 98_304,
+    }  # fmt: skip
     address, arena_bytes = "10.0.0.1:7078", 64 << 30
     lends = {
         "node_id": "node-1", "address": address, "arena_bytes": arena_bytes, "worker_count": 0,

@@ -22,6 +22,7 @@ from dataplane.node.heartbeat import Heartbeat, beat_after_s
 from dataplane.node.member import ServedMember
 from dataplane.node.replaced import ReplacedRows
 from dataplane.node.watchdog import Watchdog
+from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -146,7 +147,10 @@ def test_a_rank_waits_for_the_others_of_its_launch(lasts: str, monkeypatch: Any)
         answers, member = Answers(), Joined()
         tables = SimpleNamespace(known=tuple)
         jobs: Any = SimpleNamespace(members={"m": member}, joined=asyncio.Event(), tables=tables)
-        scheduler, replaced = SimpleNamespace(is_short=False), ReplacedRows(Trace("test"))
+        scheduler, replaced = (
+            SimpleNamespace(is_short=False, held=HeldBlocks()),
+            ReplacedRows(Trace("test")),
+        )
         engine: Any = SimpleNamespace(scheduler=scheduler, replaced=replaced)
         monkeypatch.setattr(heartbeat, "progress_of", lambda _: progress())
         # Without fast beats while the launch gathers, the second one would not come.

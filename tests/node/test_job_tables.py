@@ -29,6 +29,7 @@ from dataplane.node.replaced import ReplacedRows
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode, NodeReads
 from dataplane.security import tokens
 from dataplane.security.node_identity import own_identity
@@ -126,7 +127,7 @@ def one_beat(
     """The heartbeat of a node n, which beats only after joins."""
     jobs: Any = SimpleNamespace(members={}, tables=tables, joined=asyncio.Event())
     trace = Trace("test")
-    scheduler, replaced = SimpleNamespace(is_short=is_short), ReplacedRows(trace)
+    scheduler, replaced = SimpleNamespace(is_short=is_short, held=HeldBlocks()), ReplacedRows(trace)
     engine: Any = SimpleNamespace(scheduler=scheduler, replaced=replaced)
     beat = Heartbeat(
         config, coordinator, jobs, engine, "n", trace, Outages(), Watchdog(trace), NodeReads,

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import config, errors, model
-from dataplane.rpc import convert, fetches, lending, local, making, membership, messages, tasks
+from dataplane.rpc import (
+    convert,
+    fetches,
+    held,
+    lending,
+    local,
+    making,
+    membership,
+    messages,
+    tasks,
+)
 from dataplane.rpc.v1 import (
     coordinator_pb2,
     fetcher_pb2,
@@ -26,7 +36,7 @@ from dataplane.rpc.v1 import (
 
 VALUES = [
     cls
-    for module in (membership, messages, tasks, fetches, lending, making)
+    for module in (membership, held, messages, tasks, fetches, lending, making)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
 ] + list(convert._SHARED.values())

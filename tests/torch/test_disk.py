@@ -75,6 +75,7 @@ class Job:
         self, url: str, folder: Path, cache_bytes: int, arena_bytes: int, rows: int = ROWS
     ) -> None:
         self._url, self._rows = url, rows
+        self.held: dict[str, int] = {}
         self._settings = (
             *("--cache-dir", str(folder / "cache"), "--cache-bytes", f"{cache_bytes}"),
             *("--worker-count", "1", "--lease-s", "0.8"),
@@ -96,6 +97,7 @@ class Job:
                 now = reads(service.address)
                 found.append(now - before)
                 before = now
+            self.held = status(service.address)["nodes"][0]["held"]
             of_loader = loader.statistics()
             assert of_loader.disk_bytes <= of_loader.read_bytes
             assert bool(of_loader.disk_bytes) == bool(before["disk_bytes"])
@@ -134,6 +136,12 @@ def test_later_epochs_and_runs_come_from_the_disk(url: str, tmp_path: Path) -> N
     assert DATASET_BYTES <= first["read_bytes"] < 1.1 * DATASET_BYTES
     assert all(not epoch["read_bytes"] for epoch in later)
     assert all(epoch["disk_bytes"] > DATASET_BYTES / 2 for epoch in later)
+    blocks, held = tmp_path / "cache" / "blocks", job.held
+    files = [each for each in blocks.rglob("*") if each.name.isdecimal() and each.is_file()]
+    assert held["disk_blocks"] == len(files)
+    assert sum(each.stat().st_size for each in files) <= held["disk_bytes"] < 1.1 * DATASET_BYTES
+    assert held["disk_limit_bytes"] == 2 * DATASET_BYTES
+    assert 0 < held["memory_bytes"] <= held["memory_limit_bytes"] == 8 * MIB
     (again,) = job.epochs(1)
     assert again["read_bytes"] < MIB  # preambles
     assert again["disk_bytes"] >= DATASET_BYTES
