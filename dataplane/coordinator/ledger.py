@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 
@@ -71,8 +72,7 @@ class JobLedger:
         self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
-        some = (entry for entry in self.entries if entry.kind == QUARANTINE)
-        self._quarantined = {row for entry in some for row in quarantined_rows(entry)}
+        self._quarantined = _rows_of([one for one in self.entries if one.kind == QUARANTINE])
 
     def reading(self, job: Job, progress: MemberProgress, by: str, now: float) -> list[Write]:
         """A member of the job's present generation reads: note the start of its launch."""
@@ -265,6 +265,17 @@ class JobLedger:
             at for at, one in enumerate(self.entries) if one.kind in kinds and one is not self._open
         )
         return Forget(LedgerRecord, self._job_id, str(self.entries.pop(next(may_go)).seq))
+
+
+def _rows_of(entries: Iterable[LedgerEntry]) -> set[tuple[str, int]]:
+    """The rows that entries say cannot be decoded; none of a damaged one, which must not keep a
+    coordinator from starting.
+    """
+    rows = set[tuple[str, int]]()
+    for entry in entries:
+        with contextlib.suppress(ConfigError):
+            rows.update(quarantined_rows(entry))
+    return rows
 
 
 def _launch(job: Job) -> str:

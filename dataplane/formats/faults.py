@@ -30,6 +30,7 @@ FOREIGN = (
 # Messages of libraries that do not raise a MemoryError.
 _MEMORY_WORDS = (
     "bad_alloc",
+    "out of memory",
     "malloc of size",
     "realloc of size",
     "cannot allocate memory",

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dataplane.changes import ReplacedRow
 from dataplane.node.delivery import DeliveryArena
-from dataplane.redact import unsigned
+from dataplane.redact import redacted, unsigned
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
 from dataplane.trace import Trace
@@ -19,6 +19,8 @@ from dataplane.trace import Trace
 ROWS_MAX = 1024
 """That are told of each job: one with more has a problem that lines of a log do not solve."""
 _AT_ONCE = 64
+_TEXT_MAX = 1024
+"""Of what another node says: a heartbeat must be sent, whatever that is."""
 _JOBS_MAX = 64
 _RowName = tuple[str, int]
 
@@ -35,7 +37,9 @@ class ReplacedRows:
         """A slab of this delivery was made, or could not be. Another node's jobs are its own."""
         if isinstance(result, tasks.Assembled) and delivery.job_id:
             for row in result.replaced:
-                self._note(delivery.job_id, replace(row, url=unsigned(row.url)))
+                url, reason = redacted(unsigned(row.url)), row.reason
+                told = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
+                self._note(delivery.job_id, told)
 
     def report(self, progress: MemberProgress) -> MemberProgress:
         """The progress of a member, with rows of its job that were not reported yet."""

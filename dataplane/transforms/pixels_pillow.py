@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from dataplane.errors import ImageError
+from dataplane.formats.faults import is_out_of_memory
 from dataplane.transforms.not_images import said_of
 
 Bytes = NDArray[np.uint8]
@@ -63,6 +64,7 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
 
     Shapes:  images: int64[n, 2], address and length of each.
     Raises:  ImageError: Pillow refuses it, or an operation on it inside the `with` block.
+    MemoryError: it may be a good image.
     """
     address, length = images[row].tolist()
     encoded = ctypes.string_at(address, length) if length else b""
@@ -79,6 +81,8 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
     except UnidentifiedImageError:
         raise ImageError(said_of(encoded), row=row) from None
     except _FAULTS as fault:
+        if is_out_of_memory(fault):
+            raise MemoryError(str(fault)) from fault
         raise ImageError(f"Pillow cannot decode it: {fault}", row=row) from fault
 
 

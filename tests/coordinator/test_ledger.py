@@ -14,7 +14,7 @@ from dataplane.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
 from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerPosition, faults
+from dataplane.ledger import LedgerEntry, LedgerPosition, faults
 from dataplane.mixture import MixtureSpec, SourceSpec
 from dataplane.model import DatasetIdentity
 from dataplane.rpc.membership import (
@@ -370,3 +370,9 @@ def test_1_rows_that_cannot_be_decoded_are_noted_once_by_whoever_finds_them(mach
     assert [(row["row"], len(row["url"])) for row in last] == [(6, 1024), (7, 1024)]
     machine.verdict(epoch=0, cursor=80, began=(0, 0), replaced=replaced(99))
     assert json.loads(entries(machine)[-1].payload)["rows"] == last, "no more than the bound"
+
+
+@pytest.mark.parametrize("payload", ["[]", '{"rows":7}', '{"rows":[{"row":1}]}'])
+def test_a_damaged_entry_of_rows_does_not_keep_a_coordinator_from_starting(payload) -> None:
+    entry = LedgerEntry(1, "quarantine", LedgerPosition(0, 0), payload, "n0", 0.0, "")
+    assert ledger.JobLedger("j", [entry]).entries == [entry]

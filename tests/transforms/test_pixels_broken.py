@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import without
 from pictures import Encoded, drawn, encoded, exif, made, sizes
+from PIL import Image
 
 from dataplane.errors import ImageError
+from dataplane.transforms import pixels_pillow
 from dataplane.transforms.pixels import render
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
 from dataplane.transforms.view import PixelView
@@ -190,3 +192,14 @@ def test_arrays_of_other_lengths_are_refused(wrong: str) -> None:
     arrays[wrong] = arrays[wrong][:1]
     with pytest.raises(ValueError, match="length"):
         render(places.places, arrays["boxes"], arrays["flips"], VIEW, arrays["out"])
+
+
+def test_an_image_for_which_memory_ran_out_is_not_a_bad_one() -> None:
+    """Otherwise a row would be replaced on one machine, and not on another."""
+    sink = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(sink, "PNG")
+    held = np.frombuffer(sink.getvalue(), np.uint8)
+    images = np.array([(held.ctypes.data, len(held))], np.int64)
+    said = f"{Image.core.getcodecstatus(-9)} when reading image file"
+    with pytest.raises(MemoryError, match=said), pixels_pillow.opened(images, 0):
+        raise OSError(said)
