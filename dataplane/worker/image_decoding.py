@@ -192,10 +192,12 @@ class SlabImages:
         row = origin.first_row + int(numbers[int(error.row or 0)])
         named = " of those in the view" if origin.of_view else ""
         named += "" if key is None else f" ({KEY} {key!r})"
+        other = "" if self._render.replaces else (
+            'to go on with another row in its place: bad_images="replace"; '
+        )  # fmt: skip
         return ImageError(
             f"{origin.url}: row {row}{named}, column {image.column!r}: {error}"
-            ' (to go on with another row in its place: bad_images="replace"; to train without'
-            f" this row: {_without(origin, row, key)})",
+            f" ({other}to train without this row: {_without(origin, row, key)})",
             shard=origin.url,
             row=row,
             column=image.column,

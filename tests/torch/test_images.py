@@ -336,6 +336,15 @@ def test_other_rows_take_the_places_of_images_that_cannot_be_decoded(tmp_path, m
     assert [number for numbers in zip(*parts, strict=True) for number in numbers] == rest
 
 
+def test_where_no_row_can_take_a_place_the_error_does_not_advise_to_replace(tmp_path) -> None:
+    pq.write_table(pa.table({"jpg": [b"no", b"neither"]}), tmp_path / "a.parquet")
+    options = {"transforms": {"jpg": CROP}, "bad_images": "replace"}
+    none_left = pytest.raises(ImageError, match="none of the 2 rows of its block")
+    with DataLoader(tmp_path, 2, **options) as loader, none_left as caught:
+        list(loader)
+    assert "bad_images" not in str(caught.value)
+
+
 def test_bad_images_is_raise_or_replace(shards) -> None:
     for wrong in ("skip", None, True):
         with pytest.raises(ConfigError, match=r'choose "raise".*or "replace"') as caught:
