@@ -32,7 +32,8 @@ _PASSES_HELD = 4
 
 
 class SourceOrder(Struct, frozen=True):
-    """How one source is shuffled.
+    """How one source is shuffled. If it is `balanced`, its samples are packs that plan/balance.py
+    has numbered.
 
     Shapes:  block_rows: integer[K].
     """
@@ -40,6 +41,7 @@ class SourceOrder(Struct, frozen=True):
     block_rows: NDArray[np.integer]
     window: int = 1
     ramp: int = 0
+    balanced: bool = False
 
 
 class _Rounds(Struct, frozen=True):
@@ -317,7 +319,8 @@ class MixedOrder:
         of = self._sources[source]
         seed = key(self._seed, Domain.SOURCE, source)
         return Order(
-            of.block_rows, seed, self._shuffle, self._lanes, of.window, number, of.ramp
+            of.block_rows, seed, self._shuffle, self._lanes, of.window, number, of.ramp,
+            balanced=of.balanced,
         )  # fmt: skip
 
     def _pass(self, source: int, number: int) -> Order:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from dataplane.changes import Tombstone
 from dataplane.config import JobSpec
+from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
@@ -24,7 +25,6 @@ def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
 
     Raises:  ConfigError: as `Order`.
     """
-    pack = spec.view.pack
     return Order(
         manifest.block_rows,
         spec.seed,
@@ -33,7 +33,7 @@ def order_of(spec: JobSpec, manifest: Manifest, epoch: int) -> Order:
         spec.window,
         epoch,
         spec.ramp,
-        balanced=pack is not None and pack.balanced,
+        balanced=_is_balanced(spec.view),
     )
 
 
@@ -47,10 +47,14 @@ def job_order(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> Trace
         return order_of(spec, manifests[0], epoch)
     plan = _plan_of(spec, manifests, epoch)
     sources = [
-        SourceOrder(manifest.block_rows, source.window, source.ramp)
+        SourceOrder(manifest.block_rows, source.window, source.ramp, _is_balanced(source.view))
         for manifest, source in zip(manifests, spec.mixture.sources, strict=True)
     ]
     return MixedOrder(plan, sources, spec.seed, spec.shuffle, spec.lanes)
+
+
+def _is_balanced(view: View) -> bool:
+    return view.pack is not None and view.pack.balanced
 
 
 def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) -> int:

@@ -105,9 +105,10 @@ def pack_spec(given: object) -> PackSpec | None:
 
 
 def balanced(
-    pack: PackSpec | None, given: object, *, shuffle: bool, is_mixture: bool
+    pack: PackSpec | None, given: object, *, shuffle: bool, mixes: bool
 ) -> PackSpec | None:
-    """The packs of a job, balanced if this argument of a DataLoader asks for it.
+    """The packs of a job, balanced if this argument of a DataLoader asks for it. If it `mixes`, a
+    global batch has packs of several sources.
 
     Raises:  ConfigError: it is not "cost", or this job cannot have it.
     """
@@ -115,8 +116,13 @@ def balanced(
         return pack
     if given != "cost":
         raise _refused(given, 'pass "cost", or leave it out')
-    if is_mixture:
-        raise _refused(given, "ranks have packs of different sources at a step: leave it out")
+    if mixes:
+        raise _refused(
+            given,
+            "ranks have packs of different sources at a step of this mixture: pass "
+            'Mixture(…, unit="batch"), which takes each global batch from one source, or leave it '
+            "out",
+        )
     if pack is None:
         raise _refused(given, f"only packs have such costs: pass {_EXAMPLE}, too")
     if not shuffle:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, End, PackPolicy, Topology, View
+from dataplane.model import ColumnOptions, End, MixUnit, PackPolicy, PackSpec, Topology, View
 from dataplane.rpc.messages import (
     DatasetSource,
     JobOpened,
@@ -123,10 +123,10 @@ def job_of(given: Arguments) -> JobToOpen:
         view.pack,
         options["balance"],
         shuffle=bool(given.shuffle),
-        is_mixture=mixture is not None,
+        mixes=mixture is not None and mixture.unit != MixUnit.BATCH,
     )
     view = dataclasses.replace(view, pack=pack)
-    mixture_asked = None if mixture is None else _mixture(mixture, by_source, options)
+    mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
     if given.timeout < 0:
         raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
     request = OpenJob(
@@ -226,15 +226,19 @@ def refuse_arguments(given: Arguments) -> None:
 
 
 def _mixture(
-    mixture: Mixture, urls: Mapping[str, tuple[str, ...]], options: UrlOptions
+    mixture: Mixture,
+    urls: Mapping[str, tuple[str, ...]],
+    options: UrlOptions,
+    pack: PackSpec | None,
 ) -> MixtureAsked:
-    """The mixture; each source has the loader's options of rows, unless it has its own. Batches are
-    made of samples of all of them.
+    """The mixture; each source has the loader's options of rows, unless it has its own, and the
+    loader's packs. Batches are made of samples of all of them.
     """
     views, options = {}, cast("UrlOptions", {**options, "collate": None})
     for name, source in mixture.sources.items():
         try:
-            views[name] = _view(cast("UrlOptions", {**options, **source.own_options()}))
+            own = _view(cast("UrlOptions", {**options, **source.own_options()}))
+            views[name] = dataclasses.replace(own, pack=pack)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", **error.nouns) from error
     return mixture.asked(urls, views, options["format"] or "")

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from plan import golden, plain
 
-from dataplane.model import PackPolicy, PackSpec
+from dataplane.model import Exhausted, PackPolicy, PackSpec
 from dataplane.plan.balance import numbered
+from dataplane.plan.mixed_order import MixedOrder, SourceOrder
+from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.packs import costs, packs_of
 
@@ -52,6 +54,36 @@ def test_positions_are_found_alike_in_any_company(
     whole = order.locate(np.arange(order.sample_count))
     found = balanced(rows, seed, lanes, window, 1, 0).locate(chosen)
     assert np.array_equal(found, [each[chosen] for each in whole])
+
+
+@few
+@given(LAYOUTS, LAYOUTS, SEEDS, WINDOWS, RAMPS, st.integers(0, 2), st.integers(1, 20))
+def test_batches_of_one_source_each_have_the_balanced_order_of_every_pass_over_it(
+    first: Int64, second: Int64, seed: int, window: int, ramp: int, epoch: int, batch: int
+) -> None:
+    layouts, share = (first, second), 1 << 31
+    counts = tuple(int(rows.sum()) for rows in layouts)
+    length = batch * (-(-sum(counts) // batch))
+    mixed = Mixed(counts, (share, share), (0, 0), 1, Exhausted.CYCLE, length, batch)
+    sources = [SourceOrder(rows, window, ramp, balanced=True) for rows in layouts]
+    order = MixedOrder(plan_of(mixed, epoch), sources, seed, True, 3)
+    positions = np.arange(order.sample_count)
+    source, sample = order.samples_at(positions)
+    assert all(len(set(some)) == 1 for some in source.reshape(-1, batch).tolist())
+    block, row = order.locate(positions)
+    for at, rows in enumerate(layouts):
+        own, begin = plain.key(seed, plain.SOURCE, at), at * len(first)
+        passes = {
+            number: plain.order(rows.tolist(), own, 3, window, number, ramp, balanced=True)
+            for number in set((sample[source == at] // counts[at]).tolist())
+        }
+        for position in np.flatnonzero(source == at).tolist():
+            number, place = divmod(int(sample[position]), counts[at])
+            found = (int(block[position]) - begin, int(row[position]))
+            assert found == passes[number][place]
+    some = positions[:: max(1, len(positions) // 7)]
+    for position in some.tolist():
+        assert position in order.positions_of(int(block[position]), int(row[position]))
 
 
 def test_golden_positions_of_balanced_packs() -> None:

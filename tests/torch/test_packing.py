@@ -230,10 +230,52 @@ def test_a_document_whose_columns_differ_in_length_is_named_as_it_is_stored(
         read(tmp_path / "a.parquet", Pack("tokens", 16, carry=["mask"]), where=where)
 
 
-def test_packs_of_several_sources_are_not_balanced() -> None:
+def test_packs_of_several_sources_in_a_batch_are_not_balanced() -> None:
     mixture = Mixture({"a": Source("a/", weight=1), "b": Source("b/", weight=1)})
-    with pytest.raises(ConfigError, match="balance='cost': ranks have packs of different sources"):
+    with pytest.raises(ConfigError, match=r"balance='cost': .*unit=.batch."):
         DataLoader(mixture, 4, True, pack=Pack("tokens", SIZE), balance="cost")
+
+
+def test_batches_of_one_source_each_have_balanced_packs(tmp_path: Path) -> None:
+    """The same for any number of ranks, and resumed; each source has all of its packs."""
+    chance = np.random.default_rng(1)
+    counts = {"a": 8000, "b": 5000}
+    urls = {
+        name: written(
+            tmp_path / name, [[at] * int(chance.integers(1, SIZE)) for at in range(count)]
+        )
+        for name, count in counts.items()
+    }
+    mixture = Mixture(
+        {name: Source(url, weight=counts[name]) for name, url in urls.items()},
+        unit="batch", source_column="source", exhausted="renormalise",
+    )  # fmt: skip
+    asked = {"global_batch_size": 16, "shuffle": True, "window": 10**6, "lanes": 1}
+    spread = []
+    for balance in (None, "cost"):
+        pack, asked["balance"] = Pack("tokens", SIZE), balance
+        batches = read(mixture, pack, **asked)
+        assert all(len(set(batch["source"].tolist())) == 1 for batch in batches)
+        costs = torch.stack(
+            [batch["cu_seqlens"].diff(dim=1).double().square().sum(1) for batch in batches]
+        )
+        spread.append(float(costs.amax(1).sum() / costs.mean(1).sum()) - 1)
+    assert spread[1] < spread[0] / 3
+    ranks = [read(mixture, pack, dp_rank=r, dp_size=2, name="two", **asked) for r in range(2)]
+    for step, whole in enumerate(batches):
+        parts = [rank[step]["tokens"] for rank in ranks]
+        assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole["tokens"])
+    with DataLoader(mixture, pack=pack, **asked) as loader:
+        iterator = iter(loader)
+        for _ in range(7):
+            next(iterator)
+        state = loader.state_dict()
+    with DataLoader(mixture, pack=pack, **asked) as loader:
+        loader.load_state_dict(state)
+        assert torch.equal(next(iter(loader))["tokens"], batches[7]["tokens"])
+    plain = {**asked, "balance": None}
+    with DataLoader(mixture, pack=pack, **plain) as loader, pytest.raises(SpecMismatch):
+        loader.load_state_dict(state)
 
 
 def test_tokens_that_a_map_makes_are_packed(tmp_path: Path) -> None:
