@@ -56,7 +56,7 @@ def test_positions_are_found_alike_in_any_company(
     assert np.array_equal(found, [each[chosen] for each in whole])
 
 
-@few
+@settings(max_examples=25)
 @given(LAYOUTS, LAYOUTS, SEEDS, WINDOWS, RAMPS, st.integers(0, 2), st.integers(1, 20))
 def test_batches_of_one_source_each_have_the_balanced_order_of_every_pass_over_it(
     first: Int64, second: Int64, seed: int, window: int, ramp: int, epoch: int, batch: int

@@ -95,18 +95,22 @@ AS_ANOTHER = {
 @pytest.mark.parametrize(
     ("security", "thief", "why"),
     [
-        (TRUSTED, THIEF, "whose secret it does not show"),
-        (token_for("j"), THIEF, "whose secret it does not show"),
-        (token_for("another"), THIEF, "whose secret it does not show"),
-        (TRUSTED, None, "shows no secret"),
-        (TRUSTED, structs.replace(OWN, secret=OWN.secret[:-1]), "whose secret it does not show"),
+        (lambda: TRUSTED, THIEF, "whose secret it does not show"),
+        (lambda: token_for("j"), THIEF, "whose secret it does not show"),
+        (lambda: token_for("another"), THIEF, "whose secret it does not show"),
+        (lambda: TRUSTED, None, "shows no secret"),
+        (
+            lambda: TRUSTED,
+            structs.replace(OWN, secret=OWN.secret[:-1]),
+            "whose secret it does not show",
+        ),
     ],
     ids=["shared token", "a token for the job", "a token for another job", "no secret", "a part"],
 )
 def test_nobody_speaks_as_another_node(call, security, thief, why, caplog):
     async def converse(address, owner, server):
         before = await seen(server)
-        async with client_of(address, security, thief) as stranger:
+        async with client_of(address, security(), thief) as stranger:
             with pytest.raises(AccessDenied, match=why):
                 await call(stranger)
         (line,) = refusals(caplog)
