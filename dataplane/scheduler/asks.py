@@ -29,8 +29,8 @@ from dataplane.scheduler.records import Moment
 from dataplane.scheduler.waiting import WaitingTasks
 
 _ASKS_MAX = 4096
-PATIENCE_S = 2.0
-"""After this time the neighbour had better read the block itself."""
+PATIENCE_S = 0.25
+"""After this time the neighbour had better read the block itself: its trainers may wait for it."""
 
 
 _Name = tuple[int, int]

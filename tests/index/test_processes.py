@@ -229,7 +229,8 @@ def test_a_shard_that_ends_two_processes_is_blamed(
     with indexing(tmp_path, held, processes) as run:
         while not run.done():
             for child in children():
-                child.send_signal(signal.SIGSEGV)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(signal.SIGSEGV)
     with pytest.raises(CorruptShard, match=r"0\.jsonl: 2 worker processes ended while indexing"):
         run.result(60)
 
