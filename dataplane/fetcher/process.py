@@ -361,8 +361,9 @@ def run(sock: socket.socket) -> None:
 
                 policy = UrlPolicy(start.allowed_urls)
             return Stores(
-                start.budget_s, start.request_timeout_s, observe, share=share, policy=policy
-            )
+                start.budget_s, start.request_timeout_s, observe, share=share, policy=policy,
+                is_settled=True,
+            )  # fmt: skip
 
         reads = Reads(sock, arenas, stores, start.kept_folder, start.tls)
         if start.store:

@@ -35,6 +35,7 @@ class NodeStores:
             self.outages.note,
             share=lambda pause: self.share(pause),  # noqa: PLW0108 - it is set later
             policy=policy_of(config),
+            is_settled=True,
         )
 
 

@@ -30,7 +30,8 @@ class Stores:
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
     failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `share` is
     called when a store asks to slow down: other processes of the host pass that to `slow_down`.
-    `policy` says which urls may be opened.
+    `policy` says which urls may be opened. With `is_settled`, the environment is that of the first
+    call: reading it takes longer than finding a store.
     """
 
     def __init__(
@@ -41,8 +42,12 @@ class Stores:
         clock: Clock | None = None,
         share: Share = lambda _: None,
         policy: UrlPolicy | None = None,
+        *,
+        is_settled: bool = False,
     ) -> None:
         self._policy = policy
+        self._is_settled = is_settled
+        self._settings: int | None = None
         self._budget_s = budget_s
         self._request_timeout_s = request_timeout_s
         self._observe = observe or Outages().note
@@ -54,12 +59,15 @@ class Stores:
 
     def connect(self, url: str) -> Store:
         """The store of this url, with retries. Credentials come from the environment, and a
-        changed environment opens another store.
+        changed environment opens another store, unless it is settled.
 
         Raises:  ConfigError: no such scheme, or an environment that does not say how.
         """
         base = base_of(normalise(url))
-        key = (base, os.getpid(), hash(_relevant(os.environ)))
+        settings = self._settings
+        if settings is None or not self._is_settled:
+            settings = self._settings = hash(_relevant(os.environ))
+        key = (base, os.getpid(), settings)
         with self._lock:
             store = self._open.get(key)
             if store is None:

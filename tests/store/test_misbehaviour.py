@@ -313,13 +313,14 @@ def test_plain_http_is_read_by_range_and_named_file_by_file(awry: Awry) -> None:
 def test_one_store_serves_all_urls_of_a_bucket_and_environment(
     awry: Awry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores = Stores()
+    stores, settled = Stores(), Stores(is_settled=True)
 
     assert stores.connect("s3://bucket/a") is stores.connect("s3a://bucket/b/c")
     assert stores.connect("s3://bucket") is not stores.connect("s3://another")
-    before = stores.connect("s3://bucket")
+    before, kept = stores.connect("s3://bucket"), settled.connect("s3://bucket")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "rotated")
     assert stores.connect("s3://bucket") is not before
+    assert settled.connect("s3://bucket") is kept
 
 
 def test_a_forked_child_is_refused_instead_of_hung(awry: Awry) -> None:
