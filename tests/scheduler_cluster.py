@@ -15,10 +15,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scheduler_lender import Answer, SimulatedLender, Turn
+from scheduler_shape import Shape
 
 from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec
@@ -40,40 +41,10 @@ TICK_S = 0.5
 FETCHES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A job over some nodes. Times are in seconds, and drawn up to twice as long."""
-
-    nodes: int = 4
-    ranks: int = 2
-    lanes: int = 8
-    window: int = 1024
-    batch: int = 512
-    blocks: int = 512
-    block_rows: int = 500
-    row_bytes: int = 1024
-    estimate: float = 1.27
-    """Of the index, for decoded blocks."""
-    arena_bytes: int = 16 << 20
-    slab_bytes: int = 1 << 19
-    slots_bytes: int = 8 << 20
-    workers: int = 1
-    epochs: int = 2
-    seed: int = 1
-    read_s: float = 0.02
-    line_s: float = 0.001
-    decode_s: float = 0.003
-    assemble_s: float = 0.002
-    step_s: float = 0.005
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks
-
-
 class Cluster:
     """Runs the job. Afterwards: `reads`, for each epoch and block how often it was read from the
-    store for it, and `whys`, for each epoch and reason how many blocks were.
+    store for it, and `whys`, for each epoch and reason how many blocks were. `longest_s` is the
+    longest time from one step of a rank to its next one, with where that was.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -86,15 +57,16 @@ class Cluster:
         self.ranks: list[Rank] = []
         self.reads: Counter[tuple[int, int]] = Counter()
         self.whys: Counter[tuple[int, str]] = Counter()
-        weighed = [Weighed(f"node-{i}", shape.arena_bytes) for i in range(shape.nodes)]
+        self.longest_s = (0.0, 0, 0, 0)
+        weighed = [Weighed(f"node-{i}", shape.arena_of(i)) for i in range(shape.nodes)]
         self._owners = Owners(weighed)
         rows = self.rows = np.full(shape.blocks, shape.block_rows, np.int64)
         spec = self.spec = JobSpec(
-            "f", seed=shape.seed, shuffle=True, lanes=shape.lanes, window=shape.window,
-            global_batch=shape.batch,
+            "f", seed=shape.seed, shuffle=shape.lanes > 0, lanes=max(shape.lanes, 1),
+            window=shape.window, global_batch=shape.batch,
         )  # fmt: skip
         self.orders = [
-            Order(rows, spec.seed, True, spec.lanes, spec.window, epoch)
+            Order(rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
             for epoch in range(shape.epochs + 2)
         ]
         self.members = [SimulatedNode(self, number) for number in range(shape.nodes)]
@@ -105,7 +77,7 @@ class Cluster:
             act()
 
     def owner(self, block: int) -> SimulatedNode:
-        return self.members[self._owners.of(b"d" * 16, block // 32, block % 32 * 514_638)]
+        return self.members[self._owners.of(b"d" * 16, *self.shape.place(block))]
 
     def later(self, wait_s: float, act: Callable[[], None]) -> None:
         due = self.now + wait_s * (1 + self.chance.random())
@@ -127,6 +99,7 @@ class Rank:
         self._slabs: list[tuple[int, int]] = []
         self._left = 0
         self._is_stepping = self._has_ended = False
+        self._stepped_at = -1.0
 
     def stream(self, epoch: int) -> int:
         return epoch * self._cluster.shape.size + self.number
@@ -154,7 +127,11 @@ class Rank:
         self._cluster.later(self._cluster.shape.step_s, self._stepped)
 
     def _stepped(self) -> None:
-        self._is_stepping = False
+        cluster, now = self._cluster, self._cluster.now
+        if self._stepped_at >= 0:
+            gap = (now - self._stepped_at, self.number, self.epoch, self.steps)
+            cluster.longest_s = max(cluster.longest_s, gap)
+        self._is_stepping, self._stepped_at = False, now
         self.steps += 1
         self._left -= 1
         if not self._left:
@@ -196,20 +173,20 @@ class SimulatedNode:
         raw = stored + PREAMBLE_BYTES
         decoded = (stored * shape.estimate).astype(np.int64)
         marks = Marks.of(raw, decoded, np.ones(shape.blocks, np.bool_))
-        shards = np.arange(shape.blocks, dtype=np.int32) // 32
-        offsets = np.arange(shape.blocks) % 32 * stored
-        places = BlockPlaces(shards, offsets, stored)
+        shards, offsets = np.array([shape.place(block) for block in range(shape.blocks)]).T
+        places = BlockPlaces(shards.astype(np.int32), offsets, stored)
         self.dataset = DatasetBlocks(1, "d", marks, stored, cluster.rows, url=str, places=places)
         self._decoded_bytes = int(stored[0]) + 900
         workers = Autoscaler(shape.workers, shape.workers, 8)
-        self.scheduler = Scheduler(shape.arena_bytes, FETCHES, workers, 1e9)
+        self.scheduler = Scheduler(shape.arena_of(number), FETCHES, workers, 1e9)
+        self.lender = SimulatedLender(self, shape.arena_of(number))
         self._events: list[events.Event] = []
         self._is_deciding = False
         self._idle_workers = shape.workers
         self._tasks: list[tuple[int, int, float, Callable[[], None]]] = []
         self._expected: set[int] = set()
         self._left_alone: set[int] = set()
-        self._asks: dict[int, Callable[[events.Effect], None]] = {}
+        self._asks: dict[int, Turn] = {}
         self._ask_numbers = itertools.count(1)
         self._serial = itertools.count()
         self._purpose: dict[int, int] = {}
@@ -275,6 +252,10 @@ class SimulatedNode:
                 result = tasks.Decoded(self._decoded_bytes, stored=True)
                 end = events.BlockDecoded(effect.key, result, self.cluster.now)
                 self._submit(1, shape.decode_s, partial(self.tell, end))
+            case events.ExtractRows():
+                sizes = tuple(each.into.length for each in effect.excerpts)
+                end = events.RowsExtracted(effect.number, tasks.Extracted(sizes), self.cluster.now)
+                self._submit(0, shape.assemble_s, partial(self.tell, end))
             case events.AssembleSlab():
                 count = len(effect.plan.batches)
                 used = count * self._sizes().batch_bytes
@@ -284,7 +265,7 @@ class SimulatedNode:
             case events.Send():
                 self._sent(effect)
             case events.LendBlock() | events.RefuseAsk() | events.OnlyDecoded():
-                self._asks.pop(effect.number)(effect)
+                self._answer(effect)
 
     def _open_next(self, stream_id: int) -> None:
         epoch, number = divmod(stream_id, self.shape.size)
@@ -330,22 +311,23 @@ class SimulatedNode:
 
     def _fetch(self, effect: events.Fetch) -> None:
         block = effect.block
-        owner = self.cluster.owner(block)
+        owner = self.cluster.owner(block) if self.shape.knows else self
         if effect.is_lent or block in self._left_alone or owner is self:
             assert not effect.is_decoded
-            self._from_store(effect, "lent" if effect.is_lent else "own")
+            self.from_store(effect, "lent" if effect.is_lent else "own")
             return
         self._expected.add(block)
-        epoch = self._epoch_of(block)
-        self.cluster.later(self.shape.line_s, partial(owner.asked, self, effect, epoch))
+        length = effect.into.length if effect.is_decoded else int(self.dataset.stored[block])
+        turn = Turn(self, effect, self._epoch_of(block), length)
+        self.cluster.later(self.shape.line_s, partial(owner.lender.asked, turn))
 
-    def _from_store(self, effect: events.Fetch, why: str) -> None:
+    def from_store(self, effect: events.Fetch, why: str) -> None:
         epoch = self._epoch_of(effect.block)
         self.cluster.reads[epoch, effect.block] += 1
         self.cluster.whys[epoch, why] += 1
-        self.cluster.later(self.shape.read_s, partial(self._fetched, effect))
+        self.cluster.later(self.shape.read_s, partial(self.fetched, effect))
 
-    def _fetched(self, effect: events.Fetch, decoded_bytes: int = 0, is_away: bool = False) -> None:
+    def fetched(self, effect: events.Fetch, decoded_bytes: int = 0, is_away: bool = False) -> None:
         is_guest = effect.block in self._expected
         self._expected.discard(effect.block)
         self._left_alone.discard(effect.block)
@@ -356,29 +338,43 @@ class SimulatedNode:
         else:
             self.tell(events.BlockFetched(effect.key, is_away=is_away, is_guest=is_guest))
 
-    def asked(self, asker: SimulatedNode, effect: events.Fetch, epoch: int) -> None:
-        block, number = effect.block, next(self._ask_numbers)
-        self._asks[number] = partial(self._answer, asker, effect)
-        if not effect.is_decoded and block in self._expected:
+    # -- neighbours ------------------------------------------------------------------------------
+
+    def ask(self, turn: Turn) -> None:
+        """A neighbour's turn has come."""
+        effect, number = turn.effect, next(self._ask_numbers)
+        self._asks[number] = turn
+        if not effect.is_decoded and effect.block in self._expected:
             self._do(events.RefuseAsk(number))
             return
-        self._purpose[block] = epoch
-        length = effect.into.length if effect.is_decoded else int(self.dataset.stored[block])
-        part = Region(0, length)
-        self.tell(events.NeighbourAsked(number, self.dataset, block, part, effect.is_decoded))
+        self._purpose[effect.block] = turn.epoch
+        part = Region(0, turn.length)
+        ask = events.NeighbourAsked(number, self.dataset, effect.block, part, effect.is_decoded)
+        self.tell(ask)
 
-    def _answer(self, asker: SimulatedNode, effect: events.Fetch, answer: events.Effect) -> None:
-        later, line_s = self.cluster.later, self.shape.line_s
-        match answer:
-            case events.RefuseAsk() if effect.is_decoded:
-                later(line_s, partial(asker._fetched, effect, 0, True))
-            case events.RefuseAsk():
-                later(line_s, partial(asker._from_store, effect, "refused"))
-            case events.OnlyDecoded():
-                later(line_s, partial(asker._fetched, effect, answer.length))
-            case events.LendBlock():
-                later(line_s, partial(asker._fetched, effect))
-                later(line_s, partial(self.tell, events.SendingEnded(answer.number)))
+    def _answer(self, answer: Answer) -> None:
+        turn = self._asks.pop(answer.number)
+        effect, length = turn.effect, getattr(answer, "length", 0)
+        if isinstance(answer, events.LendBlock):
+            self.cluster.later(self.shape.line_s, partial(self._sent_to, turn, answer.number))
+        else:
+            self.lender.ended(turn)
+        if not isinstance(answer, events.RefuseAsk):
+            self.cluster.later(self.shape.line_s, partial(turn.asker.fetched, effect, length))
+        else:
+            self.refuse(turn)
+
+    def refuse(self, turn: Turn) -> None:
+        asker, effect = turn.asker, turn.effect
+        if effect.is_decoded:
+            elsewhere = partial(asker.fetched, effect, is_away=True)
+        else:
+            elsewhere = partial(asker.from_store, effect, "refused")
+        self.cluster.later(self.shape.line_s, elsewhere)
+
+    def _sent_to(self, turn: Turn, number: int) -> None:
+        self.lender.ended(turn)
+        self.tell(events.SendingEnded(number))
 
 
 def main() -> None:
@@ -389,7 +385,9 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     shape = Shape(**vars(parser.parse_args()))
     cluster = Cluster(shape)
-    sys.stdout.write(f"{shape.epochs} epochs in {cluster.now:.1f} s\n")
+    longest_s, rank, epoch, step = cluster.longest_s
+    at = f"{longest_s:.2f} s, of rank {rank} after step {step}, in epoch {epoch}"
+    sys.stdout.write(f"{shape.epochs} epochs in {cluster.now:.1f} s; the longest step took {at}\n")
     for epoch in range(shape.epochs):
         whys = {why: n for (at, why), n in sorted(cluster.whys.items()) if at == epoch}
         sys.stdout.write(f"epoch {epoch}: {cluster.epoch_reads(epoch):.3f} x dataset, {whys}\n")

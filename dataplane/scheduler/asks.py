@@ -3,11 +3,13 @@ is sent.
 
     asked ──in memory──────────────> lent ──sent──> over
       └──> waits for the read ──┘
-      └──> refused: there is no room, the read failed, or it took too long
+      └──> refused: there is no room now, the read failed, or it took too long to begin
 
 Invariants:
 1. Every ask is answered exactly once: with a region, with the size of the decoded block, or with a
-   refusal. None waits longer than its patience without a read under way.
+   refusal. None waits longer than its patience without a read under way, and none waits for room:
+   that may come only after the trainers here have gone on, which may wait for those of the
+   neighbour, or from what this node waits for itself from that neighbour.
 2. What is lent is neither freed nor written until its sending has ended.
 3. For a block that no task of this node waits for, nothing is evicted that an open stream needs,
    but what other neighbours have got before: the neighbour can as well read it itself.
@@ -15,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -59,7 +62,7 @@ class Asks:
         do: Callable[[Effect], None],
         time: Moment,
     ) -> None:
-        self._blocks, self._tasks, self._do, self._time = blocks, tasks, do, time
+        self._blocks, self._do, self._time = blocks, do, time
         self._borrowed = borrowed
         self._waiting: dict[_Name, _Waiting] = {}
         self._idle: dict[_Name, _Waiting] = {}
@@ -99,14 +102,18 @@ class Asks:
             self._blocks.holdings.sent(block)
 
     def load(self) -> None:
-        """Begin to read what is asked for, as far as there is room. What a task of this node waits
-        for is left to that task, if there is none.
-        """
+        """Begin to read what is asked for, and refuse that for which there is no room."""
         while self._idle and self._blocks.fetches.may_begin():
             name, waiting = next(iter(self._idle.items()))
             del self._idle[name]
-            is_read = self._blocks.read(waiting.dataset, waiting.index)
-            if not is_read and not self._tasks.is_lacked(waiting.dataset, waiting.index):
+            if not self._blocks.read(waiting.dataset, waiting.index):
+                self._refuse(waiting)
+
+    def refuse_unread(self, asked_before: float = math.inf) -> None:
+        """Refuse what is not being read."""
+        for waiting in [*self._idle.values()]:
+            is_read = self._blocks.find(waiting.dataset, waiting.index) is not None
+            if not is_read and waiting.asks[0][0] < asked_before:
                 self._refuse(waiting)
 
     def block_changed(self, changed: BlockChange) -> None:
@@ -134,10 +141,7 @@ class Asks:
 
     def look(self) -> None:
         """Refuse what has waited too long for its read to begin."""
-        for waiting in [*self._waiting.values()]:
-            is_late = self._time.now - waiting.asks[0][0] > PATIENCE_S
-            if is_late and self._blocks.find(waiting.dataset, waiting.index) is None:
-                self._refuse(waiting)
+        self.refuse_unread(self._time.now - PATIENCE_S)
 
     def _refuse(self, waiting: _Waiting) -> None:
         self._forget(waiting)

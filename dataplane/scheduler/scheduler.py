@@ -242,6 +242,8 @@ class Scheduler:
         if loading or not is_urgent:
             self._asks.load()
             self._absorb()
+        elif self._blocks.room.is_full:
+            self._asks.refuse_unread()
         for task in lacking:
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None

@@ -15,6 +15,10 @@ LARGER = Shape(
     blocks=512, block_rows=125, window=256, batch=128, arena_bytes=4 << 20, slab_bytes=1 << 17,
     slots_bytes=1 << 21, lanes=4, epochs=1,
 )  # fmt: skip
+SCARCE = Shape(
+    nodes=2, ranks=1, lanes=1, window=2048, batch=32, blocks=32, shard_blocks=8, block_rows=64,
+    row_bytes=4096, arena_bytes=4 << 20, slab_bytes=1 << 19, epochs=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,4 +33,20 @@ def test_memory_for_a_quarter_is_enough_to_read_each_block_once(shape: Shape) ->
     cluster = Cluster(shape)
     assert shape.nodes * shape.arena_bytes <= shape.blocks * shape.block_rows * shape.row_bytes / 3
     assert {block for _, block in cluster.reads} == set(range(shape.blocks))
-    assert cluster.epoch_reads(0) <= 1.02
+    assert cluster.epoch_reads(0) <= 1.025, "in the mean over seeds it is 1.01"
+    assert cluster.longest_s[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SCARCE, id="the open windows are larger than an arena"),
+        pytest.param(
+            replace(SCARCE, nodes=4, lanes=0, batch=64, arena_bytes=2 << 20), id="in order"
+        ),
+    ],
+)
+def test_no_rank_waits_for_room_in_the_memory_of_another_node(shape: Shape) -> None:
+    """The ranks go on together: what one node waits for may be what others wait for."""
+    cluster = Cluster(shape)
+    assert cluster.longest_s[0] < 0.5, cluster.longest_s

@@ -96,6 +96,40 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
         assert reads("read_bytes") < 1.3 * size
 
 
+class Told:
+    """What `dataplane status` tells of the nodes."""
+
+    def __init__(self, coordinator: Service, capsys: pytest.CaptureFixture[str]) -> None:
+        self._coordinator, self._capsys = coordinator, capsys
+
+    def status(self) -> dict[str, Any]:
+        assert run(["status", self._coordinator.address, "--json"]) == 0
+        found: dict[str, Any] = json.loads(self._capsys.readouterr().out)
+        return found
+
+    def reads(self, what: str) -> list[int]:
+        return [node["reads"][what] for node in self.status()["nodes"]]
+
+    def lent_by_now(self) -> list[int]:
+        """As each node has told after this was asked."""
+        asked = time.monotonic()
+
+        def seen_s() -> float:
+            return max(node["last_seen_s"] for node in self.status()["nodes"])
+
+        until(lambda: time.monotonic() - seen_s() > asked)
+        return self.reads("lent_bytes")
+
+    def all_have_lent(self) -> bool:
+        return min(self.reads("lent_bytes")) > 0 < min(self.reads("neighbour_bytes"))
+
+    def know_each_other(self, job: str) -> bool:
+        told = self.status()
+        (version,) = (one["nodes_version"] for one in told["jobs"] if one["job_id"] == job)
+        known = {"job_id": job, "version": version}
+        return all(known in node["known"] for node in told["nodes"])
+
+
 def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_and_nothing_else(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,34 +145,11 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
     services = [f"limited-{name}-{os.getpid()}:7077" for name in "ab"]
     same: dict[str, Any] = {"dp_size": 2, "shuffle": False}
 
-    def nodes(what: str) -> list[Any]:
-        assert run(["status", coordinator.address, "--json"]) == 0
-        return [node[what] for node in json.loads(capsys.readouterr().out)["nodes"]]
-
-    def reads(what: str) -> list[int]:
-        return [each[what] for each in nodes("reads")]
-
-    def lent_by_now() -> list[int]:
-        """As each node has told after this was asked."""
-        asked = time.monotonic()
-        until(lambda: time.monotonic() - max(nodes("last_seen_s")) > asked)
-        return reads("lent_bytes")
-
-    def know_each_other(job: str) -> bool:
-        assert run(["status", coordinator.address, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        (version,) = (one["nodes_version"] for one in told["jobs"] if one["job_id"] == job)
-        known = {"job_id": job, "version": version}
-        return all(known in node["known"] for node in told["nodes"])
-
     def node(service: str, token: str) -> Service:
         options = ("--node", "--join", coordinator.address, "--service", service, *SMALL)
         log = tmp_path / f"{len(logs)}.log"
         logs.append(log)
         return Service(*options, environ={"DATAPLANE_TOKEN": token}, log=log)
-
-    def both_lent() -> bool:
-        return min(reads("lent_bytes")) > 0 < min(reads("neighbour_bytes"))
 
     def is_refused() -> bool:
         return "data request refused" in "".join(log.read_text() for log in logs)
@@ -150,7 +161,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
             DataLoader(dataset, 16, service=services[1], name=job, dp_rank=1, **same) as second,
         ):
             assert len(first) == len(second)
-            until(lambda: know_each_other(job))
+            until(lambda: told.know_each_other(job))
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 found: list[int] = []
@@ -159,7 +170,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
                 yield sorted(found)
                 if is_enough():
                     return
-            pytest.fail(f"never enough: {reads('lent_bytes')}, {reads('neighbour_bytes')}")
+            pytest.fail(f"never enough: {told.status()}")
 
     logs: list[Path] = []
     with (
@@ -167,12 +178,13 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
         node(services[0], secret),
         node(services[1], limited),
     ):
-        for found in epochs(f"job-{os.getpid()}", url, both_lent):
+        told = Told(coordinator, capsys)
+        for found in epochs(f"job-{os.getpid()}", url, told.all_have_lent):
             assert found == list(range(ROWS))
-        lent = lent_by_now()
+        lent = told.lent_by_now()
         for found in epochs(f"other-{os.getpid()}", str(named), is_refused):
             assert found == list(range(ROWS // 2))
-        assert lent_by_now() == lent
+        assert told.lent_by_now() == lent
     lines = [line for log in logs for line in log.read_text().splitlines()]
     refusals = [line for line in lines if "data request refused" in line]
     assert all(f"lies outside of {url}train/" in line for line in refusals)
