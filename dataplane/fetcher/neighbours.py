@@ -5,7 +5,8 @@ Invariants:
    time; then one read tries it. What was asked of it is cut off at once, so that all of it is read
    from the store at the same time.
 2. A late neighbour is hedged by the store within a budget, as late stores are, but without one if
-   it has not answered anybody since: it may be gone, and all reads wait for it.
+   it has not answered anybody since: it may be gone, and all reads wait for it. So is one that is
+   late with a decoded block, which is then read from the store in the other form.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class NeighbourReads:
             with self._lock:
                 is_left_alone = self._health.failed(address, time.monotonic())
             if is_left_alone:
-                why = str(error) or "it was too late"
+                why = "it was too late" if race.is_over or race.is_cut_off else str(error)
                 _trace.failed(
                     "neighbour left alone", node=neighbour.node_id, address=address, why=why
                 )

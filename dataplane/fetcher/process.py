@@ -14,7 +14,8 @@ Invariants:
 4. A read that takes much longer than others is asked for a second time, over another connection
    and into other memory. The first answer counts (`store/race.py`). Nothing is asked for again
    while a store does not answer or has asked to slow down. The second request always goes to the
-   store, also if the first one went to a neighbour.
+   store, also if the first one went to a neighbour. A neighbour that is late with a decoded block,
+   which no store has, is not waited for any longer: the node has the block read from the store.
 5. It exits when its socket closes, so fetchers do not outlive their node.
 """
 
@@ -81,6 +82,12 @@ class _Read(Struct, eq=False):
     answer: Answer | None = None
     """The neighbour's, if it ends the first request."""
     store_reads: int = 0
+
+    @property
+    def asks_for_decoded(self) -> bool:
+        """Whether only a neighbour has these bytes."""
+        neighbour = self.order.neighbour
+        return neighbour is not None and neighbour.form is BlockForm.DECODED
 
 
 class Reads:
@@ -191,7 +198,7 @@ class Reads:
         try:
             answer = self._neighbours.read(neighbour, into, read.race)
         except NeighbourGone:
-            if neighbour.form is BlockForm.DECODED:
+            if read.asks_for_decoded:
                 raise
             return False
         finally:
@@ -199,7 +206,7 @@ class Reads:
         if answer.outcome is not Outcome.REFUSED:
             read.answer = answer
             return True
-        if neighbour.form is BlockForm.DECODED:
+        if read.asks_for_decoded:
             who = neighbour.node_id
             raise NeighbourGone(f"the node {who} refused the decoded block", peer=who)
         return False
@@ -279,15 +286,17 @@ class Reads:
         for read in reads:
             if read.order.url not in found and self._is_to_hedge(read, now):
                 read.is_hedged = True
-                self._hedges.submit(self._hedge, read)
+                if not read.asks_for_decoded:
+                    self._hedges.submit(self._hedge, read)
+            if read.is_hedged and read.asks_for_decoded:
+                read.race.cut_off()  # also if it asks again, over another connection
 
     def _is_to_hedge(self, read: _Read, now: float) -> bool:
         length, neighbour = read.order.length, read.order.neighbour
         if read.is_hedged or now < self._slow_until:
             return False
         if neighbour is not None and read.is_asking:
-            is_raw = neighbour.form is BlockForm.RAW
-            return is_raw and self._neighbours.is_to_hedge(neighbour, length, read.began, now)
+            return self._neighbours.is_to_hedge(neighbour, length, read.began, now)
         with self._lock:
             is_late = now - read.began >= self._hedging.late_s(length)
             return is_late and self._hedging.spend(length)

@@ -27,6 +27,7 @@ class Race:
         self._sock: socket.socket | None = None
         self._is_won = False
         self._is_over = False
+        self._is_cut_off = False
 
     def hold(self, sock: socket.socket) -> None:
         """The first request is about to be sent over this socket, and its answer written into the
@@ -57,6 +58,7 @@ class Race:
     def cut_off(self) -> None:
         """Whatever the first request waits for fails, and so does the request."""
         with self._changed:
+            self._is_cut_off = True
             if self._sock is not None:
                 _shut(self._sock)
 
@@ -80,6 +82,11 @@ class Race:
     def is_over(self) -> bool:
         """Whether the first request has been ended early."""
         return self._is_over
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether what the first request waits for was made to fail."""
+        return self._is_cut_off
 
     def _check(self) -> None:
         if self._is_over:

@@ -214,6 +214,24 @@ def test_a_neighbour_that_stalls_is_overtaken_by_the_store(awry: Awry, etag: str
     asyncio.run(play())
 
 
+def test_a_neighbour_that_stalls_with_a_decoded_block_is_not_waited_for(
+    awry: Awry, etag: str
+) -> None:
+    """No store has the block in this form: it is read in another one."""
+
+    async def play() -> None:
+        async with node() as at, lending_node() as lent:
+            decoded = lent.neighbour(3, form=BlockForm.DECODED)
+            assert await at.end_of(order(etag, decoded)) is None
+            lent.answer = lambda asked: None
+            late = await at.end_of(order(etag, decoded))
+            assert type(late) is NeighbourGone
+            assert "did not answer in time" not in str(late)
+            assert awry.seen == []
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("how", ["gone", "another key", "another node"])
 def test_a_neighbour_that_cannot_be_reached_costs_no_read(awry: Awry, etag: str, how: str) -> None:
     async def play() -> None:
