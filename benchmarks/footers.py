@@ -26,7 +26,8 @@ from dataplane.arena.memfd import Arena
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, parsed
 from dataplane.model import Region
-from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.block_read import BlockRead
+from dataplane.node.fetch import Fetcher
 from dataplane.node.fetchers import Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches

@@ -1,11 +1,14 @@
 """Moves blocks from the arena of one process into that of another, as neighbours do.
 
-    python benchmarks/neighbours.py [--block-kib 8192] [--mib 4096] [--threads 4] [--namespaces]
-        [--tls]
+    python benchmarks/neighbours.py [--block-kib 8192] [--run 1] [--mib 4096] [--threads 4]
+        [--namespaces] [--tls]
 
 The lender is bound to processor 0 and the asker to processor 1. With --namespaces, which needs
 root, they are in two network namespaces that a veth pair joins; without, they use loopback. The
 node's part, which answers what the lender asks, runs in the process of this script.
+
+With --run, so many blocks that lie one after the other are asked for at once, and rounds of this
+and of single blocks take turns.
 
 With --tls, which needs the program openssl, rounds in plain text and inside of TLS take turns.
 """
@@ -16,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import resource
@@ -34,6 +38,7 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
 from dataplane.model import Region
+from dataplane.neighbours import wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.node.lending import Lending
@@ -52,6 +57,7 @@ def main() -> None:
     """Print one line a round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-kib", type=int, default=8192)
+    parser.add_argument("--run", type=int, default=1, help="blocks that are asked for at once")
     parser.add_argument("--mib", type=int, default=4096, help="moved in each round")
     parser.add_argument("--threads", type=int, default=4, help="connections")
     parser.add_argument("--rounds", type=int, default=3)
@@ -69,6 +75,11 @@ def main() -> None:
                 asyncio.run(lend(options, *names, files))
         else:
             asyncio.run(lend(options, *names))
+
+
+def at_once(options: argparse.Namespace, number: int) -> int:
+    """How many blocks are asked for at once in this round."""
+    return options.run if number % 2 else 1
 
 
 def certificate(folder: Path) -> PeerTls:
@@ -121,7 +132,12 @@ async def lend(
     arena.buffer[:] = secrets.token_bytes(1 << 20) * (ARENA_BYTES >> 20)
 
     def give(asked: Asked) -> None:
-        lending.give(asked.number, Region(asked.block * block_bytes, asked.length))
+        first, *more = [
+            Region(number * block_bytes, asked.length // asked.count)
+            for number in range(asked.block, asked.block + asked.count)
+        ]
+        note = wire.pack_run_note((wire.GIVEN_WHOLE,) * asked.count) if more else b""
+        lending.give(asked.number, first, note=note, more=tuple(more))
 
     enter(lends)
     listener = socket.create_server((LENDER_ADDRESS if lends else "127.0.0.1", 0))
@@ -146,14 +162,15 @@ async def lend(
     process.start()
     try:
         await asyncio.to_thread(ours.recv)
-        for _ in range(options.rounds):
+        for number in range(options.rounds * (1 + (options.run > 1))):
             before = cpu_s(lending.pid)
             ours.send("begin")
             took_s, asker_s = await asyncio.to_thread(ours.recv)
             moved = options.mib << 20
             lender_s = cpu_s(lending.pid) - before
             print(
-                f"{options.block_kib:>6} KiB a block, {'TLS' if tls else 'plain'}: "
+                f"{options.block_kib:>6} KiB a block, {at_once(options, number):>2} at once, "
+                f"{'TLS' if tls else 'plain'}: "
                 f"{moved / took_s / 1e9:5.2f} GB/s, "
                 f"CPU s/GiB: lender {lender_s * GIB / moved:.2f}, asker {asker_s * GIB / moved:.2f}"
                 f", load {os.getloadavg()[0]:.1f}",
@@ -183,23 +200,34 @@ def ask(
     arena.prepare(0, ARENA_BYTES)
     lines, turns = Lines(None if tls is None else LineTls(tls)), threading.Lock()
 
-    def run(numbers: Iterator[int]) -> None:
+    def run(numbers: Iterator[int], together: int) -> None:
         while True:
             with turns:
                 number = next(numbers, None)
             if number is None:
                 return
-            at = number % blocks
+            at = number * together % blocks
             asked = replace(neighbour, block=at)
-            with arena.view(at * block_bytes, block_bytes) as into:
-                answer = lines.read(asked, into, lambda _: None, lambda: None)
-            assert answer.length == block_bytes
+            into = [
+                arena.view(each * block_bytes, block_bytes) for each in range(at, at + together)
+            ]
+            if together > 1:
+                answer, _ = lines.read_run(asked, into, lambda _: None, lambda: None)
+            else:
+                answer = lines.read(asked, into[0], lambda _: None, lambda: None)
+            for each in into:
+                each.release()
+            assert answer.length == together * block_bytes
 
     pipe.send("ready")
+    rounds = itertools.count()
     while pipe.recv() == "begin":
+        together = at_once(options, next(rounds))
         began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-        numbers = iter(range(count))
-        threads = [threading.Thread(target=run, args=(numbers,)) for _ in range(options.threads)]
+        numbers = iter(range(count // together))
+        threads = [
+            threading.Thread(target=run, args=(numbers, together)) for _ in range(options.threads)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -159,7 +159,8 @@ def _arena() -> Callable[[], int]:
 
     from dataplane.arena.memfd import Arena
     from dataplane.model import Region
-    from dataplane.node.fetch import BlockRead, Fetcher
+    from dataplane.node.block_read import BlockRead
+    from dataplane.node.fetch import Fetcher
     from dataplane.rpc.tasks import RawBlockRef
     from dataplane.settings import default_node_config
     from dataplane.store.outage import Outages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from dataplane.arena.memfd import Arena
@@ -14,7 +14,7 @@ from dataplane.errors import NeighbourGone
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import Outcome
+from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome, pack_run_note
 from dataplane.node.lending import Lending
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
@@ -67,6 +67,16 @@ class LendingNode:
     def give(self, asked: lending.Asked) -> None:
         region = Region(asked.block * BLOCK_BYTES + asked.offset, asked.length)
         self.lending.give(asked.number, region)
+
+    def give_run(self, asked: lending.Asked, lengths: Sequence[int], ends: Sequence[int]) -> None:
+        """The beginnings of its blocks, of these lengths, which end like this."""
+        regions = [
+            Region((asked.block + number) * BLOCK_BYTES, length)
+            for number, (length, end) in enumerate(zip(lengths, ends, strict=True))
+            if end == GIVEN_WHOLE
+        ]
+        first, *more = regions or [Region(0, 0)]
+        self.lending.give(asked.number, first, note=pack_run_note(ends), more=tuple(more))
 
     def block(self, number: int, offset: int = 0, length: int = BLOCK_BYTES) -> bytes:
         return bytes(self.arena.view(number * BLOCK_BYTES + offset, length))

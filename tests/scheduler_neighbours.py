@@ -37,7 +37,8 @@ class Neighbours:
         start = chance.choice([0, 0, whole // 2])
         part = Region(start, chance.choice([whole - start, max(whole - start, 1), whole + 1]))
         self._count += 1
-        ask = events.NeighbourAsked(self._count, world.blocks, block, part, is_decoded)
+        how = is_decoded, self._count % 2 == 0 and not is_decoded
+        ask = events.NeighbourAsked(self._count, world.blocks, block, part, *how)
         self._asks[ask.number] = ask
         self._run.tell(ask)
 
@@ -78,6 +79,7 @@ class Neighbours:
         asks = self._run.scheduler._asks
         assert not asks._waiting
         assert not asks._idle
+        assert not asks._of_runs
         assert not asks._lent
         assert not asks._count
         assert not self._run.scheduler._blocks._lent_raw

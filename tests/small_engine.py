@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from scheduler_world import PAGE, World
@@ -10,9 +11,12 @@ from scheduler_world import PAGE, World
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec
+from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
+from dataplane.node.lent import NOBODY, Neighbours
+from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.trace import Trace
@@ -21,7 +25,11 @@ from dataplane.trace import Trace
 class _Quiet:
     """A fetcher and a pool of workers."""
 
-    def fetch(self, blocks: object) -> None: ...
+    def __init__(self) -> None:
+        self.requests: list[Sequence[BlockRead]] = []
+
+    def fetch(self, blocks: Sequence[BlockRead]) -> None:
+        self.requests.append(blocks)
 
     def for_worker(self, key: int, raw: object) -> tuple[object, tuple[()]]:
         return raw, ()
@@ -38,14 +46,19 @@ class _Quiet:
 
 
 class SmallEngine:
-    """Use: `engine`, `spec`, and `deliver()` for places to deliver to."""
+    """Use: `engine`, `spec`, and `deliver()` for places to deliver to. `requests` are the reads that
+    it has begun.
+    """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, neighbours: Neighbours = NOBODY) -> None:
         world = World(random.Random(seed))
         quiet: Any = _Quiet()
+        self.requests: list[Sequence[BlockRead]] = quiet.requests
         self._arena = Arena.create("test", 64 * PAGE)
         scheduler = Scheduler(64 * PAGE, 2, Autoscaler(1, 1, 1), 60.0)
-        self.engine = Engine(scheduler, self._arena, quiet, quiet, Trace("test"))
+        self.engine = Engine(
+            scheduler, self._arena, quiet, quiet, Trace("test"), neighbours=neighbours
+        )
         self.spec: JobSpec = world.spec
         self.dataset = dataset_of(1, world.manifest, world.spec)
         self._deliveries: list[DeliveryArena] = []
@@ -59,6 +72,12 @@ class SmallEngine:
         self.engine.open_delivery(delivery)
         self._deliveries.append(delivery)
         return delivery
+
+    def fetch(self, effects: Sequence[events.Fetch]) -> None:
+        """Carry out these effects of one event."""
+        for effect in effects:
+            self.engine._fetch(effect)
+        self.engine._start_reads()
 
     def close(self) -> None:
         """Free all its memory, even if work is running."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -21,7 +22,7 @@ from dataplane.errors import NeighbourGone
 from dataplane.fetcher.hedging import Hedging
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import Answer, Outcome
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Answer, Outcome
 from dataplane.rpc.fetches import Neighbour
 from dataplane.store.race import EndedEarlyError, Race
 from dataplane.trace import Trace
@@ -93,8 +94,9 @@ class NeighbourReads:
         self._health = NeighbourHealth()
         self._hedging = Hedging()
 
-    def read(self, neighbour: Neighbour, into: memoryview, race: Race) -> Answer:
-        """Ask this neighbour, as the first request of this race.
+    def read(self, neighbour: Neighbour, into: Sequence[memoryview], race: Race) -> tuple[int, ...]:
+        """Ask this neighbour, as the first request of this race: for what fills the only one of
+        these, or for whole blocks that fill all of them. Says how each has ended, as in `wire`.
 
         Raises:  NeighbourGone.  EndedEarlyError.
         """
@@ -106,7 +108,7 @@ class NeighbourReads:
                     peer=neighbour.node_id,
                 )
         try:
-            answer = self._lines.read(neighbour, into, race.hold, race.claim)
+            answer, ends = self._read(neighbour, into, race)
         except (NeighbourGone, EndedEarlyError) as error:
             with self._lock:
                 is_left_alone = self._health.failed(address, time.monotonic())
@@ -126,7 +128,17 @@ class NeighbourReads:
             self._health.answered(address, now)
             if answer.outcome is Outcome.GIVEN:
                 self._hedging.ended(answer.length, now - began)
-        return answer
+        return ends
+
+    def _read(
+        self, neighbour: Neighbour, into: Sequence[memoryview], race: Race
+    ) -> tuple[Answer, tuple[int, ...]]:
+        if len(into) > 1:
+            return self._lines.read_run(neighbour, into, race.hold, race.claim)
+        answer = self._lines.read(neighbour, into[0], race.hold, race.claim)
+        if answer.outcome is Outcome.ONLY_DECODED:
+            return answer, (answer.length,)
+        return answer, (GIVEN_WHOLE if answer.outcome is Outcome.GIVEN else NOT_GIVEN,)
 
     def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
         """Whether to read from the store what was asked for then; if so, it counts."""

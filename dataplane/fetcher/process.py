@@ -30,7 +30,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -44,10 +44,11 @@ from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.neighbours import NeighbourReads
 from dataplane.fetcher.slabs import MadeSlabs
+from dataplane.fetcher.targets import spaced, views
 from dataplane.machine import collect_rarely
 from dataplane.model import BlockForm
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import Answer, Outcome
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
 
 # Imported here, so that the fork server does it once for all fetchers.
@@ -79,9 +80,11 @@ class _Read(Struct, eq=False):
     is_asking: bool = False
     """Whether the request under way is to the neighbour."""
     is_hedged: bool = False
-    answer: Answer | None = None
-    """The neighbour's, if it ends the first request."""
-    store_reads: int = 0
+    ends: tuple[int, ...] = ()
+    """What the neighbour answered for each target, as in `wire`, if that ends the first request."""
+    store_bytes: int = 0
+    """That the first request asks the store for."""
+    hedge_bytes: int = 0
 
     @property
     def asks_for_decoded(self) -> bool:
@@ -177,34 +180,34 @@ class Reads:
         def work() -> None:
             for target in order.targets:
                 arena.prepare(target.into.offset, target.into.length)
-            with contextlib.ExitStack() as views, raced(read.race):
-                parts = [*_parts(order, arena, views)]
-                if order.neighbour is None or not self._ask(read, order.neighbour, parts[0]):
-                    self._fill(read, *parts)
+            with contextlib.ExitStack() as stack, raced(read.race):
+                into = views(order, arena, stack)
+                if order.neighbour is None or not self._ask(read, order.neighbour, into):
+                    self._fill(read, *spaced(order.targets, into))
 
         try:
             error = _outcome(order.url, work)
             read.race.claim()
         except EndedEarlyError:
             return
-        self._ended(read, error, read.answer)
+        self._ended(read, error)
 
-    def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: memoryview) -> bool:
+    def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: Sequence[memoryview]) -> bool:
         """Whether the neighbour's answer ends this read; if not, the store is to be read.
 
         Raises:  NeighbourGone: only a neighbour has these bytes.
         """
         read.is_asking = True
         try:
-            answer = self._neighbours.read(neighbour, into, read.race)
+            ends = self._neighbours.read(neighbour, into, read.race)
         except NeighbourGone:
             if read.asks_for_decoded:
                 raise
             return False
         finally:
             read.began, read.is_asking = time.monotonic(), False
-        if answer.outcome is not Outcome.REFUSED:
-            read.answer = answer
+        if ends != (NOT_GIVEN,):
+            read.ends = ends
             return True
         if read.asks_for_decoded:
             who = neighbour.node_id
@@ -221,43 +224,53 @@ class Reads:
         """
         order = read.order
         body = memoryview(bytearray(order.length))
-        if _outcome(order.url, lambda: self._fill(read, body)) is not None:
+        if _outcome(order.url, lambda: self._fill(read, body, is_hedge=True)):
             return  # the first request will report why
         try:
             is_first = read.race.overtake(_END_S)
         except TimeoutError:
             os._exit(1)  # a thread is stuck: another fetcher reads all of it again
         if is_first:
-            with contextlib.ExitStack() as views:
-                copy_into(body, *_parts(order, self._arenas[order.arena_id], views))
-            self._ended(read, None)
+            with contextlib.ExitStack() as stack:
+                into = views(order, self._arenas[order.arena_id], stack)
+                copy_into(body, *spaced(order.targets, into))
+            self._ended(read, None, is_hedge=True)
 
-    def _ended(
-        self, read: _Read, error: DataplaneError | None, answer: Answer | None = None
-    ) -> None:
-        """It is over. `answer` is the neighbour's, if the bytes do not come from the store."""
-        now, length = time.monotonic(), read.order.length
+    def _ended(self, read: _Read, error: DataplaneError | None, *, is_hedge: bool = False) -> None:
+        """It is over. `is_hedge`: the second request has read all of it from the store."""
+        now, order = time.monotonic(), read.order
+        ends = () if is_hedge else read.ends
+        given = [
+            target.into.length
+            for target, end in zip(order.targets, ends, strict=bool(ends))
+            if end == GIVEN_WHOLE
+        ]
         with self._lock:
-            del self._reading[read.order.number]
-            if error is None and answer is None:
-                self._hedging.ended(length, now - read.began)
-        given = answer is not None and answer.outcome is Outcome.GIVEN
+            del self._reading[order.number]
+            if error is None and not ends:
+                self._hedging.ended(order.length, now - read.began)
+            store_bytes = order.length if is_hedge else read.store_bytes
+            hedged_bytes = read.store_bytes + read.hedge_bytes - store_bytes
         self._tell(
             fetches.ReadEnded(
-                read.order.number,
+                order.number,
                 error,
                 now - read.started,
                 time.process_time(),
-                hedged_bytes=max(0, read.store_reads - (answer is None)) * length,
-                neighbour_bytes=length if given else 0,
-                decoded_bytes=answer.length if answer is not None and not given else 0,
+                hedged_bytes=hedged_bytes,
+                neighbour_bytes=sum(given),
+                store_bytes=store_bytes,
+                ends=ends if any(ends) else (),
             )
         )
 
-    def _fill(self, read: _Read, *into: memoryview) -> None:
-        order = read.order
+    def _fill(self, read: _Read, *into: memoryview, is_hedge: bool = False) -> None:
+        order, length = read.order, sum(map(len, into))
         with self._lock:
-            read.store_reads += 1
+            if is_hedge:
+                read.hedge_bytes += length
+            else:
+                read.store_bytes += length
         fill(self._stores.connect(order.url), order.url, order.offset, order.etag, *into)
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
@@ -319,18 +332,6 @@ class Reads:
             local.send(self._sock, fetches.FromFetcher(body))
         except PeerLost:
             os._exit(0)
-
-
-def _parts(
-    order: fetches.ReadRange, arena: Arena, views: contextlib.ExitStack
-) -> Iterator[memoryview]:
-    """Where the bytes of a read go, one part after the other; those between targets go nowhere."""
-    at = order.offset
-    for target in order.targets:
-        if target.offset > at:
-            yield memoryview(bytearray(target.offset - at))
-        yield views.enter_context(arena.view(target.into.offset, target.into.length))
-        at = target.offset + target.into.length
 
 
 def _outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
 from dataplane.neighbours.names import Names
 from dataplane.neighbours.openings import Openings
 from dataplane.neighbours.receiving import (
+    Arriving,
     left_s,
     payload_deadline,
     receive_frame,
@@ -96,6 +97,34 @@ class Lines:
             claim()
 
         return self._use(neighbour, partial(_ask, neighbour, len(into)), take, hold)
+
+    def read_run(
+        self, neighbour: Neighbour, into: Sequence[memoryview], hold: Hold, claim: Claim
+    ) -> tuple[Answer, tuple[int, ...]]:
+        """Ask for whole blocks, from that of `neighbour` on, which are as long as these, and fill
+        those of them that are given: the answer, and how each block has ended, as in `wire`. If not
+        all bytes have come, nothing is claimed.
+
+        Raises:  NeighbourGone.  What `hold` and `claim` raise.
+        """
+        lengths = [len(each) for each in into]
+        ends: tuple[int, ...] = (wire.NOT_GIVEN,) * len(into)
+
+        def take(sock: socket.socket, answer: Answer) -> None:
+            nonlocal ends
+            arriving = Arriving(sock, payload_deadline(answer), answer.note_bytes + answer.length)
+            note = bytearray(answer.note_bytes)
+            arriving.fill(memoryview(note))
+            ends = wire.unpack_run_note(bytes(note), answer, lengths)
+            for each, end in zip(into, ends, strict=True):
+                if end == wire.GIVEN_WHOLE:
+                    arriving.fill(each)
+            arriving.end(answer)
+            if answer.length == sum(lengths):
+                claim()
+
+        ask = partial(_ask, neighbour, sum(lengths), count=len(into))
+        return self._use(neighbour, ask, take, hold), ends
 
     def read_slab(
         self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
@@ -268,20 +297,17 @@ def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
     send(sock, handshake.answer_challenge(peer.key, opening, challenge), deadline)
 
 
-def _request(number: int, neighbour: Neighbour, length: int) -> Request:
-    return Request(
-        number,
+def _ask(neighbour: Neighbour, length: int, line: _Line, count: int = 1) -> Answer:
+    deadline = time.monotonic() + _ANSWER_S
+    request = Request(
+        line.next_number(),
         neighbour.dataset,
         neighbour.block,
         neighbour.offset,
         length,
         neighbour.form,
+        count,
     )
-
-
-def _ask(neighbour: Neighbour, length: int, line: _Line) -> Answer:
-    deadline = time.monotonic() + _ANSWER_S
-    request = _request(line.next_number(), neighbour, length)
     send(line.sock, wire.pack_request(request), deadline)
     return wire.unpack_answer(receive_frame(line.sock, wire.ANSWER_BYTES, deadline), request)
 

@@ -153,7 +153,13 @@ class Connection(Struct, eq=False):
             self.node_id,
             slab,
             self.only_under,
+            request.count,
         )
+
+    @property
+    def block_count(self) -> int:
+        """That it asks for: each has a number, from `number` on."""
+        return 1 if self.request is None else self.request.count
 
     @property
     def about(self) -> dict[str, str]:

@@ -213,7 +213,8 @@ class Lender:
                 self._ask_node(connection)
 
     def _ask_node(self, connection: Connection, slab: bytes = b"") -> None:
-        connection.number, self._next_number = self._next_number, self._next_number + 1
+        connection.number = self._next_number
+        self._next_number += connection.block_count
         self._asked[connection.number] = connection
         self._set(connection, LoanStage.ASKED, self._limits.answer_s)
         self._node.tell(connection.asked(slab))
@@ -274,7 +275,7 @@ class Lender:
             self._node.tell(lending.Given(body.number))
             self._end_request(connection, wire.Answer(request.number, wire.Outcome.REFUSED))
             return
-        sending = connection.sending = SentPayload(borrowed, body.region, request.number, body.note)
+        sending = connection.sending = SentPayload(borrowed, body, request)
         if request.form is BlockForm.SLAB:
             connection.stage = LoanStage.TURN  # the deadline of the answer covers it
             self._take_turn(connection, request, max(sending.length, 1))
@@ -310,7 +311,6 @@ class Lender:
         wire.check_receipt(frame, request.number)
         assert connection.sending is not None
         self._node.tell(lending.Given(connection.number, connection.sending.length))
-        connection.number = 0
         self._end_request(connection)
 
     def _end_request(self, connection: Connection, answer: wire.Answer | None = None) -> None:

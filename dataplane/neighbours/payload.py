@@ -11,13 +11,21 @@ import errno
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 
 import google_crc32c
 import numpy as np
 
 from dataplane.arena.borrowed import BorrowedArena
 from dataplane.model import BlockForm, Region
-from dataplane.neighbours.wire import NOTE_BYTES_MAX, Answer, Outcome, Request, pack_answer
+from dataplane.neighbours.wire import (
+    NOTE_BYTES_MAX,
+    Answer,
+    Outcome,
+    Request,
+    pack_answer,
+    run_note_bytes,
+)
 from dataplane.rpc import tasks
 from dataplane.rpc.lending import Give
 
@@ -30,34 +38,41 @@ _ENCRYPT_BYTES = 256 << 10
 
 def fits(request: Request, give: Give, arena_bytes: int) -> bool:
     """Whether this may be given for this request, from an arena of this size."""
-    if give.region.offset + give.region.length > arena_bytes:
+    regions = (give.region, *give.more)
+    if any(each.offset + each.length > arena_bytes for each in regions):
         return False
     if request.form is BlockForm.SLAB:
-        return give.region.length <= request.length and len(give.note) <= NOTE_BYTES_MAX
-    is_block = give.arena_id == tasks.BLOCK_ARENA and not give.note
-    return is_block and give.region.length == request.length
+        is_one = not give.more and give.region.length <= request.length
+        return is_one and len(give.note) <= NOTE_BYTES_MAX
+    if give.arena_id != tasks.BLOCK_ARENA:
+        return False
+    length = sum(each.length for each in regions)
+    if request.count > 1:
+        # The asker knows how long the blocks are that the note names.
+        return length <= request.length and len(give.note) == run_note_bytes(request.count)
+    return not give.note and not give.more and length == request.length
 
 
 class SentPayload:
     """The checksum, the answer, the note, and then the payload, without waiting."""
 
-    def __init__(
-        self, borrowed: BorrowedArena, region: Region, number: int, note: bytes = b""
-    ) -> None:
+    def __init__(self, borrowed: BorrowedArena, give: Give, request: Request) -> None:
         self.borrowed = borrowed
         self._arena = borrowed.arena
-        self._region = region
-        self._number = number
-        self._note = note
-        self._checked = 0
-        self._crc32c: int = google_crc32c.value(note)
+        regions = (give.region, *give.more)
+        self._bytes = sum(each.length for each in regions)
+        self._number = request.number
+        self._is_slab = request.form is BlockForm.SLAB
+        self._note = give.note
+        self._checked = _Progress(regions)
+        self._crc32c: int = google_crc32c.value(self._note)
         self._head: memoryview | None = None
-        self._sent = 0
+        self._sent = _Progress(regions)
 
     @property
     def length(self) -> int:
-        """Of note and payload."""
-        return len(self._note) + self._region.length
+        """Of the payload, and of a slab's note."""
+        return self._bytes + (len(self._note) if self._is_slab else 0)
 
     @property
     def is_checked(self) -> bool:
@@ -67,21 +82,21 @@ class SentPayload:
     @property
     def is_sent(self) -> bool:
         """Whether the socket has all of it."""
-        return self._head is not None and not self._head and self._sent == self._region.length
+        return self._head is not None and not self._head and self._sent.is_over
 
     def check(self) -> None:
         """Continue with the checksum."""
-        count = min(_CHECK_BYTES, self._region.length - self._checked)
-        if count:
-            at = self._region.offset + self._checked
+        left = _CHECK_BYTES
+        while left and not self._checked.is_over:
+            at, count = self._checked.next(left)
             self._arena.populate_once(at, count)
             piece = np.frombuffer(self._arena.view(at, count), np.uint8)
             self._crc32c = google_crc32c.extend(self._crc32c, piece)
-            self._checked += count
-        length = self._region.length
-        if self._checked == length:
+            self._checked.advance(count)
+            left -= count
+        if self._checked.is_over:
             answer = Answer(
-                self._number, Outcome.GIVEN, length, self._crc32c, note_bytes=len(self._note)
+                self._number, Outcome.GIVEN, self._bytes, self._crc32c, note_bytes=len(self._note)
             )
             self._head = memoryview(pack_answer(answer) + self._note)
 
@@ -90,32 +105,52 @@ class SentPayload:
 
         Raises:  BlockingIOError: the socket has no room.  OSError: the connection broke.
         """
-        left = self._region.length - self._sent
         if isinstance(sock, ssl.SSLSocket):
-            self._send_encrypted(sock, left)
+            self._send_encrypted(sock)
             return False
         if self._head:
-            sent = sock.send(self._head, socket.MSG_MORE if left else 0)
+            sent = sock.send(self._head, 0 if self._sent.is_over else socket.MSG_MORE)
             self._head = self._head[sent:]
             if self._head:
                 raise BlockingIOError
-        if not left:
+        if self._sent.is_over:
             return True
-        at = self._region.offset + self._sent
-        count = os.sendfile(sock.fileno(), self._arena.fd, at, min(left, _SEND_BYTES))
+        at, count = self._sent.next(_SEND_BYTES)
+        count = os.sendfile(sock.fileno(), self._arena.fd, at, count)
         if not count:
             raise OSError(errno.EIO, "the arena is shorter than the region")
-        self._sent += count
+        self._sent.advance(count)
         return True
 
-    def _send_encrypted(self, sock: ssl.SSLSocket, left: int) -> None:
+    def _send_encrypted(self, sock: ssl.SSLSocket) -> None:
         """Raises:  as `send`."""
         try:
             if self._head:
                 self._head = self._head[sock.send(self._head) :]
-            elif left:
+            elif not self._sent.is_over:
                 # The same bytes again if there was no room: part of them may be encrypted already.
-                at, count = self._region.offset + self._sent, min(left, _ENCRYPT_BYTES)
-                self._sent += sock.send(self._arena.view(at, count))
+                self._sent.advance(sock.send(self._arena.view(*self._sent.next(_ENCRYPT_BYTES))))
         except ssl.SSLWantWriteError:
             raise BlockingIOError from None
+
+
+class _Progress:
+    """How far it is through these regions, one after the other."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._left = [each for each in reversed(regions) if each.length]
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def next(self, most: int) -> tuple[int, int]:
+        """Where it goes on in a region, and how many bytes there, at most so many."""
+        region = self._left[-1]
+        return region.offset, min(region.length, most)
+
+    def advance(self, count: int) -> None:
+        """These bytes are done."""
+        region = self._left.pop()
+        if count < region.length:
+            self._left.append(Region(region.offset + count, region.length - count))

@@ -35,30 +35,46 @@ def receive_payload(
 
     Raises:  OSError, WrongFrameError.
     """
-    crc32c = 0
+    arriving = Arriving(sock, deadline, sum(map(len, parts)))
     for part in parts:
-        crc32c = _receive(sock, part, crc32c, deadline)
-    if crc32c != answer.crc32c:
-        raise wire.WrongFrameError("its bytes do not have the checksum that it told")
-    send(sock, wire.pack_receipt(answer.number), deadline)
+        arriving.fill(part)
+    arriving.end(answer)
 
 
-def _receive(sock: socket.socket, into: memoryview, crc32c: int, deadline: float) -> int:
-    """Fill this, and continue with the checksum."""
-    body, at, lowest = np.frombuffer(into, np.uint8), 0, 1
-    is_plain = not isinstance(sock, ssl.SSLSocket)  # TLS has records of 16 KiB
-    while at < len(into):
-        room = min(_SLICE_BYTES, len(into) - at)
-        if is_plain and lowest != room:  # fewer times awake, and longer pieces
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, room)
-            lowest = room
-        piece = into[at : at + room]
-        count = _received(sock, piece, deadline) if is_plain else _fill(sock, piece, deadline)
-        crc32c = google_crc32c.extend(crc32c, body[at : at + count])
-        at += count
-    if lowest != 1:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-    return crc32c
+class Arriving:
+    """A payload of this length, in parts."""
+
+    def __init__(self, sock: socket.socket, deadline: float, length: int) -> None:
+        self._sock, self._deadline, self._left = sock, deadline, length
+        self._crc32c, self._lowest = 0, 1
+        self._is_plain = not isinstance(sock, ssl.SSLSocket)  # TLS has records of 16 KiB
+
+    def fill(self, into: memoryview) -> None:
+        """Receive the next part, and continue with the checksum.   Raises:  OSError."""
+        body, at = np.frombuffer(into, np.uint8), 0
+        while at < len(into):
+            piece = into[at : at + _SLICE_BYTES]
+            if self._is_plain:
+                # Fewer times awake, and longer pieces.
+                self._wait_for(min(_SLICE_BYTES, self._left))
+                count = _received(self._sock, piece, self._deadline)
+            else:
+                count = _fill(self._sock, piece, self._deadline)
+            self._crc32c = google_crc32c.extend(self._crc32c, body[at : at + count])
+            at += count
+            self._left -= count
+
+    def end(self, answer: Answer) -> None:
+        """Check it, and send the receipt.   Raises:  OSError, WrongFrameError."""
+        self._wait_for(1)
+        if self._crc32c != answer.crc32c:
+            raise wire.WrongFrameError("its bytes do not have the checksum that it told")
+        send(self._sock, wire.pack_receipt(answer.number), self._deadline)
+
+    def _wait_for(self, lowest: int) -> None:
+        if self._is_plain and self._lowest != lowest:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowest)
+            self._lowest = lowest
 
 
 def receive_frame(sock: socket.socket, length: int, deadline: float) -> bytes:

@@ -7,6 +7,17 @@ One request at a time:
                                      REFUSED, ONLY_DECODED: nothing follows
     asker   Receipt                  after GIVEN: the whole payload has arrived
 
+Or for a run of blocks, which it wants whole and which the dataset has one after the other:
+
+    asker   Request of code 3        `offset` is their number, `length` that of all together
+    lender  Answer                   GIVEN: first a note follows, with 8 bytes for each block: 0 if
+                                     it is given, all bits if it is refused, otherwise the length
+                                     of the decoded block, if there is only that. Then `length`
+                                     bytes of payload: the blocks that are given. The CRC32C is of
+                                     both
+                                     REFUSED: nothing follows
+    asker   Receipt                  after GIVEN: the note and the whole payload have arrived
+
 Or for a slab:
 
     asker   Request of form SLAB     `length` is the room that it has for the slab
@@ -31,18 +42,26 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from dataplane.model import BlockForm
 
-VERSION = 1
+VERSION = 2
 LENGTH_MAX = 1 << 40
 """Of the payload that is asked for, so that sums of lengths stay within 64 bits."""
 BODY_BYTES_MAX = 1 << 20
 NOTE_BYTES_MAX = 4 << 20
 """It says where the columns lie, in 5 to 15 bytes each: 280,000 columns at least."""
+
+RUN_BLOCKS_MAX = 128
+"""Asked for at once."""
+RUN_BYTES_MAX = 2 << 20
+"""Asked for at once, of several blocks: they wait for each other."""
+GIVEN_WHOLE, NOT_GIVEN = 0, (1 << 64) - 1
+"""In the note about a run."""
 
 _REQUEST = struct.Struct("<4sHHQ16sQQQ")
 _ANSWER = struct.Struct("<4sHHQQII")
@@ -50,6 +69,7 @@ _RECEIPT = struct.Struct("<4sIQ")
 _REQUEST_MAGIC, _ANSWER_MAGIC, _RECEIPT_MAGIC = b"DPnq", b"DPna", b"DPnr"
 REQUEST_BYTES, ANSWER_BYTES, RECEIPT_BYTES = _REQUEST.size, _ANSWER.size, _RECEIPT.size
 _FORMS = (BlockForm.RAW, BlockForm.DECODED, BlockForm.SLAB)
+_RUN = len(_FORMS)
 _NO_DATASET = bytes(16)
 
 
@@ -68,7 +88,9 @@ class Outcome(enum.IntEnum):
 
 class Request(Struct, frozen=True):
     """Bytes [offset, offset + length) of a block in this form. SLAB: a slab of at most `length`
-    bytes, described in a body of `offset` bytes; `dataset` and `block` are 0.
+    bytes, described in a body of `offset` bytes; `dataset` and `block` are 0. With a `count` of
+    more than 1: so many whole blocks of form RAW, which have `length` bytes together, from `block`
+    on; `offset` is 0.
     """
 
     number: int
@@ -77,10 +99,11 @@ class Request(Struct, frozen=True):
     offset: int
     length: int
     form: BlockForm
+    count: int = 1
 
 
 class Answer(Struct, frozen=True):
-    """GIVEN: `note_bytes`, which only slabs have, and `length` bytes with this CRC32C follow.
+    """GIVEN: `note_bytes`, which slabs and runs have, and `length` bytes with this CRC32C follow.
     ONLY_DECODED: `length` is that of the decoded block. REFUSED, UNKNOWN: 0.
     """
 
@@ -93,14 +116,15 @@ class Answer(Struct, frozen=True):
 
 def pack_request(request: Request) -> bytes:
     """REQUEST_BYTES bytes."""
+    is_run = request.count > 1
     return _REQUEST.pack(
         _REQUEST_MAGIC,
         VERSION,
-        _FORMS.index(request.form),
+        _RUN if is_run else _FORMS.index(request.form),
         request.number,
         request.dataset,
         request.block,
-        request.offset,
+        request.count if is_run else request.offset,
         request.length,
     )
 
@@ -111,10 +135,14 @@ def unpack_request(frame: bytes | bytearray) -> Request:
     _check(magic, _REQUEST_MAGIC, "request")
     if version != VERSION:
         raise WrongFrameError(f"a request of version {version}, not {VERSION}")
-    if form >= len(_FORMS):
+    if form > _RUN:
         raise WrongFrameError(f"a request for form {form}")
     if not 0 < length <= LENGTH_MAX or offset > LENGTH_MAX:
         raise WrongFrameError(f"a request for {length} bytes at {offset}")
+    if form == _RUN:
+        if not 1 < offset <= RUN_BLOCKS_MAX or length > RUN_BYTES_MAX:
+            raise WrongFrameError(f"a request for {length} bytes of {offset} blocks")
+        return Request(number, dataset, block, 0, length, BlockForm.RAW, offset)
     if _FORMS[form] is BlockForm.SLAB and (
         not 0 < offset <= BODY_BYTES_MAX or (dataset, block) != (_NO_DATASET, 0)
     ):
@@ -157,13 +185,36 @@ def slab_request(number: int, room: int, body: bytes) -> Request:
 
 def _fits(request: Request, outcome: Outcome, length: int, note_bytes: int) -> bool:
     is_slab = request.form is BlockForm.SLAB
+    is_run = request.count > 1
+    if outcome is Outcome.GIVEN and is_run:
+        return length <= request.length and note_bytes == run_note_bytes(request.count)
     if outcome is Outcome.GIVEN and is_slab:
         return length <= request.length and note_bytes <= NOTE_BYTES_MAX
     if outcome is Outcome.GIVEN:
         return length == request.length and not note_bytes
     if outcome is Outcome.ONLY_DECODED:
-        return request.form is BlockForm.RAW and 0 < length <= LENGTH_MAX and not note_bytes
+        is_one = request.form is BlockForm.RAW and not is_run
+        return is_one and 0 < length <= LENGTH_MAX and not note_bytes
     return length == note_bytes == 0 and (outcome is Outcome.REFUSED or is_slab)
+
+
+def run_note_bytes(count: int) -> int:
+    """The length of the note about so many blocks."""
+    return 8 * count
+
+
+def pack_run_note(ends: Sequence[int]) -> bytes:
+    """What became of each block: GIVEN_WHOLE, NOT_GIVEN, or the length of the decoded one."""
+    return struct.pack(f"<{len(ends)}Q", *ends)
+
+
+def unpack_run_note(note: bytes, answer: Answer, lengths: Sequence[int]) -> tuple[int, ...]:
+    """What became of blocks of these lengths.   Raises:  WrongFrameError."""
+    ends = struct.unpack(f"<{len(lengths)}Q", note)
+    given = sum(n for n, end in zip(lengths, ends, strict=True) if end == GIVEN_WHOLE)
+    if given != answer.length or any(LENGTH_MAX < end < NOT_GIVEN for end in ends):
+        raise WrongFrameError(f"{answer.length} bytes for blocks of which {given} bytes are given")
+    return ends
 
 
 def pack_receipt(number: int) -> bytes:

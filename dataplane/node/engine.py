@@ -25,10 +25,11 @@ import numpy as np
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.errors import BudgetTooSmall, DataplaneError, NeighbourGone
+from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import Dataset
 from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DeliveryArena
-from dataplane.node.fetch import BlockRead, Fetcher
+from dataplane.node.fetch import Fetcher
 from dataplane.node.kept import KeptBlocks
 from dataplane.node.lent import NOBODY, LentBlocks, Neighbours
 from dataplane.node.planner import Planner
@@ -40,7 +41,7 @@ from dataplane.node.sources import BlockSources
 from dataplane.node.stall import stall_error
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import tasks
-from dataplane.rpc.fetches import HeldDecoded, Outcome
+from dataplane.rpc.fetches import HeldDecoded, Outcome, PartlyGiven
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
@@ -69,8 +70,7 @@ class Engine:
         """What it has counted may be read; only the engine tells it anything."""
         self._arena = arena
         self._fetcher, self._pool = fetcher, pool
-        self._trace = trace
-        self._node_id, self._clock = node_id, clock
+        self._trace, self._node_id, self._clock = trace, node_id, clock
         self._planner = Planner(trace)
         self.lent, self._kept = LentBlocks(neighbours, self._tell), KeptBlocks(fetcher, self._tell)
         self.replaced = ReplacedRows(trace)
@@ -235,18 +235,17 @@ class Engine:
         into, key, name = effect.into, effect.key, BlockName(effect.dataset_id, effect.block)
         dataset = self._datasets[effect.dataset_id]
         neighbour, kept = self.lent.whom_to_ask(dataset, effect), self._kept.asked(dataset, effect)
-        is_alone = neighbour is not None or kept is not None
-        if not effect.is_joined or is_alone:
-            self._start_reads()
         if neighbour is None and effect.is_decoded:
+            self._start_reads()
             self._on_fetched(key, name, NeighbourGone(f"block {effect.block} has another owner"))
             return
         raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
         report = partial(self._on_fetched, key, name)
-        of = dataset.digest, effect.block, kept
-        self._reads.append(BlockRead(key, raw, into, report, is_copied, neighbour, *of))
-        if is_alone:
+        of, size = (dataset.digest, effect.block, kept), self._arena.size_bytes
+        read = BlockRead(key, raw, into, report, is_copied, neighbour, *of)
+        if not (effect.is_joined and self._reads and read.may_follow(self._reads, size)):
             self._start_reads()
+        self._reads.append(read)
 
     def _start_reads(self) -> None:
         reads, self._reads = self._reads, []
@@ -258,6 +257,7 @@ class Engine:
         if isinstance(found, HeldDecoded):
             self._tell(events.BlockFetched(key, decoded_bytes=found.length))
             return
+        assert not isinstance(found, PartlyGiven), "an end of several blocks"
         is_away = isinstance(found, (*UNREACHABLE, NeighbourGone))
         of = {"is_guest": is_guest, "is_from_disk": self._kept.has_read(name)}
         self._tell(events.BlockFetched(key, found, is_away, **of))

@@ -32,6 +32,8 @@ from dataplane.errors import (
 )
 from dataplane.machine import numa_nodes
 from dataplane.model import BlockForm, Region
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
+from dataplane.node.block_read import BlockRead
 from dataplane.node.cache_folder import CacheFolder, folder_of
 from dataplane.node.fetchers import Fetchers, Report
 from dataplane.node.policy import allowed_urls
@@ -53,27 +55,6 @@ Trouble = Callable[[str], StoreError | None]
 _GIVEN_UP_MAX = 256
 # Failures that a shorter read may not have.
 _OF_LENGTH = (StoreUnavailable, TruncatedRead, BudgetTooSmall)
-
-
-class BlockRead(Struct, frozen=True):
-    """A block to be read into a region of the block arena; `report` is called when that is no
-    longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
-    block with this key, until `let_go`. `neighbour` is asked for it before the store, and the disk
-    before both, if there is somebody to hear that it `is_not_kept`.
-
-    Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
-    block, if that is what the neighbour is asked for.
-    """
-
-    key: int
-    raw: tasks.RawBlockRef
-    into: Region
-    report: Report
-    is_copied: bool
-    neighbour: fetches.Neighbour | None = None
-    dataset: bytes = b""
-    block: int = 0
-    is_not_kept: Report | None = None
 
 
 class Fetcher:
@@ -161,7 +142,12 @@ class Fetcher:
             self.origin.read(fetches.ScanKept(0), self.on_scanned)
 
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
-        """Read blocks of one shard that lie close together, in the order of their offsets."""
+        """Read blocks of one shard that lie close together, in the order of their offsets. Several
+        are of those that may follow each other.
+        """
+        if len(blocks) > 1 and blocks[0].neighbour is not None:
+            self._ask_for_run(blocks, blocks[0].neighbour)
+            return
         requests: list[list[_Piece]] = []
         for block in blocks:
             if block.is_not_kept is not None:
@@ -210,6 +196,11 @@ class Fetcher:
             self._read_alone(block.raw, piece, asked)
             at += piece.target.into.length
 
+    def _ask_for_run(self, blocks: Sequence[BlockRead], neighbour: fetches.Neighbour) -> None:
+        """Ask a neighbour for whole blocks at once."""
+        pieces = [piece for block in blocks for piece in self._pieces(block)]
+        self._read_together(blocks[0].raw, pieces, neighbour)
+
     def _pieces(self, block: BlockRead) -> list[_Piece]:
         """Start to read its preamble. Returns what else is to be read."""
         key, raw, into = block.key, block.raw, block.into
@@ -242,24 +233,33 @@ class Fetcher:
         parts.are_all()
         return found
 
-    def _read_together(self, raw: tasks.RawBlockRef, pieces: Sequence[_Piece]) -> None:
-        """Read them in one request."""
+    def _read_together(
+        self,
+        raw: tasks.RawBlockRef,
+        pieces: Sequence[_Piece],
+        neighbour: fetches.Neighbour | None = None,
+    ) -> None:
+        """Read them in one request. The neighbour, if one is named, is asked first."""
         if len(pieces) == 1:
             self._read_alone(raw, pieces[0])
             return
 
-        def end(error: fetches.Outcome) -> None:
-            for piece in pieces:
-                if isinstance(error, _OF_LENGTH):
+        def end(found: fetches.Outcome) -> None:
+            for number, piece in enumerate(pieces):
+                if isinstance(found, _OF_LENGTH):
                     self._read_alone(raw, piece)
+                elif isinstance(found, fetches.PartlyGiven) and neighbour is not None:
+                    if (end := found.ends[number]) == NOT_GIVEN:  # as one of several
+                        asked = replace(neighbour, block=neighbour.block + number)
+                        self._read_alone(raw, piece, asked)
+                    else:
+                        piece.report(None if end == GIVEN_WHOLE else fetches.HeldDecoded(end))
                 else:
-                    piece.report(error)
+                    piece.report(found)
 
         first, *more = [piece.target for piece in pieces]
-        order = fetches.ReadRange(
-            0, raw.url, first.offset, raw.etag, tasks.BLOCK_ARENA, first.into, tuple(more)
-        )
-        self.origin.read(order, end)
+        place = raw.url, first.offset, raw.etag, tasks.BLOCK_ARENA, first.into
+        self.origin.read(fetches.ReadRange(0, *place, tuple(more), neighbour), end)
 
     def _read_alone(
         self, raw: tasks.RawBlockRef, piece: _Piece, neighbour: fetches.Neighbour | None = None

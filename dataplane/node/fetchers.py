@@ -30,7 +30,6 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.machine import bound_to, least_used
-from dataplane.model import BlockForm
 from dataplane.node.cache_folder import CacheFolder
 from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
@@ -279,8 +278,7 @@ class Fetchers:
             if read is not None:
                 fetcher.reading_bytes -= read.length
                 self._count_read(read, body)
-                held = fetches.HeldDecoded(body.decoded_bytes) if body.decoded_bytes else None
-                read.report(held or body.error)
+                read.report(body.error or _partly(body.ends))
         elif isinstance(body, fetches.SlabRead):
             fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
             fetcher.was_of_use, self._useless = True, 0
@@ -303,13 +301,8 @@ class Fetchers:
             return
         self._hedged_bytes += end.hedged_bytes
         self._neighbour_bytes += end.neighbour_bytes
-        is_decoded = (
-            isinstance(read.order, fetches.ReadRange)
-            and read.order.neighbour is not None
-            and read.order.neighbour.form is BlockForm.DECODED
-        )
-        if not end.decoded_bytes and not is_decoded:
-            self._read_bytes += read.length - end.neighbour_bytes
+        is_copy = isinstance(read.order, fetches.CopyPreamble)
+        self._read_bytes += read.length if is_copy else end.store_bytes
 
     def _share(self, pause: Pause, source: _Fetcher | None) -> None:
         """Tell everybody but the process that was asked."""
@@ -377,6 +370,13 @@ class Fetchers:
         if self._waiting or self._slabs.waiting:
             self.start()
             self._dispatch()
+
+
+def _partly(ends: tuple[int, ...]) -> fetches.Outcome:
+    """How a read has ended without an error."""
+    if not ends:
+        return None
+    return fetches.HeldDecoded(ends[0]) if len(ends) == 1 else fetches.PartlyGiven(ends)
 
 
 def _blamed(read: _Read, status: int, words: str) -> StoreError:

@@ -2,7 +2,7 @@
 them, to neighbours.
 
 Invariants:
-1. Each `give` is followed by exactly one `on_given`, once the region is no longer read: when the
+1. Each `give` is followed by exactly one `on_given`, once its regions are no longer read: when the
    lender says so, or when it has ended. `close` ends all of this.
 2. What a lender that has ended was asked for is forgotten: nobody waits for the answer.
 3. A lender that ends is started again, later and later if none is of use.
@@ -125,16 +125,21 @@ class Lending:
             self._send(lending.ReturnArena(arena_id))
 
     def give(
-        self, number: int, region: Region, arena_id: int = BLOCK_ARENA, note: bytes = b""
+        self,
+        number: int,
+        region: Region,
+        arena_id: int = BLOCK_ARENA,
+        note: bytes = b"",
+        more: tuple[Region, ...] = (),
     ) -> None:
-        """Send this region, as long as was asked for. Of a slab, the region is at most so long, and
-        may be empty, and the note is sent before it: at most wire.NOTE_BYTES_MAX. `on_given` is
-        called later, also if nobody waits for it any more.
+        """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
+        are at most so long, and may be empty, and the note is sent before them: at most
+        wire.NOTE_BYTES_MAX. `on_given` is called later, also if nobody waits for it any more.
         """
         if number in self._asked:
             self._asked.remove(number)
             self._given.add(number)
-            self._send(lending.Give(number, region, arena_id, note))
+            self._send(lending.Give(number, region, arena_id, note, more))
         else:
             self._loop.call_soon(self._over, number)
 
@@ -247,7 +252,7 @@ class Lending:
                 self._lent_bytes += body.sent_bytes
                 self._on_given(body.number)
         elif body.number > self._last_number:
-            self._last_number = body.number
+            self._last_number = body.number + body.count - 1
             self._asked.add(body.number)
             self._on_asked(body)
 

@@ -4,6 +4,8 @@ Invariants:
 1. A block that is on its way here from a neighbour is refused to others, and a block that is read
    for a neighbour is read from the store: so no two nodes wait for each other.
 2. If a neighbour is gone before it has sent a decoded block, the block is read from the store.
+3. The blocks of a run that is asked for are decided on one by one. The run has one answer, when
+   each of them has one, and all of what is given for it is free at the same time.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.errors import NeighbourGone
 from dataplane.model import BlockForm, Region
+from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
 from dataplane.rpc.fetches import Neighbour, Outcome, SlabMaker
 from dataplane.rpc.lending import Asked
@@ -31,8 +35,10 @@ class Neighbours(Protocol):
     def makers(self, job_id: str, /) -> Sequence[SlabMaker]:
         """The nodes that make slabs of a job, if they are asked."""
 
-    def give(self, number: int, region: Region) -> None:
-        """Send this part of the block arena to the one who asked."""
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
+        """Send these parts of the block arena to the one who asked: one, or those of the blocks of
+        a run that have ended as wire.GIVEN_WHOLE.
+        """
 
     def only_decoded(self, number: int, length: int) -> None:
         """Say that the block is here only decoded, in so many bytes."""
@@ -47,7 +53,7 @@ class _Nobody:
     def makers(self, _job_id: str) -> Sequence[SlabMaker]:
         return ()
 
-    def give(self, number: int, region: Region) -> None: ...
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None: ...
 
     def only_decoded(self, number: int, length: int) -> None: ...
 
@@ -56,6 +62,17 @@ class _Nobody:
 
 NOBODY: Neighbours = _Nobody()
 """Of a node without neighbours: nobody is asked, and nobody asks."""
+
+
+class _Run(Struct, eq=False):
+    """A run that is asked for with this number: how each of its blocks has ended, how many have
+    not, and what is given of it.
+    """
+
+    number: int
+    ends: list[int]
+    left: int
+    regions: dict[int, Region]
 
 
 class LentBlocks:
@@ -67,6 +84,10 @@ class LentBlocks:
         """Blocks that are on their way here from neighbours."""
         self._left_alone: set[BlockName] = set()
         """Blocks that are read from the store next."""
+        self._runs: dict[int, _Run] = {}
+        """Those that wait for their answer, by the number of each block that has none."""
+        self._given: dict[int, tuple[int, ...]] = {}
+        """The numbers of the blocks that were given for a run, by its number."""
 
     def whom_to_ask(self, dataset: Dataset, effect: events.Fetch) -> Neighbour | None:
         """The neighbour that a block comes from, if it has it; None: the store."""
@@ -89,28 +110,89 @@ class LentBlocks:
         return is_guest
 
     def asked(self, ask: Asked, dataset: Dataset | None) -> None:
-        """A neighbour asks for part of a block of this dataset."""
-        count = 0 if dataset is None else dataset.manifest.block_count
-        if dataset is None or ask.block >= count:
+        """A neighbour asks for part of a block of this dataset, or for several blocks."""
+        last = ask.block + ask.count - 1
+        if dataset is None or last >= dataset.manifest.block_count:
             self._neighbours.refuse(ask.number)
-            return
-        is_decoded = ask.form is BlockForm.DECODED
-        if not is_decoded and BlockName(dataset.dataset_id, ask.block) in self._expected:
+        elif ask.count > 1:
+            self._asked_run(ask, dataset)
+        elif ask.form is BlockForm.DECODED or not self._is_expected(dataset, ask.block):
+            self._ask_scheduler(ask, dataset, ask.number, ask.block, Region(ask.offset, ask.length))
+        else:
             self._neighbours.refuse(ask.number)
-            return
-        part = Region(ask.offset, ask.length)
-        self._tell(events.NeighbourAsked(ask.number, dataset.blocks, ask.block, part, is_decoded))
 
     def given(self, number: int) -> None:
         """What was given for this ask is no longer read."""
-        self._tell(events.SendingEnded(number))
+        for each in self._given.pop(number, (number,)):
+            self._tell(events.SendingEnded(each))
 
     def effects(self) -> Mapping[type, Callable[[Any], None]]:
         """What carries out each kind of effect."""
         return {
-            events.LendBlock: lambda effect: self._neighbours.give(effect.number, effect.region),
-            events.OnlyDecoded: lambda effect: self._neighbours.only_decoded(
-                effect.number, effect.length
-            ),
-            events.RefuseAsk: lambda effect: self._neighbours.refuse(effect.number),
+            events.LendBlock: self._lend,
+            events.OnlyDecoded: self._say_decoded,
+            events.RefuseAsk: self._refuse,
         }
+
+    def _is_expected(self, dataset: Dataset, block: int) -> bool:
+        return BlockName(dataset.dataset_id, block) in self._expected
+
+    def _ask_scheduler(
+        self, ask: Asked, dataset: Dataset, number: int, block: int, part: Region
+    ) -> None:
+        how = ask.form is BlockForm.DECODED, ask.count > 1
+        self._tell(events.NeighbourAsked(number, dataset.blocks, block, part, *how))
+
+    def _asked_run(self, ask: Asked, dataset: Dataset) -> None:
+        blocks = range(ask.block, ask.block + ask.count)
+        shards = dataset.manifest.block_shard
+        lengths = [dataset.blocks.read_bytes(block) for block in blocks]
+        # What may be lent was decided for the shard of the first block.
+        is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
+        if not is_one_shard or ask.form is not BlockForm.RAW or sum(lengths) != ask.length:
+            self._neighbours.refuse(ask.number)
+            return
+        run = _Run(ask.number, [wire.NOT_GIVEN] * ask.count, ask.count, {})
+        numbers = range(ask.number, ask.number + ask.count)
+        self._runs.update(dict.fromkeys(numbers, run))
+        for number, block, length in zip(numbers, blocks, lengths, strict=True):
+            if self._is_expected(dataset, block):
+                self._end(run, number, wire.NOT_GIVEN)
+            else:
+                self._ask_scheduler(ask, dataset, number, block, Region(0, length))
+
+    def _lend(self, effect: events.LendBlock) -> None:
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.give(effect.number, (effect.region,))
+            return
+        run.regions[effect.number] = effect.region
+        self._end(run, effect.number, wire.GIVEN_WHOLE)
+
+    def _say_decoded(self, effect: events.OnlyDecoded) -> None:
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.only_decoded(effect.number, effect.length)
+        else:
+            self._end(run, effect.number, effect.length)
+
+    def _refuse(self, effect: events.RefuseAsk) -> None:
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.refuse(effect.number)
+        else:
+            self._end(run, effect.number, wire.NOT_GIVEN)
+
+    def _end(self, run: _Run, number: int, end: int) -> None:
+        """A block of a run has its answer."""
+        del self._runs[number]
+        run.ends[number - run.number] = end
+        run.left -= 1
+        if run.left:
+            return
+        if all(each == wire.NOT_GIVEN for each in run.ends):
+            self._neighbours.refuse(run.number)
+            return
+        given = sorted(run.regions)
+        self._given[run.number] = tuple(given)
+        self._neighbours.give(run.number, [run.regions[each] for each in given], run.ends)

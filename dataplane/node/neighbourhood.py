@@ -11,6 +11,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
 from dataplane.model import BlockForm, Region
+from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
@@ -75,10 +76,12 @@ class Neighbourhood:
             for one in found
         ]
 
-    def give(self, number: int, region: Region) -> None:
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
         """As `Neighbours.give`."""
         if self._lending is not None:
-            self._lending.give(number, region)
+            first, *more = regions or [Region(0, 0)]
+            note = wire.pack_run_note(ends)
+            self._lending.give(number, first, note=note, more=tuple(more))
 
     def only_decoded(self, number: int, length: int) -> None:
         """As `Neighbours.only_decoded`."""

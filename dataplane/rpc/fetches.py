@@ -55,8 +55,8 @@ class Neighbour(Struct, frozen=True):
 
 
 class ReadRange(Struct, frozen=True):
-    """Read bytes of a shard into an arena. With `neighbour`, that node is asked first, and there is
-    nothing in `more`.
+    """Read bytes of a shard into an arena. With `neighbour`, that node is asked first: if there is
+    something in `more`, for whole blocks, one for each target, from its block on.
     """
 
     number: int
@@ -67,9 +67,6 @@ class ReadRange(Struct, frozen=True):
     into: Region
     more: tuple[ReadTarget, ...] = ()
     neighbour: Neighbour | None = None
-
-    def __post_init__(self) -> None:
-        assert not (self.more and self.neighbour), "neighbours are asked for each block by itself"
 
     @property
     def targets(self) -> tuple[ReadTarget, ...]:
@@ -152,8 +149,9 @@ class KeptFound(Struct, frozen=True):
 
 
 class ReadEnded(Struct, frozen=True):
-    """An order has ended: its memory is no longer read or written. With `decoded_bytes`, nothing
-    was read: the neighbour has only the decoded block, of this length.
+    """An order has ended: its memory is no longer read or written. `ends`, if there are any, say
+    what the neighbour has answered for each target, as the note about a run in neighbours/wire.py,
+    and nothing else was read. Without, all bytes are there, unless there is an error.
     """
 
     number: int
@@ -162,8 +160,9 @@ class ReadEnded(Struct, frozen=True):
     cpu_s: float = 0.0
     hedged_bytes: int = 0
     neighbour_bytes: int = 0
-    decoded_bytes: int = 0
     disk_bytes: int = 0
+    store_bytes: int = 0
+    ends: tuple[int, ...] = ()
 
 
 class HeldDecoded(Struct, frozen=True):
@@ -172,7 +171,13 @@ class HeldDecoded(Struct, frozen=True):
     length: int
 
 
-Outcome = DataplaneError | HeldDecoded | None
+class PartlyGiven(Struct, frozen=True):
+    """The end of a read of several blocks that has read those that the neighbour gave."""
+
+    ends: tuple[int, ...]
+
+
+Outcome = DataplaneError | HeldDecoded | PartlyGiven | None
 """How an order has ended; None: all bytes are there."""
 
 

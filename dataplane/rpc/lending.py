@@ -40,7 +40,8 @@ class StartLending(Struct, frozen=True):
 
 class Asked(Struct, frozen=True):
     """A neighbour asks for bytes of a block; or for a slab, an encoded MakeSlab, for which it has
-    room for `length` bytes. It gets only what is `only_under` these urls, as its key says.
+    room for `length` bytes. It gets only what is `only_under` these urls, as its key says. With a
+    `count` of more than 1: for so many whole blocks of `length` bytes together.
     """
 
     number: int
@@ -53,15 +54,17 @@ class Asked(Struct, frozen=True):
     node_id: str = ""
     slab: bytes = b""
     only_under: tuple[str, ...] = ()
+    count: int = 1
 
 
 class Give(Struct, frozen=True):
-    """Send this region of an arena, after the note."""
+    """Send this region of an arena, and those of `more`, after the note."""
 
     number: int
     region: Region
     arena_id: int = 0
     note: bytes = b""
+    more: tuple[Region, ...] = ()
 
 
 class GiveDecodedOnly(Struct, frozen=True):

@@ -7,7 +7,8 @@ is sent.
 
 Invariants:
 1. Every ask is answered exactly once: with a region, with the size of the decoded block, or with a
-   refusal. None waits longer than its patience without a read under way, and none waits for room:
+   refusal. None waits longer than its patience without a read under way, none of a run of blocks
+   waits for its read to begin, and none waits for room:
    that may come only after the trainers here have gone on, which may wait for those of the
    neighbour, or from what this node waits for itself from that neighbour.
 2. What is lent is neither freed nor written until its sending has ended.
@@ -67,6 +68,8 @@ class Asks:
         self._waiting: dict[_Name, _Waiting] = {}
         self._idle: dict[_Name, _Waiting] = {}
         """Those whose read is to begin."""
+        self._of_runs: set[_Name] = set()
+        """Those that are asked for in runs."""
         self._lent: dict[int, CachedBlock] = {}
         self._count = 0
         blocks.is_lacked = lambda dataset, index: (
@@ -92,6 +95,8 @@ class Asks:
                 if block is None:
                     self._idle[name] = waiting
             waiting.asks.append((self._time.now, ask))
+            if ask.is_of_run:
+                self._of_runs.add(name)
             self._count += 1
 
     def sent(self, number: int) -> None:
@@ -115,6 +120,22 @@ class Asks:
             is_read = self._blocks.find(waiting.dataset, waiting.index) is not None
             if not is_read and waiting.asks[0][0] < asked_before:
                 self._refuse(waiting)
+
+    def refuse_idle_of_runs(self) -> None:
+        """Refuse what is asked for in runs and is not being read: other blocks wait for it."""
+        for name in [*self._of_runs]:
+            waiting = self._waiting[name]
+            if self._blocks.find(waiting.dataset, waiting.index) is not None:
+                continue
+            self._of_runs.discard(name)
+            alone = [each for each in waiting.asks if not each[1].is_of_run]
+            for _, ask in waiting.asks:
+                if ask.is_of_run:
+                    self._do(RefuseAsk(ask.number))
+            self._count -= len(waiting.asks) - len(alone)
+            waiting.asks = alone
+            if not alone:
+                self._forget(waiting)
 
     def block_changed(self, changed: BlockChange) -> None:
         """Answer the asks that wait for this block."""
@@ -151,6 +172,7 @@ class Asks:
     def _forget(self, waiting: _Waiting) -> None:
         del self._waiting[waiting.name]
         self._idle.pop(waiting.name, None)
+        self._of_runs.discard(waiting.name)
         self._count -= len(waiting.asks)
 
     def _answer(self, ask: NeighbourAsked, block: CachedBlock) -> None:

@@ -174,8 +174,8 @@ class RowsExtracted(Struct, frozen=True):
 
 
 class NeighbourAsked(Struct, frozen=True):
-    """Another node wants part of a block: of its bytes as they are read without the preamble, or of
-    the decoded block.
+    """Another node wants part of a block: of its bytes as read without the preamble, or decoded.
+    `is_of_run`: of several with one answer; refused unless it is here or its read begins at once.
     """
 
     number: int
@@ -183,6 +183,7 @@ class NeighbourAsked(Struct, frozen=True):
     block: int
     part: Region
     is_decoded: bool = False
+    is_of_run: bool = False
 
 
 class SendingEnded(Struct, frozen=True):

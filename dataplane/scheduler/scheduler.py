@@ -251,6 +251,7 @@ class Scheduler:
             loading = loading and (task is head or self._load(task, greedy=False))
         if head is not None and head.missing and self.is_settled and not self._under_way:
             self._unstick(head)
+        self._asks.refuse_idle_of_runs()
         # Blocks that need neither a fetch nor decoding are ready at once, and no event follows.
         self.is_settled &= all(task.missing for task in lacking)
         for stream in self._streams:

@@ -31,6 +31,16 @@ slabs = st.builds(
     room=lengths,
     body=st.binary(min_size=1, max_size=200),
 )
+runs = st.builds(
+    Request,
+    number=u64,
+    dataset=st.binary(min_size=16, max_size=16),
+    block=u64,
+    offset=st.just(0),
+    length=st.integers(1, wire.RUN_BYTES_MAX),
+    form=st.just(BlockForm.RAW),
+    count=st.integers(2, wire.RUN_BLOCKS_MAX),
+)
 names = st.text(min_size=1, max_size=256)
 openings = st.builds(
     handshake.LineOpening,
@@ -66,6 +76,43 @@ def test_answers_about_slabs_arrive(
         assert wire.unpack_answer(wire.pack_answer(answer), request) == answer
 
 
+@given(runs, u64, st.integers(0, 2**32 - 1))
+def test_answers_about_runs_arrive(request: Request, length: int, crc32c: int) -> None:
+    assert wire.unpack_request(wire.pack_request(request)) == request
+    note_bytes = wire.run_note_bytes(request.count)
+    given = Answer(request.number, Outcome.GIVEN, length % (request.length + 1), crc32c, note_bytes)
+    for answer in (given, Answer(request.number, Outcome.REFUSED)):
+        assert wire.unpack_answer(wire.pack_answer(answer), request) == answer
+
+
+@pytest.mark.parametrize(
+    ("count", "length"), [(wire.RUN_BLOCKS_MAX + 1, 5000), (2, wire.RUN_BYTES_MAX + 1)]
+)
+def test_a_run_is_bounded(count: int, length: int) -> None:
+    request = Request(1, bytes(16), 0, 0, length, BlockForm.RAW, count)
+    with pytest.raises(WrongFrameError, match="blocks"):
+        wire.unpack_request(wire.pack_request(request))
+
+
+ends = st.sampled_from([wire.GIVEN_WHOLE, wire.NOT_GIVEN]) | st.integers(1, wire.LENGTH_MAX)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9999), ends), min_size=2, max_size=9), st.integers(-1, 1))
+def test_a_note_about_a_run_arrives_and_fits_the_payload(
+    blocks: list[tuple[int, int]], wrong: int
+) -> None:
+    lengths, ends = [n for n, _ in blocks], tuple(end for _, end in blocks)
+    note = wire.pack_run_note(ends)
+    assert len(note) == wire.run_note_bytes(len(blocks))
+    given = sum(n for n, end in blocks if end == wire.GIVEN_WHOLE)
+    answer = Answer(1, Outcome.GIVEN, given + wrong)
+    if not wrong:
+        assert wire.unpack_run_note(note, answer, lengths) == ends
+        return
+    with pytest.raises(WrongFrameError, match="given"):
+        wire.unpack_run_note(note, answer, lengths)
+
+
 @pytest.mark.parametrize("body_bytes", [0, wire.BODY_BYTES_MAX + 1])
 def test_a_request_for_a_slab_has_a_body_of_bounded_length(body_bytes: int) -> None:
     request = wire.slab_request(1, 100, bytes(body_bytes))
@@ -73,7 +120,9 @@ def test_a_request_for_a_slab_has_a_body_of_bounded_length(body_bytes: int) -> N
         wire.unpack_request(wire.pack_request(request))
 
 
-@given(st.one_of(requests, slabs), st.sampled_from(Outcome), u64, u64, st.integers(0, 2**32 - 1))
+@given(
+    st.one_of(requests, slabs, runs), st.sampled_from(Outcome), u64, u64, st.integers(0, 2**32 - 1)
+)
 def test_an_answer_that_does_not_fit_the_request_is_refused(
     request: Request, outcome: Outcome, number: int, length: int, note_bytes: int
 ) -> None:
@@ -82,17 +131,20 @@ def test_an_answer_that_does_not_fit_the_request_is_refused(
         found = wire.unpack_answer(wire.pack_answer(answer), request)
         assert found.number == request.number
         is_slab = request.form is BlockForm.SLAB
-        assert outcome is not Outcome.GIVEN or length == request.length or is_slab
+        is_run = request.count > 1
+        assert outcome is not Outcome.GIVEN or length == request.length or is_slab or is_run
         assert outcome is not Outcome.GIVEN or length <= request.length
-        assert note_bytes <= (wire.NOTE_BYTES_MAX if is_slab else 0)
+        of_run = wire.run_note_bytes(request.count) if is_run else 0
+        assert note_bytes <= (wire.NOTE_BYTES_MAX if is_slab else of_run)
         assert outcome not in {Outcome.REFUSED, Outcome.UNKNOWN} or length == note_bytes == 0
         assert outcome is not Outcome.UNKNOWN or is_slab
-        assert outcome is not Outcome.ONLY_DECODED or request.form is BlockForm.RAW
+        is_one = request.form is BlockForm.RAW and not is_run
+        assert outcome is not Outcome.ONLY_DECODED or is_one
 
 
 @given(st.data())
 def test_a_changed_frame_is_refused_or_another_valid_one(data: st.DataObject) -> None:
-    request = data.draw(st.one_of(requests, slabs))
+    request = data.draw(st.one_of(requests, slabs, runs))
     answer = Answer(request.number, Outcome.GIVEN, request.length, 1)
     frames = [
         (wire.pack_request(request), wire.unpack_request),

@@ -13,7 +13,8 @@ from fetching import BODY, LENGTH, node
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, NotKept
 from dataplane.model import Region
-from dataplane.node.fetch import BlockRead, Fetcher, Report
+from dataplane.node.block_read import BlockRead
+from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads

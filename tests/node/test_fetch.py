@@ -13,7 +13,8 @@ import pytest
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
 from dataplane.model import ObjectInfo, Region
-from dataplane.node.fetch import BlockRead, Fetcher, Report
+from dataplane.node.block_read import BlockRead
+from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
@@ -22,8 +23,7 @@ from dataplane.store.gate import Pause
 
 BODY = bytes(range(256)) * 4
 PAGE = 4096
-PREAMBLE = Region(0, 16)
-FIRST = Region(0, 26)
+PREAMBLE, FIRST = Region(0, 16), Region(0, 26)
 TIMEOUT_S = 60.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from lender import BLOCK_BYTES, DATASET, GENERATION, JOB, free, lending_node
 
 from dataplane.errors import NeighbourGone
 from dataplane.model import BlockForm, Region
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc.lending import Asked
 from dataplane.worker.forking import fork_server
 
@@ -37,6 +39,61 @@ def test_bytes_of_blocks_arrive_and_each_region_is_free_once() -> None:
             await node.until(lambda: len(node.given) == 18)
             assert sorted(node.given) == [asked.number for asked in node.asked]
             assert node.lending.lent_bytes == 17 * BLOCK_BYTES + 5
+
+    asyncio.run(play())
+
+
+def test_a_run_arrives_as_far_as_it_is_given_and_is_free_once() -> None:
+    lengths = [7, 70_000, 1, BLOCK_BYTES]
+
+    async def play() -> None:
+        async with lending_node() as node:
+            before = 0
+            for ends in itertools.product((GIVEN_WHOLE, NOT_GIVEN, 12345), repeat=len(lengths)):
+                into = [memoryview(bytearray(n)) for n in lengths]
+                node.answer = lambda asked, e=ends: node.give_run(asked, lengths, e)
+                _, found = await asyncio.to_thread(
+                    node.lines.read_run, node.neighbour(2), into, free, bool
+                )
+                assert found == ends
+                for number, (n, end) in enumerate(zip(lengths, ends, strict=True)):
+                    is_given = end == GIVEN_WHOLE
+                    assert into[number] == (node.block(2 + number, 0, n) if is_given else bytes(n))
+                asked = node.asked[-1]
+                assert (asked.block, asked.count, asked.length) == (2, 4, sum(lengths))
+                assert asked.number > before  # each of the blocks before has a number of its own
+                before = asked.number + 3
+                await node.until(lambda: len(node.given) == len(node.asked))
+            assert node.given == [asked.number for asked in node.asked]
+            given = 3 ** (len(lengths) - 1) * sum(lengths)
+            assert node.lending.lent_bytes == given
+            node.answer = node.give
+            assert await node.ask(node.neighbour(1)) == node.block(1)  # the same connection
+
+    asyncio.run(play())
+
+
+def test_a_run_that_is_not_as_its_note_says_is_none() -> None:
+    lengths, all_given = [7, 8], (GIVEN_WHOLE, GIVEN_WHOLE)
+
+    async def play() -> None:
+        async with lending_node() as node:
+            into = [memoryview(bytearray(n)) for n in lengths]
+
+            async def read() -> str:
+                asked = node.neighbour(0), into, free, claims.append
+                return (await asyncio.to_thread(node.lines.read_run, *asked))[0].outcome.name
+
+            claims: list[None] = []
+            node.answer = lambda asked: node.give_run(asked, lengths[:1], all_given[:1])
+            assert await read() == "REFUSED"  # by the lender: the note is of another run
+            node.answer = lambda asked: node.give_run(asked, [7, 9], all_given)
+            assert await read() == "REFUSED"  # too long
+            node.answer = lambda asked: node.give_run(asked, [7, 7], all_given)
+            with pytest.raises(NeighbourGone, match="are given"):
+                await read()
+            await node.until(lambda: len(node.given) == 3)
+            assert claims == []
 
     asyncio.run(play())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -12,13 +13,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from awry import Awry
-from fetching import BODY, LENGTH, URL, Node, awry, node
+from fetching import BODY, LENGTH, PARTS, URL, Node, awry, node
 from lender import BLOCK_BYTES, LendingNode, lending_node
 
 from dataplane.errors import DataplaneError, NeighbourGone
 from dataplane.fetcher.neighbours import FAILURES_MAX
 from dataplane.model import BlockForm, Region
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, tasks
+from dataplane.rpc.lending import Asked
 from dataplane.store.connect import open_store
 from dataplane.store.gate import Pause
 from dataplane.worker.forking import fork_server
@@ -106,6 +109,70 @@ def test_a_block_that_is_only_decoded_is_asked_for_in_that_form(awry: Awry, etag
             assert type(refused) is NeighbourGone
             assert refused.peer == decoded.node_id
             assert awry.seen == []
+
+    asyncio.run(play())
+
+
+LENGTHS = [into.length for _, into in PARTS]
+
+
+def run_order(etag: str, neighbour: fetches.Neighbour) -> fetches.ReadRange:
+    first, *more = [fetches.ReadTarget(part.offset, into) for part, into in PARTS]
+    return fetches.ReadRange(
+        0, URL, first.offset, etag, tasks.BLOCK_ARENA, first.into, tuple(more), neighbour
+    )
+
+
+def test_of_a_run_only_what_the_neighbour_gives_is_read_and_the_rest_is_told(
+    awry: Awry, etag: str
+) -> None:
+    async def play() -> None:
+        async with node() as at, lending_node() as lent:
+            no_store(at)
+            neighbour_bytes = 0
+            for ends in itertools.product((GIVEN_WHOLE, NOT_GIVEN, 4321), repeat=len(PARTS)):
+                for _, into in PARTS:
+                    at.arena.view(into.offset, into.length)[:] = bytes(into.length)
+
+                def answer(asked: Asked, ends: tuple[int, ...] = ends) -> None:
+                    if all(end == NOT_GIVEN for end in ends):
+                        lent.lending.refuse(asked.number)
+                    else:
+                        lent.give_run(asked, LENGTHS, ends)
+
+                lent.answer = answer
+                found = await at.end_of(run_order(etag, lent.neighbour(2)))
+                assert found == (fetches.PartlyGiven(ends) if any(ends) else None)
+                for number, ((_, into), end) in enumerate(zip(PARTS, ends, strict=True)):
+                    expected = bytes(into.length)
+                    if end == GIVEN_WHOLE:
+                        expected = lent.block(2 + number, 0, into.length)
+                        neighbour_bytes += into.length
+                    assert at.bytes_at(into.offset, into.length) == expected
+            assert awry.seen == []
+            told = at.fetchers.statistics()
+            assert (told.neighbour_bytes, told.read_bytes) == (neighbour_bytes, 0)
+            assert told.hedged_bytes == 0
+
+    asyncio.run(play())
+
+
+def test_a_run_of_a_neighbour_that_stalls_or_is_gone_is_one_read_of_the_store(
+    awry: Awry, etag: str
+) -> None:
+    async def play() -> None:
+        async with node() as at, lending_node() as lent:
+            lent.answer = lambda asked: lent.give_run(asked, LENGTHS, (GIVEN_WHOLE,) * 3)
+            assert await at.end_of(run_order(etag, lent.neighbour(2))) is None
+            assert awry.seen == []
+            os.kill(lent.lending.pid, signal.SIGSTOP)
+            for neighbour in (lent.neighbour(2), lent.neighbour(address="127.0.0.1:1")):
+                awry.seen.clear()
+                assert await at.end_of(run_order(etag, neighbour)) is None
+                at.check_parts()
+                last, _ = PARTS[-1]
+                assert awry.seen == [("GET", f"bytes=10-{last.offset + last.length - 1}")]
+            os.kill(lent.lending.pid, signal.SIGCONT)
 
     asyncio.run(play())
 

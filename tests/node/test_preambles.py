@@ -3,7 +3,8 @@
 import asyncio
 
 from dataplane.model import Region
-from dataplane.node.fetch import BlockRead, Fetcher, Report
+from dataplane.node.block_read import BlockRead
+from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import REMEMBERED_MAX, Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads

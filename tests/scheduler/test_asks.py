@@ -69,11 +69,12 @@ class Owner:
         streams.add(StreamState(1, delivery, walk, 1, 0))
         self._count = 0
 
-    def ask(self, block: int, part: Region = WHOLE, *, decoded: bool = False):
+    def ask(self, block: int, part: Region = WHOLE, *, decoded: bool = False, of_run: bool = False):
         """Ask, and let the owner begin what it can. Returns the number."""
         self._count += 1
-        self.asks.asked(NeighbourAsked(self._count, self.dataset, block, part, decoded))
+        self.asks.asked(NeighbourAsked(self._count, self.dataset, block, part, decoded, of_run))
         self.asks.load()
+        self.asks.refuse_idle_of_runs()
         self.absorb()
         return self._count
 
@@ -151,6 +152,35 @@ def test_a_read_that_fails_is_refused_to_all_who_wait():
     numbers = [owner.ask(2), owner.ask(2)]
     owner.fetched(StoreDenied("no"))
     assert owner.answers() == [RefuseAsk(number) for number in numbers]
+
+
+def test_what_is_asked_for_in_a_run_waits_for_a_read_and_not_for_its_beginning():
+    owner = Owner(4, fetches=1)
+    reading = owner.ask(1, of_run=True)
+    assert owner.answers() == []
+    owner.blocks.fetches.may_begin = lambda: False
+    alone = owner.ask(2)
+    refused = owner.ask(2, of_run=True), owner.ask(3, of_run=True)
+    assert owner.answers() == [RefuseAsk(number) for number in refused]
+    owner.fetched()
+    assert isinstance(owner.answers()[-1], LendBlock)
+    assert owner.answers()[-1].number == reading
+    owner.time.now = 2 * PATIENCE_S
+    owner.asks.look()
+    assert owner.answers()[-1] == RefuseAsk(alone)
+    assert owner.asks._count == 0
+    assert not owner.asks._of_runs
+
+
+def test_a_read_for_a_run_that_must_begin_again_is_a_refusal():
+    owner = Owner(4)
+    number = owner.ask(1, of_run=True)
+    fetch = next(each for each in owner.effects if isinstance(each, Fetch))
+    owner.blocks.fetched(BlockFetched(fetch.key, is_away=True))
+    owner.absorb()
+    owner.asks.refuse_idle_of_runs()
+    assert owner.answers() == [RefuseAsk(number)]
+    assert owner.asks._count == 0
 
 
 def test_nobody_gets_blocks_of_a_dataset_that_is_no_longer_read():

@@ -184,24 +184,26 @@ class KeptFound(_message.Message):
     def __init__(self, dataset: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., disk_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadEnded(_message.Message):
-    __slots__ = ("number", "error", "took_s", "cpu_s", "hedged_bytes", "neighbour_bytes", "decoded_bytes", "disk_bytes")
+    __slots__ = ("number", "error", "took_s", "cpu_s", "hedged_bytes", "neighbour_bytes", "disk_bytes", "store_bytes", "ends")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TOOK_S_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     HEDGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOUR_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DECODED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     number: int
     error: _types_pb2.Error
     took_s: float
     cpu_s: float
     hedged_bytes: int
     neighbour_bytes: int
-    decoded_bytes: int
     disk_bytes: int
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., took_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., decoded_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
+    store_bytes: int
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., took_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StorePause(_message.Message):
     __slots__ = ("store", "level", "left_s")

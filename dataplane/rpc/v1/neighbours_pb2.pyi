@@ -62,7 +62,7 @@ class LendingKeys(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., key: _Optional[bytes] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Asked(_message.Message):
-    __slots__ = ("number", "job_id", "dataset", "block", "offset", "length", "form", "node_id", "slab", "only_under")
+    __slots__ = ("number", "job_id", "dataset", "block", "offset", "length", "form", "node_id", "slab", "only_under", "count")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Asked(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
     ONLY_UNDER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     number: int
     job_id: str
     dataset: bytes
@@ -83,19 +84,22 @@ class Asked(_message.Message):
     node_id: str
     slab: bytes
     only_under: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., job_id: _Optional[str] = ..., dataset: _Optional[bytes] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., form: _Optional[_Union[_types_pb2.BlockForm, str]] = ..., node_id: _Optional[str] = ..., slab: _Optional[bytes] = ..., only_under: _Optional[_Iterable[str]] = ...) -> None: ...
+    count: int
+    def __init__(self, number: _Optional[int] = ..., job_id: _Optional[str] = ..., dataset: _Optional[bytes] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., form: _Optional[_Union[_types_pb2.BlockForm, str]] = ..., node_id: _Optional[str] = ..., slab: _Optional[bytes] = ..., only_under: _Optional[_Iterable[str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Give(_message.Message):
-    __slots__ = ("number", "region", "arena_id", "note")
+    __slots__ = ("number", "region", "arena_id", "note", "more")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     number: int
     region: _types_pb2.Region
     arena_id: int
     note: bytes
-    def __init__(self, number: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., note: _Optional[bytes] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[_types_pb2.Region]
+    def __init__(self, number: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., note: _Optional[bytes] = ..., more: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ...) -> None: ...
 
 class GiveDecodedOnly(_message.Message):
     __slots__ = ("number", "length")

@@ -1,0 +1,58 @@
+"""A block that is to be read, and which of them may be read in one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from dataplane.model import BlockForm, Region
+from dataplane.neighbours.wire import RUN_BLOCKS_MAX
+from dataplane.node.fetchers import Report
+from dataplane.rpc import fetches, tasks
+
+RUN_PARTS = 32
+"""A neighbour is asked for so much of its arena at once, or one block: what it may send to one of
+its neighbours."""
+
+
+class BlockRead(Struct, frozen=True):
+    """A block to be read into a region of the block arena; `report` is called when that is no
+    longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
+    block with this key, until `let_go`. `neighbour` is asked for it before the store, and the disk
+    before both, if there is somebody to hear that it `is_not_kept`.
+
+    Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
+    block, if that is what the neighbour is asked for.
+    """
+
+    key: int
+    raw: tasks.RawBlockRef
+    into: Region
+    report: Report
+    is_copied: bool
+    neighbour: fetches.Neighbour | None = None
+    dataset: bytes = b""
+    block: int = 0
+    is_not_kept: Report | None = None
+
+    def may_follow(self, others: Sequence[BlockRead], arena_bytes: int) -> bool:
+        """Whether it may be read from the same place in one request with these, which lie before it
+        in the shard. Nodes have arenas of about this size.
+        """
+        last, own = others[-1], self.neighbour
+        if self.is_not_kept is not None or last.is_not_kept is not None:
+            return False
+        if own is None or last.neighbour is None:
+            return own is last.neighbour
+        length = sum(each.into.length for each in (*others, self))
+        if len(others) == RUN_BLOCKS_MAX or RUN_PARTS * length > arena_bytes:
+            return False
+        is_run = self.is_whole and last.is_whole and self.block == last.block + 1
+        return is_run and own.node_id == last.neighbour.node_id
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its own bytes, without a preamble, lie in one piece."""
+        is_decoded = self.neighbour is not None and self.neighbour.form is BlockForm.DECODED
+        return not is_decoded and len(self.raw.pieces) <= 1
