@@ -151,6 +151,8 @@ class JobSpec:
         """(field, mine, other's) for every field that differs. Column options are listed one by
         one; for transforms, only the differing parts are shown.
         """
+        if self == other:  # as nearly always, and asked for by each rank
+            return ()
         others = {name: value for name, (value, _) in _options(other)}
         return tuple(
             (name, _images_shown(mine, others[name]), _images_shown(others[name], mine))

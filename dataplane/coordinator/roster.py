@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -66,6 +67,7 @@ class Roster:
         self.neighbours = JobNeighbours(makers)
         self._present: set[int] = set()
         self._missing: tuple[int, ...] | None = None
+        self._no_end_before = math.inf
         self._order = 0
         for member in sorted(members, key=lambda member: member.order):
             self._put(member, now)
@@ -92,6 +94,16 @@ class Roster:
     def joined_first(self, count: int) -> Iterator[Member]:
         """The joined members that came first, at most so many."""
         return itertools.islice(self.joined(), count)
+
+    def ended(self, clock: float) -> list[Member]:
+        """The joined members whose lease has ended. As long as none can have ended, since leases
+        only grow longer, it looks at no member: each join asks.
+        """
+        if clock < self._no_end_before:
+            return []
+        deadlines = [member.deadline for member in self.joined()]
+        self._no_end_before = min((each for each in deadlines if each > clock), default=math.inf)
+        return [member for member in self.joined() if member.deadline <= clock]
 
     @property
     def joined_count(self) -> int:
@@ -129,6 +141,7 @@ class Roster:
         self.members, self._joined, self._gone, self._last_gone = {}, {}, {}, {}
         self._joined_count, self._present, self.seats = Counter(), set(), Seats()
         self._missing, self.incomplete_since = None, now
+        self._no_end_before = math.inf
         self.neighbours.clear()
         self.mixing = Mixing()
         if len(self._incarnations) > INCARNATIONS_MAX:
@@ -224,6 +237,7 @@ class Roster:
         self._order = max(self._order, member.order)
         if member.phase is Phase.JOINED:
             self._joined[name] = None
+            self._no_end_before = min(self._no_end_before, member.deadline)
             self.seats.add(member)
             self.neighbours.add(member.node_id)
             self._joined_count[dp_rank] += not was_joined

@@ -340,7 +340,7 @@ class CoordinatorState:
         return LeaveResponse()
 
     def _expire(self, roster: Roster) -> None:
-        for member in [one for one in roster.joined() if one.deadline <= self._clock]:
+        for member in roster.ended(self._clock):
             self._writes += roster.move(member, Phase.EXPIRED, self._now)
 
     def _tick(self) -> None:

@@ -45,6 +45,47 @@ def test_6_an_overdue_member_holds_no_job_name_even_before_the_next_tick(machine
     assert machine.ask(join(0, incarnation="i2", spec=other(seed=2))).generation == 2
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from(["join", "beat", "leave"]), st.integers(0, 29)
+        ),
+        max_size=30,
+    )
+)
+def test_6_each_lease_ends_in_time_whatever_other_members_do(steps):
+    """Every step: one of three ranks joins, renews its lease or leaves; then time passes."""
+    machine, ends = Machine(), {}
+    for rank, how, seconds in steps:
+        name = f"m{rank}-i1"
+        if how == "join":
+            machine.ask(join(rank, 3))
+            ends[name] = machine.now + LEASE_S
+        elif name in ends and how == "beat":
+            machine.verdict(name)
+            ends[name] = machine.now + LEASE_S
+        elif name in ends:
+            machine.ask(leave(name))
+            del ends[name]
+        machine.wait(seconds)
+        ends = {name: end for name, end in ends.items() if end > machine.now}
+        found = machine.phases() if machine.disk else {}
+        assert {name for name, phase in found.items() if phase == "joined"} == ends.keys()
+
+
+def test_6_a_join_looks_at_no_other_lease(machine, monkeypatch):
+    looked = []
+    joined = rosters.Roster.joined
+    monkeypatch.setattr(
+        rosters.Roster,
+        "joined",
+        lambda roster: (looked.append(one) or one for one in joined(roster)),
+    )
+    for rank in range(64):
+        machine.ask(join(rank, 64))
+    assert not looked
+
+
 def test_6_leases_still_end_after_the_clock_was_set_back(machine):
     machine.ask(join(0))
     machine.ask(node())
