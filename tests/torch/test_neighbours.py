@@ -24,7 +24,8 @@ from servers import S3Server
 from dataplane.cli import run
 from dataplane.index.indexing import open_dataset
 
-SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 4, 8, 64, 4096
+SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 12, 3, 64, 4096
+"""Many shards, since each has one owner, and each node is to own some."""
 ROWS = SHARDS * BLOCKS * BLOCK_ROWS
 BIG = ("--block-arena-bytes", "32MiB", "--worker-count", "1")
 SMALL = ("--block-arena-bytes", "4MiB", "--worker-count", "1")
@@ -183,7 +184,7 @@ def test_a_node_whose_token_is_for_some_urls_lends_and_borrows_what_lies_there_a
             assert found == list(range(ROWS))
         lent = told.lent_by_now()
         for found in epochs(f"other-{os.getpid()}", str(named), is_refused):
-            assert found == list(range(ROWS // 2))
+            assert found == list(range(2 * BLOCKS * BLOCK_ROWS))
         assert told.lent_by_now() == lent
     lines = [line for log in logs for line in log.read_text().splitlines()]
     refusals = [line for line in lines if "data request refused" in line]
