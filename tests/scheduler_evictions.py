@@ -15,12 +15,14 @@ from dataplane.scheduler.scheduler import Scheduler
 
 
 class Before(Struct, frozen=True):
-    """What could be evicted before an event, and the blocks that were sent to neighbours.
-    `is_alone`: no slab is kept, which would change how far a walk has come while it is decided.
+    """What could be evicted before an event, the blocks that were sent to neighbours, and those that
+    were kept for them, until others are read. `is_alone`: no slab is kept, which would change how
+    far a walk has come while it is decided.
     """
 
     evictable: dict[int, CachedBlock]
     lent: set[int]
+    kept: set[int]
     is_alone: bool
     emptied_for: SlabTask | None
 
@@ -43,7 +45,7 @@ def check_evicted(
         assert all(each > mine or each == NEVER for each in going), "blocks 3: needed sooner"
     may_be_asked = scheduler._blocks.holdings.may_be_asked
     staying = [
-        (use_of(key), block.is_wanted or may_be_asked(block))
+        (use_of(key), block.is_wanted or may_be_asked(block) or key in before.kept)
         for key, block in before.evictable.items()
         if key not in forgotten and key != effect.key and block.is_evictable
     ]

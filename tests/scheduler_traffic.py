@@ -137,11 +137,13 @@ class Traffic:
         """What blocks 3 needs."""
         emptied_for = self._scheduler._emptied_for
         if self._scheduler._deliveries.groups:
-            return None if emptied_for is None else Before({}, set(), False, emptied_for)
+            return None if emptied_for is None else Before({}, set(), set(), False, emptied_for)
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
-        lent = {*self._scheduler._blocks.holdings._lent}
-        return Before({k: b for k, b in evictable.items() if b.regions}, lent, True, emptied_for)
+        holdings = self._scheduler._blocks.holdings
+        lent, kept = {*holdings._lent}, {*holdings._recent}
+        evictable = {key: block for key, block in evictable.items() if block.regions}
+        return Before(evictable, lent, kept, True, emptied_for)
 
     # -- effects ---------------------------------------------------------------------------------
 
