@@ -123,7 +123,8 @@ class Asks:
 
     def refuse_idle_of_runs(self) -> None:
         """Refuse what is asked for in runs and is not being read: other blocks wait for it."""
-        for name in [*self._of_runs]:
+        # Not all of them: thousands may be being read, and this is called for each event.
+        for name in sorted(self._idle.keys() & self._of_runs):
             waiting = self._waiting[name]
             if self._blocks.find(waiting.dataset, waiting.index) is not None:
                 continue

@@ -172,6 +172,21 @@ def test_what_is_asked_for_in_a_run_waits_for_a_read_and_not_for_its_beginning()
     assert not owner.asks._of_runs
 
 
+def test_what_is_being_read_for_runs_is_not_looked_at_again_and_again():
+    owner = Owner(4, fetches=8)
+    numbers = [owner.ask(block, of_run=True) for block in range(3)]
+    looked_at = list[int]()
+    owner.blocks.find = lambda _, index: looked_at.append(index)
+    owner.asks.refuse_idle_of_runs()
+    assert (looked_at, owner.answers()) == ([], [])
+    del owner.blocks.find
+    for fetch in [each for each in owner.effects if isinstance(each, Fetch)]:
+        owner.blocks.fetched(BlockFetched(fetch.key))
+    owner.absorb()
+    assert [each.number for each in owner.answers()] == numbers
+    assert not owner.asks._of_runs
+
+
 def test_a_read_for_a_run_that_must_begin_again_is_a_refusal():
     owner = Owner(4)
     number = owner.ask(1, of_run=True)
