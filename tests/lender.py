@@ -34,7 +34,7 @@ def free(_: socket.socket) -> None:
 class LendingNode:
     """Blocks 0 to BLOCKS, one after the other in its arena. `answer` says what to do if asked."""
 
-    def __init__(self, host: str, tls: PeerTls | None = None) -> None:
+    def __init__(self, host: str, tls: PeerTls | None = None, node_id: str = LENDER) -> None:
         self.arena = Arena.create("lent", BLOCKS * BLOCK_BYTES)
         self.arena.reserve(0, BLOCKS * BLOCK_BYTES)
         self.arena.buffer[:] = os.urandom(BLOCKS * BLOCK_BYTES)
@@ -51,7 +51,7 @@ class LendingNode:
         )
         self.lending = Lending(
             listener,
-            LENDER,
+            node_id,
             self.arena,
             self._on_asked,
             self.given.append,
@@ -126,9 +126,9 @@ class LendingNode:
 
 @asynccontextmanager
 async def lending_node(
-    host: str = "127.0.0.1", tls: PeerTls | None = None
+    host: str = "127.0.0.1", tls: PeerTls | None = None, node_id: str = LENDER
 ) -> AsyncIterator[LendingNode]:
-    node = LendingNode(host, tls)
+    node = LendingNode(host, tls, node_id)
     try:
         yield node
     finally:

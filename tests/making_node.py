@@ -137,7 +137,7 @@ class MakerNode:
         self.collated: CollatedColumns | None = None
         self._specs: tuple[ColumnSpec, ...] = ()
 
-    def _open(self, source: DatasetSource, _view: View) -> Manifest:
+    def _open(self, source: DatasetSource, _view: View, _given: Manifest | None) -> Manifest:
         self.opened.append(source)
         if self.refusal is not None:
             raise self.refusal

@@ -12,6 +12,7 @@ from membership import VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.sharing import ShareManifestRequest
 from dataplane.security.node_identity import identity_of
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource
@@ -35,6 +36,14 @@ node = functools.partial(membership.node, node_id=N0)
 join = functools.partial(membership.join, node_id=N0)
 beat = functools.partial(membership.beat, node_id=N0)
 leave = functools.partial(membership.leave, node_id=N0)
+
+
+def share(**others):
+    """That the node opens a dataset of the job j."""
+    fields = {"urls": ("s3://b/x/",), "data_address": "10.0.0.1:7078", **others}
+    return ShareManifestRequest(
+        fields.pop("node_id", N0), fields.pop("job_id", "j"), "i1", bytes(16), **fields
+    )
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from dataplane import background
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.keyed import KeyedNodes
+from dataplane.coordinator.manifests import ManifestTurns
 from dataplane.coordinator.records import Answer, Event, Tick
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY
@@ -42,6 +43,7 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
+from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.trace import Trace
 
 _trace = Trace("coordinator")
@@ -88,6 +90,7 @@ class Coordinator:
         self._journal = Journal(config.database)
         self._state: CoordinatorState | None = None
         self._keyed: KeyedNodes | None = None
+        self._manifests = ManifestTurns(config.lease_s)
         self._ticking: asyncio.Task[None] | None = None
         self._flushed_at = 0.0
 
@@ -148,6 +151,15 @@ class Coordinator:
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
         """As `Coordination.leave`."""
         return await self._ask(request, LeaveResponse)
+
+    async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
+        """As `Coordination.share_manifest`."""
+        if self._keyed is None:
+            raise ClosedError("the coordinator is not running: call start() first")
+        answer = self._manifests.decide(request, self._clock())
+        if not answer.line:
+            return answer
+        return replace(answer, key=self._keyed.key(answer.line, answer.generation))
 
     async def status(self, request: StatusRequest) -> StatusResponse:
         """As `Coordination.status`."""

@@ -32,13 +32,18 @@ class KeyedNodes:
         before = self._made.get(nodes.job_id)
         if before is not None and before[0] is nodes:
             return before[1]
-        if self._keys is None:
-            from dataplane.security.neighbour_keys import own_keys
-
-            self._keys = own_keys()
-        keyed = replace(nodes, key=self._keys.key(nodes.job_id, nodes.generation, nodes.only_under))
+        key = self.key(nodes.job_id, nodes.generation, nodes.only_under)
+        keyed = replace(nodes, key=key)
         self._made[nodes.job_id] = (nodes, keyed)
         self._made.move_to_end(nodes.job_id)
         if len(self._made) > _JOBS_MAX:
             self._made.popitem(last=False)
         return keyed
+
+    def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
+        """As `NeighbourKeys.key`."""
+        if self._keys is None:
+            from dataplane.security.neighbour_keys import own_keys
+
+            self._keys = own_keys()
+        return self._keys.key(job_id, generation, only_under)

@@ -31,7 +31,7 @@ from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.inferred import is_inferred
 from dataplane.formats.nulls import aligned, node_count
 from dataplane.formats.source import read_in_threads
-from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys
+from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys, version_of
 from dataplane.index.one_schema import check_same
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
@@ -158,7 +158,7 @@ def index_dataset(
     names = _names(urls)
     with collector.resting():
         chosen, listed = choose_shards(expand(names, connect), names, format_name)
-        version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
+        version = version_of(chosen)
         keys = shard_keys(version, listed)
     run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:

@@ -29,9 +29,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError, DataplaneError
-from dataplane.formats.base import Block, ShardIndex
+from dataplane.formats import registry
+from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 
@@ -110,9 +112,14 @@ class IndexJournal:
         kept = self._folder / f"shards-{key}.log"
         with cache_faults(self._folder):
             publish(kept, b"".join(frames.of(name, index) for name, index in shards))
-            publish(self._folder / f"{key}.manifest", manifest.to_bytes())
+            self.keep(key, manifest.to_bytes())
             for path in {*self._found, self._log_path} - {kept}:
                 path.unlink(missing_ok=True)
+
+    def keep(self, key: str, content: Buffer) -> None:
+        """Publish the bytes of a manifest; only the last few stay."""
+        with cache_faults(self._folder):
+            publish(self._folder / f"{key}.manifest", content)
             manifests = sorted(self._folder.glob("*.manifest"), key=written_at, reverse=True)
             for path in manifests[MANIFESTS_KEPT:]:
                 path.unlink(missing_ok=True)
@@ -250,14 +257,14 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
     return found
 
 
-def write_all(fd: int, content: bytes) -> None:
+def write_all(fd: int, content: Buffer) -> None:
     """Write it to a file, however often that takes."""
     view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
 
 
-def publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: Buffer) -> None:
     """Publish a file atomically. It has no name until it is complete, so that a kill leaves nothing
     behind. On file systems without unnamed files it has a temporary name, which a later run
     removes.
@@ -279,7 +286,7 @@ def publish(path: Path, content: bytes) -> None:
     return None
 
 
-def _publish_named(path: Path, content: bytes) -> None:
+def _publish_named(path: Path, content: Buffer) -> None:
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
     try:
         fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -290,6 +297,28 @@ def _publish_named(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def version_of(format_: Format) -> tuple[str, int, int]:
+    """What the keys of shards begin with."""
+    index_version = int(getattr(format_, "index_version", 0))
+    return format_.name, registry.INDEX_VERSION, index_version
+
+
+def keep_given(cache_dir: str, manifest: Manifest, content: Buffer) -> None:
+    """Keep a manifest that another node has given, and its bytes, in this cache folder: for the
+    next time that these shards are listed.
+
+    Raises:  ConfigError: the folder cannot be used.
+    """
+    version, shards = version_of(registry.by_name(manifest.format)), manifest.shards
+    listed = zip(shards.urls, shards.size_bytes.tolist(), shards.etags, strict=True)
+    keys = shard_keys(version, (ObjectInfo(*each) for each in listed))
+    journal = IndexJournal(cache_dir, digest(*version, *manifest.urls))
+    try:
+        journal.keep(listing_key(version, keys), content)
+    finally:
+        journal.close()
 
 
 def shard_keys(format_: Sequence[object], shards: Iterable[ObjectInfo]) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 from dataplane.arena.borrowed import BorrowedArena
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import (
+    NO_DATASET,
     NOTE_BYTES_MAX,
     Answer,
     Outcome,
@@ -44,7 +45,7 @@ def fits(request: Request, give: Give, arena_bytes: int) -> bool:
     if request.form is BlockForm.SLAB:
         is_one = not give.more and give.region.length <= request.length
         return is_one and len(give.note) <= NOTE_BYTES_MAX
-    if give.arena_id != tasks.BLOCK_ARENA:
+    if give.arena_id != tasks.BLOCK_ARENA and request.dataset != NO_DATASET:
         return False
     length = sum(each.length for each in regions)
     if request.count > 1:

@@ -62,6 +62,8 @@ RUN_BYTES_MAX = 2 << 20
 """Asked for at once, of several blocks: they wait for each other."""
 GIVEN_WHOLE, NOT_GIVEN = 0, (1 << 64) - 1
 """In the note about a run."""
+NO_DATASET = bytes(16)
+"""Of a slab, and of a manifest, which is asked for like the bytes of a raw block."""
 
 _REQUEST = struct.Struct("<4sHHQ16sQQQ")
 _ANSWER = struct.Struct("<4sHHQQII")
@@ -70,7 +72,6 @@ _REQUEST_MAGIC, _ANSWER_MAGIC, _RECEIPT_MAGIC = b"DPnq", b"DPna", b"DPnr"
 REQUEST_BYTES, ANSWER_BYTES, RECEIPT_BYTES = _REQUEST.size, _ANSWER.size, _RECEIPT.size
 _FORMS = (BlockForm.RAW, BlockForm.DECODED, BlockForm.SLAB)
 _RUN = len(_FORMS)
-_NO_DATASET = bytes(16)
 
 
 class WrongFrameError(Exception):
@@ -144,7 +145,7 @@ def unpack_request(frame: bytes | bytearray) -> Request:
             raise WrongFrameError(f"a request for {length} bytes of {offset} blocks")
         return Request(number, dataset, block, 0, length, BlockForm.RAW, offset)
     if _FORMS[form] is BlockForm.SLAB and (
-        not 0 < offset <= BODY_BYTES_MAX or (dataset, block) != (_NO_DATASET, 0)
+        not 0 < offset <= BODY_BYTES_MAX or (dataset, block) != (NO_DATASET, 0)
     ):
         raise WrongFrameError(f"a request for a slab, with {offset} bytes about it")
     return Request(number, dataset, block, offset, length, _FORMS[form])
@@ -180,7 +181,7 @@ def unpack_answer(frame: bytes | bytearray, request: Request) -> Answer:
 
 def slab_request(number: int, room: int, body: bytes) -> Request:
     """The request that this body follows."""
-    return Request(number, _NO_DATASET, 0, len(body), room, BlockForm.SLAB)
+    return Request(number, NO_DATASET, 0, len(body), room, BlockForm.SLAB)
 
 
 def _fits(request: Request, outcome: Outcome, length: int, note_bytes: int) -> bool:

@@ -31,12 +31,12 @@ from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
     DatasetOpener,
     OpenedJob,
-    OpenManifest,
     check_blocks,
     check_names,
     pixels_of,
 )
 from dataplane.node.places import NodePlaces
+from dataplane.node.policy import OpenManifest
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice
@@ -67,6 +67,7 @@ class Jobs:
         self._config = config
         self._engine = engine
         self._node_id = node_id
+        self.coordination = coordination
         self.opener = DatasetOpener(config, engine, open_manifest)
         self._numa_nodes = numa_nodes()
         self._deliveries: dict[object, DeliveryArena] = {}

@@ -12,13 +12,16 @@ from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours import wire
+from dataplane.node.data_port import data_address
 from dataplane.node.dataset import Dataset
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.lending import Lending
+from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.making import Making
 from dataplane.node.neighbours import JobTables
 from dataplane.node.owners import BlockOwners
+from dataplane.node.shared_manifests import SharedManifests
 from dataplane.redact import unsigned
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.lending import Asked
@@ -45,6 +48,8 @@ class Neighbourhood:
         self._own_reads, self._node_id, self._config = own_reads, node_id, config
         self._lending: Lending | None = None
         self._making: Making | None = None
+        self._manifests: LentManifests | None = None
+        self._address = data_address(listener)
         if listener is not None:
             log = (config.log_level, config.log_format)
             self._lending = Lending(
@@ -60,6 +65,10 @@ class Neighbourhood:
         if self._lending is not None:
             orders = jobs.streams.orders
             self._making = Making(self._config, engine, jobs.opener, orders, self._lending)
+            self._manifests = LentManifests(self._lending, jobs.opener.numbers)
+        jobs.opener.shared = SharedManifests(
+            self._config, jobs.coordination, self._node_id, self._address, self._manifests
+        )
 
     def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
         """As `Neighbours.owner_of`."""
@@ -110,6 +119,8 @@ class Neighbourhood:
         """Send nothing any more. May be called twice."""
         if self._making is not None:
             self._making.close()
+        if self._manifests is not None:
+            self._manifests.close()
         if self._lending is not None:
             self._lending.close()
 
@@ -126,6 +137,8 @@ class Neighbourhood:
             self._making.close_job(job_id)
 
     def _asked(self, ask: Asked) -> None:
+        if self._manifests is not None and self._manifests.asked(ask):
+            return
         if ask.form is BlockForm.SLAB and self._making is not None:
             self._making.asked(ask)
             return
@@ -149,6 +162,8 @@ class Neighbourhood:
         return False
 
     def _given(self, number: int) -> None:
+        if self._manifests is not None and self._manifests.given(number):
+            return
         if self._making is not None and self._making.given(number):
             return
         self._engine.lent.given(number)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from functools import partial
 
 from msgspec import Struct
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, SpecMismatch
-from dataplane.index.viewing import canonical_view
+from dataplane.index.viewing import canonical_view, with_view
 from dataplane.model import ColumnSpec, DatasetIdentity, View
 from dataplane.node.categories import CategoryReader
 from dataplane.node.collated_reader import CollatedReader, FirstSource
@@ -38,11 +37,14 @@ from dataplane.node.mixing import (
     with_windows,
 )
 from dataplane.node.own_slabs import OwnReads
-from dataplane.node.pack_counts import PackCounter
+from dataplane.node.pack_counts import PackCounter, PackedManifest
+from dataplane.node.policy import OpenManifest
+from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
+from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import samples_of
 from dataplane.rpc import messages
@@ -53,22 +55,44 @@ from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.options import in_order
 from dataplane.transforms.packing import delivered_columns
 
-OpenManifest = Callable[[messages.DatasetSource, View], Manifest]
-
 _MANIFESTS_MAX = 16
-_ManifestKey = tuple[messages.DatasetSource, tuple[View, int], str, str]
 
 
 class Opened(Struct, frozen=True):
     """An opened manifest, with values that need a pass over its blocks, which runs in a thread.
-    `packing` says what becomes of tokens that are packed.
+    `rows` is that of the rows of this view, and `packed` that of its samples, which may be packs.
     """
 
-    manifest: Manifest
+    rows: Manifest
+    view: View
+    packed: PackedManifest
     identity: DatasetIdentity
     sizes: BlockSizes
     stored_bytes: int
-    packing: Packing | None
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the samples."""
+        return self.packed.manifest
+
+    @property
+    def packing(self) -> Packing | None:
+        """What becomes of tokens that are packed."""
+        return self.packed.packing
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the whole dataset."""
+        return self.manifest.fingerprint
+
+    def handed_on(self) -> bytes:
+        """The manifest of the whole dataset, with what was counted for the view, as a file."""
+        whole = self.rows.whole or self.rows
+        if self.view.where and not self.view.limit:
+            whole = with_view(whole, self.rows, self.view)
+        if self.packed.counts is not None:
+            whole = with_counts(whole, self.packed.name, self.packed.counts)
+        return whole.to_bytes()
 
 
 class OpenedJob(Struct, frozen=True):
@@ -122,12 +146,15 @@ class OpenedJob(Struct, frozen=True):
 
 
 class DatasetOpener:
-    """Those of one node. `numbers` are unique names, of arenas and of holders of slabs."""
+    """Those of one node. `numbers` are unique names, of arenas and of holders of slabs. `shared` is
+    asked first what other nodes have made.
+    """
 
     def __init__(self, config: NodeConfig, engine: Engine, open_manifest: OpenManifest) -> None:
         self._engine = engine
         self._open_manifest = open_manifest
-        self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Opened]] = OrderedDict()
+        self.shared: SharedManifests | None = None
+        self._manifests: OrderedDict[Wanted, asyncio.Future[Opened]] = OrderedDict()
         self._readers: Counter[int] = Counter()
         self.datasets = Datasets(config)
         self.numbers = itertools.count(1)
@@ -143,15 +170,15 @@ class DatasetOpener:
         Raises:  DataplaneError: it cannot be opened; the next call tries again.
         """
         view, seed = samples_of(canonical_view(request.view), request.seed)
-        key = (request.source, (view, seed), request.job_id, request.incarnation)
+        key = Wanted(request.source, view, seed, request.job_id, request.incarnation)
         future = self._manifests.get(key)
         if future is None:
-            future = asyncio.ensure_future(self._open(request.source, view, seed))
+            future = asyncio.ensure_future(self._open(key))
             self._manifests[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
-            others = [each for each in self._manifests if each[-2:] != key[-2:]]
+            others = [each for each in self._manifests if each.launch != key.launch]
             if len(others) > _MANIFESTS_MAX:
-                del self._manifests[others[0]]
+                self._forget(others[0])
         return await asyncio.shield(future)
 
     async def manifests(self, request: messages.OpenJob) -> tuple[Opened, ...]:
@@ -260,23 +287,33 @@ class DatasetOpener:
 
     def forget_manifests(self, job_id: str) -> None:
         """The next rank that opens this job lists the dataset again."""
-        for key in [key for key in self._manifests if key[2] == job_id]:
-            del self._manifests[key]
+        for key in [key for key in self._manifests if key.job_id == job_id]:
+            self._forget(key)
 
-    def _forget_failed(self, key: _ManifestKey, done: asyncio.Future[Opened]) -> None:
+    def _forget(self, key: Wanted) -> None:
+        del self._manifests[key]
+        if self.shared is not None:
+            self.shared.forget(key)
+
+    def _forget_failed(self, key: Wanted, done: asyncio.Future[Opened]) -> None:
         """Opening failed: let the next rank that opens this dataset try again."""
         if (done.cancelled() or done.exception()) and self._manifests.get(key) is done:
             del self._manifests[key]
 
-    async def _open(self, source: messages.DatasetSource, view: View, seed: int) -> Opened:
-        manifest = await asyncio.to_thread(self._open_manifest, source, view)
-        manifest, packing = await self._pack_counter.packed(manifest, view, seed)
-        return await asyncio.to_thread(self._opened, manifest, packing)
+    async def _open(self, key: Wanted) -> Opened:
+        async def make(given: Manifest | None) -> Opened:
+            rows = await asyncio.to_thread(self._open_manifest, key.source, key.view, given)
+            packed = await self._pack_counter.packed(rows, key.view, key.seed)
+            return await asyncio.to_thread(_opened, rows, key.view, packed)
 
-    def _opened(self, manifest: Manifest, packing: Packing | None) -> Opened:
-        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-        identity = identity_of(manifest.whole or manifest)
-        return Opened(manifest, identity, sizes, int(manifest.block_length.sum()), packing)
+        return await (make(None) if self.shared is None else self.shared.opened(key, make))
+
+
+def _opened(rows: Manifest, view: View, packed: PackedManifest) -> Opened:
+    manifest = packed.manifest
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    identity = identity_of(manifest.whole or manifest)
+    return Opened(rows, view, packed, identity, sizes, int(manifest.block_length.sum()))
 
 
 def check_names(request: messages.OpenJob) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from dataplane.config import JobSpec, NodeConfig
@@ -46,6 +47,19 @@ _TOLD_S = 10.0
 _trace = Trace("packs")
 
 
+class PackedManifest(Struct, frozen=True):
+    """The manifest of a view; if its samples are packs, `packing` says what becomes of tokens, and
+    `counts` how many packs each block has, which are known by this name.
+
+    Shapes:  counts: int64[K, NUMBERS], the Packing of each block with rows.
+    """
+
+    manifest: Manifest
+    packing: Packing | None = None
+    name: str = ""
+    counts: Int64 | None = None
+
+
 class PackCounter:
     """Counts the packs of datasets, for all jobs of a node."""
 
@@ -57,25 +71,29 @@ class PackCounter:
     ) -> None:
         self._config, self._reads, self._mapped_reader = config, reads, mapped_reader
 
-    async def packed(
-        self, manifest: Manifest, view: View, seed: int
-    ) -> tuple[Manifest, Packing | None]:
-        """The manifest of the packs of a view, from that of its rows, and what becomes of tokens;
-        the same manifest if the view has no packs.
+    async def packed(self, manifest: Manifest, view: View, seed: int) -> PackedManifest:
+        """The manifest of the packs of a view, from that of its rows; the same manifest if the view
+        has no packs.
 
         Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
         any job that reads them.
         """
         if view.pack is None:
-            return manifest, None
-        counts = await self._counts(manifest, view, view.pack, seed)
+            return PackedManifest(manifest)
+        name, counts = await self._counts(manifest, view, view.pack, seed)
         if not counts[:, 1].any():
             raise _no_packs(manifest, view.pack, packing_in(counts))
         of_blocks = np.ascontiguousarray(counts[:, 1])
-        return await asyncio.to_thread(packed, manifest, of_blocks), packing_in(counts)
+        of_packs = await asyncio.to_thread(packed, manifest, of_blocks)
+        return PackedManifest(of_packs, packing_in(counts), name, counts)
 
-    async def _counts(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
-        """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
+    async def _counts(
+        self, manifest: Manifest, view: View, pack: PackSpec, seed: int
+    ) -> tuple[str, Int64]:
+        """The name of the counts, and the Packing of each block.
+
+        Shapes:  result: int64[K, NUMBERS].
+        """
         name = counts_name(manifest, view, 0, "")
         if view.map:
             spec = JobSpec(manifest.fingerprint, seed, view=view)
@@ -84,7 +102,7 @@ class PackCounter:
             name = counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
         counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
         if counts is not None:
-            return counts
+            return name, counts
         if not self._config.has_workers:
             raise ConfigError(
                 "a node counts the packs of a dataset with its own workers, and this one has none"
@@ -94,7 +112,7 @@ class PackCounter:
             )
         counts = await self._counted(manifest, view, pack, seed)
         await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
-        return counts
+        return name, counts
 
     async def _counted(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
         """Shapes:  result: int64[K, 4], the Packing of each block."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dataplane.store.policy import UrlPolicy
 
 
+OpenManifest = Callable[[messages.DatasetSource, View, Manifest | None], Manifest]
+"""Opens a view of a dataset; with the manifest of the dataset, if another node has given it."""
+
+
 def policy_of(config: NodeConfig) -> UrlPolicy | None:
     """None for an embedded node: its trainer has started it, and may open the same itself."""
     if config.embedded:
@@ -40,7 +44,7 @@ def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
 
 def opening(
     config: NodeConfig, connect: Connect, keep: KeepPreamble, early: EarlyOpening | None = None
-) -> Callable[[messages.DatasetSource, View], Manifest]:
+) -> OpenManifest:
     """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
     shards, which a saved manifest or a symbolic link may place elsewhere. The stores of `connect`
     check, too. `keep` gets the preambles that are read meanwhile. `early` has begun with one of
@@ -50,21 +54,22 @@ def opening(
     if early is not None:
         early.hand_on(keep)
 
-    def whole(source: messages.DatasetSource) -> Manifest:
+    def whole(source: messages.DatasetSource, given: Manifest | None) -> Manifest:
         if policy is not None:
             policy.check_names(source.urls)
-        begun = None if early is None else early.take(source)
-        if begun is not None:
+        begun = None if early is None or given is not None else early.take(source)
+        if begun is not None or given is not None:
             with contextlib.suppress(DataplaneError):
                 connect(source.urls[0])  # starts what reads its blocks
+        if begun is not None:
             return begun.result()
-        manifest = open_manifest(config, connect, source, keep)
+        manifest = given or open_manifest(config, connect, source, keep)
         if policy is not None:
             policy.check_all(manifest.shards.urls)
         return manifest
 
-    def opened(source: messages.DatasetSource, view: View) -> Manifest:
+    def opened(source: messages.DatasetSource, view: View, given: Manifest | None) -> Manifest:
         """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
-        return viewed(whole(source), view, connect, config)
+        return viewed(whole(source, given), view, connect, config)
 
     return opened

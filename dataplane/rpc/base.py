@@ -20,6 +20,7 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
+from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 
 
 class Coordination(Protocol):
@@ -51,6 +52,12 @@ class Coordination(Protocol):
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
         """A rank left on purpose. A member that is unknown, or that another node has by now, is no
         error: it is gone from this node either way.
+        """
+
+    async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
+        """A node opens a dataset, which other nodes of the job's launch open too.
+
+        Raises:  ConfigError: it names something that no node would.
         """
 
     async def status(self, request: StatusRequest) -> StatusResponse:

@@ -35,6 +35,7 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
+from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.rpc.squatters import check_own
 from dataplane.rpc.status import error_of
 from dataplane.security.node_identity import NodeIdentity
@@ -119,6 +120,10 @@ class CoordinatorClient:
         """As `Coordination.leave`; repeated for a second at most, since it delays an exit."""
         patience_s = min(1.0, self._patience_s)
         return cast(LeaveResponse, await self._patiently("leave", request, patience_s))
+
+    async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
+        """As `Coordination.share_manifest`."""
+        return cast(ShareManifestResponse, await self._watched("share_manifest", request))
 
     async def status(self, request: StatusRequest) -> StatusResponse:
         """As `Coordination.status`."""

@@ -137,9 +137,9 @@ def _message_class(cls: _Class) -> type[Message]:
 def _modules() -> Iterator[types.ModuleType]:
     yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2, making_pb2)
     # A late import: trainers and workers never call a coordinator, and start faster without it.
-    from dataplane.rpc.v1 import coordinator_pb2
+    from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2
 
-    yield coordinator_pb2
+    yield from (coordinator_pb2, sharing_pb2)
 
 
 def _values(file: str) -> types.ModuleType:
@@ -148,6 +148,10 @@ def _values(file: str) -> types.ModuleType:
         from dataplane.rpc import membership
 
         return membership
+    if file == "sharing.proto":
+        from dataplane.rpc import sharing
+
+        return sharing
     return {
         "local.proto": messages,
         "worker.proto": tasks,
@@ -157,7 +161,8 @@ def _values(file: str) -> types.ModuleType:
     }[file]
 
 
-def _value_class(descriptor: Descriptor) -> _Class:
+def value_class(descriptor: Descriptor) -> _Class:
+    """The class of the values that messages of this type, or its numbers, stand for."""
     if descriptor.name == "Error":
         return errors.DataplaneError
     if descriptor.name in _SHARED:
@@ -198,7 +203,7 @@ def _bodies(cls: _Class) -> list[tuple[_Class, str]]:
     """Which classes an envelope carries, each in the field of that name."""
     oneof = _message_class(cls).DESCRIPTOR.oneofs_by_name.get(_ENVELOPE)
     fields = () if oneof is None else oneof.fields
-    return [(_value_class(field.message_type), field.name) for field in fields]
+    return [(value_class(field.message_type), field.name) for field in fields]
 
 
 def _field_writer(field: FieldDescriptor) -> _Convert:
@@ -216,7 +221,7 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
             return _steps
         if field.message_type.name == "Error":
             return error_to_proto
-        cls = _value_class(field.message_type)
+        cls = value_class(field.message_type)
         return _once(cls) if field.message_type.name in _FOR_MANY else _writer(cls)
     if field.enum_type is not None:
         numbers = field.enum_type.values_by_name
@@ -321,7 +326,7 @@ def _part_reader(field: FieldDescriptor) -> _Convert:
             return operator.attrgetter("column", second)
         if field.message_type.name == "Steps":
             return _batches
-        return _reader(_value_class(field.message_type))
+        return _reader(value_class(field.message_type))
     if field.enum_type is not None:
         members: Mapping[int, enum.Enum] = _enum_members(field)
         return lambda number: members[number]
@@ -329,8 +334,9 @@ def _part_reader(field: FieldDescriptor) -> _Convert:
 
 
 def _enum_members(field: FieldDescriptor) -> Mapping[int, enum.Enum]:
-    cls = cast("type[enum.Enum]", getattr(model, field.enum_type.name))
-    values = field.enum_type.values_by_name
+    enum_type = field.enum_type
+    cls: type[enum.Enum] = getattr(model, enum_type.name, None) or value_class(enum_type)
+    values = enum_type.values_by_name
     prefix = _enum_prefix(field)
     members = {values[prefix + member.name].number: member for member in cls}
     return {0: next(iter(cls)), **members}

@@ -26,6 +26,7 @@ from dataplane.rpc.membership import (
     LeaveRequest,
     RegisterNodeRequest,
 )
+from dataplane.rpc.sharing import ShareManifestRequest
 from dataplane.security import node_identity
 from dataplane.security.calls import ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
 from dataplane.security.security import NODE_PROOF, Security
@@ -135,7 +136,7 @@ def _another(request: Any, secret: str | bytes | None) -> str:
     A node's secret is in a header of its own, never in a message.
     """
     match request:
-        case RegisterNodeRequest() | JoinRequest() | LeaveRequest():
+        case RegisterNodeRequest() | JoinRequest() | LeaveRequest() | ShareManifestRequest():
             node_id = request.node_id
         case HeartbeatRequest():
             node_id = request.node.node_id
@@ -155,7 +156,7 @@ def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str
             if job != caller.job:
                 asked = f"asks for {job!r}" if job else "names none"
                 return f"its token is for the job {caller.job!r}, and the call {asked}"
-    if isinstance(request, JoinRequest):
+    if isinstance(request, JoinRequest | ShareManifestRequest):
         if len(request.urls) > URLS_MAX:
             return f"it names {len(request.urls)} urls"
         allowed = ((caller.datasets, "its token does"), (allowed_urls or None, "allowed_urls do"))

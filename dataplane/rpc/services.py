@@ -9,8 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dataplane.rpc import membership
-from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.convert import decode, encode, value_class
 from dataplane.rpc.v1 import coordinator_pb2
 
 REQUEST_BYTES_MAX = 4 << 20
@@ -39,12 +38,8 @@ def coordinator_methods() -> tuple[Method, ...]:
             name=method.name,
             path=f"/{service.full_name}/{method.name}",
             python_name=re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
-            read_request=_reader(method.input_type.name),
-            read_response=_reader(method.output_type.name),
+            read_request=functools.partial(decode, value_class(method.input_type)),
+            read_response=functools.partial(decode, value_class(method.output_type)),
         )
         for method in service.methods
     )
-
-
-def _reader(name: str) -> Callable[[bytes], Any]:
-    return functools.partial(decode, getattr(membership, name))

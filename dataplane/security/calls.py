@@ -32,6 +32,7 @@ CALLS: Mapping[str, frozenset[Role]] = {
     f"{_COORDINATOR}/Join": NODE_ONLY,
     f"{_COORDINATOR}/Heartbeat": NODE_ONLY,
     f"{_COORDINATOR}/Leave": NODE_ONLY,
+    f"{_COORDINATOR}/ShareManifest": NODE_ONLY,
     f"{_COORDINATOR}/Status": READERS,
     f"{_COORDINATOR}/Ledger": READERS,
     f"{_COORDINATOR}/Change": ADMIN_ONLY,

@@ -227,7 +227,7 @@ class Slow:
     async def status(self, _):
         raise ZeroDivisionError("oh")
 
-    heartbeat = leave = ledger = change = register_node
+    heartbeat = leave = ledger = change = share_manifest = register_node
 
 
 def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():

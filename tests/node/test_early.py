@@ -66,10 +66,10 @@ def test_what_was_begun_is_taken_once_and_is_what_opening_gives(
 
     opened = opening(settings, connect, lambda *_: None, early)
     assert early.take(DatasetSource((folder,), "arrow")) is None
-    assert opened(source, View()).to_bytes() == index_dataset(folder).to_bytes()
+    assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
     assert connected == [folder]  # or nobody would start what reads the blocks
     assert early.take(source) is None
-    assert opened(source, View()).to_bytes() == index_dataset(folder).to_bytes()
+    assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
     ended(early)
 
 
@@ -78,7 +78,7 @@ def test_the_mistake_of_a_dataset_is_told_to_who_asks_for_it(tmp_path: Path) -> 
     settings, source = config(tmp_path), DatasetSource((str(tmp_path / "empty"),))
     early = EarlyOpening(settings, source)
     with pytest.raises(ShardNotFound, match="empty"):
-        opening(settings, lambda _: LocalStore(), lambda *_: None, early)(source, View())
+        opening(settings, lambda _: LocalStore(), lambda *_: None, early)(source, View(), None)
     ended(early)
 
 

@@ -66,7 +66,12 @@ async def running(
     engine = Engine(scheduler, arena, fetcher, pool, trace)
     await coordinator.start()
     found = Jobs(
-        config, engine, coordinator, "n0", lambda source, _view: open_dataset(source.urls), tables
+        config,
+        engine,
+        coordinator,
+        "n0",
+        lambda source, _view, _given: open_dataset(source.urls),
+        tables,
     )
     try:
         yield found, OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)

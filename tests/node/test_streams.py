@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 from small_engine import SmallEngine
 
-from dataplane.model import Region, Stream, Topology
+from dataplane.model import Region, Stream, Topology, View
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
 from dataplane.node.opener import Opened, OpenedJob
+from dataplane.node.pack_counts import PackedManifest
 from dataplane.node.served import ServedStream
 from dataplane.node.streams import Streams
 from dataplane.plan.defaults import BlockSizes
@@ -36,7 +37,7 @@ def play(scene: Scene) -> None:
         identity = identity_of(manifest)
         opened = OpenedJob(
             small.spec,
-            (Opened(manifest, identity, sizes, 0, None),),
+            (Opened(manifest, View(), PackedManifest(manifest), identity, sizes, 0),),
             (small.dataset,),
             identity,
             manifest.sample_count,

@@ -22,6 +22,7 @@ from dataplane.rpc import (
     making,
     membership,
     messages,
+    sharing,
     tasks,
 )
 from dataplane.rpc.v1 import (
@@ -30,13 +31,14 @@ from dataplane.rpc.v1 import (
     local_pb2,
     making_pb2,
     neighbours_pb2,
+    sharing_pb2,
     types_pb2,
     worker_pb2,
 )
 
 VALUES = [
     cls
-    for module in (membership, held, messages, tasks, fetches, lending, making)
+    for module in (membership, sharing, held, messages, tasks, fetches, lending, making)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
 ] + list(convert._SHARED.values())
@@ -45,7 +47,7 @@ VALUES = [
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
     files = (types_pb2, coordinator_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2)
-    for module in (*files, making_pb2):
+    for module in (*files, making_pb2, sharing_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
             if name in {"Error", "ColumnValue", "ColumnLength", "Steps"}:
                 continue

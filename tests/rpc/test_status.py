@@ -26,7 +26,7 @@ class Refusing:
     async def join(self, _):
         raise self.error
 
-    register_node = heartbeat = leave = status = ledger = change = join
+    register_node = heartbeat = leave = status = ledger = change = share_manifest = join
 
 
 def refused(every):

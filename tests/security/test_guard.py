@@ -20,6 +20,7 @@ from trusted import (
     node,
     refusals,
     serving,
+    share,
 )
 
 from dataplane.coordinator.front import CoordinatorConfig
@@ -54,6 +55,7 @@ def test_a_stranger_on_loopback_is_refused_every_call_and_moves_no_generation(
         "Leave": lambda one: one.leave(leave()),
         "Heartbeat": lambda one: one.heartbeat(beat(progress())),
         "RegisterNode": lambda one: one.register_node(node()),
+        "ShareManifest": lambda one: one.share_manifest(share()),
         "Status": lambda one: one.status(StatusRequest()),
         "Ledger": lambda one: one.ledger(LedgerRequest("j")),
     }

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from membership import VERSION, progress
 from msgspec import structs
-from trusted import OWN, beat, identity, join, leave, node
+from trusted import OWN, beat, identity, join, leave, node, share
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -230,6 +230,7 @@ def test_a_token_for_some_datasets_joins_no_job_over_others():
             ("s3://a/train/x",) * 100,
         ):
             await denied(client.join(join(0, urls=urls)), "its token does not allow|100 urls")
+            await denied(client.share_manifest(share(urls=urls)), "its token does not|100 urls")
 
     conversation(made(datasets=["s3://a/train"]), converse)
 
@@ -255,6 +256,7 @@ def test_only_a_node_gets_a_key_and_only_of_the_job_that_its_token_is_for():
         await client.register_node(registered)
         assert len((await client.join(join(0))).nodes.key) == 32
         await denied(client.join(join(0, job="k")), "asks for 'k'")
+        await denied(client.share_manifest(share(job_id="k")), "asks for 'k'")
         known = structs.replace(beat(progress(), known=(1,)).known[0], job_id="k")
         asking = structs.replace(beat(progress()), known=(known,))
         await denied(client.heartbeat(asking), "asks for 'k'")

@@ -11,7 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership import VERSION, progress
 from msgspec import structs
-from trusted import N0, OWN, TOKEN, TRUSTED, beat, client_of, identity, join, leave, node, refusals
+from trusted import (
+    N0,
+    OWN,
+    TOKEN,
+    TRUSTED,
+    beat,
+    client_of,
+    identity,
+    join,
+    leave,
+    node,
+    refusals,
+    share,
+)
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -87,6 +100,7 @@ AS_ANOTHER = {
     "a heartbeat for its address": lambda one: one.heartbeat(beat(data_address=ELSEWHERE)),
     "a heartbeat for its key": lambda one: one.heartbeat(beat(progress(epoch=9))),
     "a rank in its name": lambda one: one.join(join(0, 1, member="another")),
+    "a manifest in its name": lambda one: one.share_manifest(share(data_address=ELSEWHERE)),
     "its rank's end": lambda one: one.leave(leave(lost=True)),
 }
 

@@ -119,7 +119,7 @@ def node(tmp_path, monkeypatch):
     config = dataclasses.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
     yield lambda *urls, form="": opening(config, stores.connect, lambda *_: None)(
-        DatasetSource(urls, form), View()
+        DatasetSource(urls, form), View(), None
     )
     stores.close()
 

@@ -1,3 +1,4 @@
+from dataplane.rpc.v1 import sharing_pb2 as _sharing_pb2
 from dataplane.rpc.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from dataplane.rpc.v1 import coordinator_pb2 as dataplane_dot_rpc_dot_v1_dot_coordinator__pb2
+from dataplane.rpc.v1 import sharing_pb2 as dataplane_dot_rpc_dot_v1_dot_sharing__pb2
 
 GRPC_GENERATED_VERSION = '1.80.0'
 GRPC_VERSION = grpc.__version__
@@ -64,6 +65,11 @@ class CoordinatorStub(object):
                 request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
                 _registered_method=True)
+        self.ShareManifest = channel.unary_unary(
+                '/dataplane.rpc.v1.Coordinator/ShareManifest',
+                request_serializer=dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestRequest.SerializeToString,
+                response_deserializer=dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestResponse.FromString,
+                _registered_method=True)
         self.Change = channel.unary_unary(
                 '/dataplane.rpc.v1.Coordinator/Change',
                 request_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.ChangeRequest.SerializeToString,
@@ -118,6 +124,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareManifest(self, request, context):
+        """Nodes that open one dataset for a launch of a job: one of them makes its manifest, and the others get
+        it from those that have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Change(self, request, context):
         """Leaves steps or rows out of a job, from its next start on; or changes the weights of a mixture.
         """
@@ -157,6 +171,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.FromString,
                     response_serializer=dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.SerializeToString,
+            ),
+            'ShareManifest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareManifest,
+                    request_deserializer=dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestRequest.FromString,
+                    response_serializer=dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestResponse.SerializeToString,
             ),
             'Change': grpc.unary_unary_rpc_method_handler(
                     servicer.Change,
@@ -326,6 +345,33 @@ class Coordinator(object):
             '/dataplane.rpc.v1.Coordinator/Ledger',
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerRequest.SerializeToString,
             dataplane_dot_rpc_dot_v1_dot_coordinator__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dataplane.rpc.v1.Coordinator/ShareManifest',
+            dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestRequest.SerializeToString,
+            dataplane_dot_rpc_dot_v1_dot_sharing__pb2.ShareManifestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,187 @@
+"""Nodes that open the same dataset for one launch of a job: who makes the manifest, who has it, and
+who gets it from whom. Pure; the coordinator owns one, and stores none of it.
+
+Indexing 10^6 shards takes minutes and 10^6 requests, and counting the rows of a condition reads the
+dataset: one node does it, instead of each.
+
+Invariants:
+1. A manifest has at most one maker at a time. A maker that has not been heard of for a while is
+   none any more, and the next node that asks becomes it.
+2. All that is given to others has one fingerprint: a node that has made another one is told to
+   fetch theirs. If all who have it fail to give it, it may be made again, and be another.
+3. Nodes at loopback addresses and others do not reach each other, so they share nothing.
+4. A decision costs the same however many nodes wait, and however many have it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from msgspec import Struct, field
+
+from dataplane.errors import ConfigError
+from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
+from dataplane.rpc.sharing import (
+    ManifestState,
+    ManifestTurn,
+    ShareManifestRequest,
+    ShareManifestResponse,
+)
+
+MAKER_SHARE = 1 / 2
+"""Of a lease, without a word of the maker, after which another node makes it."""
+_WORDS = 4
+"""That a maker sends in this time."""
+FETCH_S = 60.0
+"""As long as a node that was sent to a holder counts as one that reads there."""
+READERS_MAX = 8
+"""Of one holder: each of them is a holder soon."""
+_HOLDERS_MAX = 64
+_MANIFESTS_MAX = 1024
+_FAILURES_MAX = 2
+_NAME_BYTES = 16
+_FINGERPRINT_LENGTH_MAX = 64
+_PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
+_BUSY_PAUSE_S = 0.5
+_LOOPBACK = ("127.", "[::1]:")
+
+_Key = tuple[str, str, bytes, tuple[str, ...], bool]
+
+
+class _Holder(Struct, eq=False):
+    """A node that has the manifest, and since when others have been reading it there."""
+
+    node_id: str
+    address: str
+    readers: dict[str, float] = field(default_factory=dict)
+
+
+class _Shared(Struct, eq=False):
+    """One manifest."""
+
+    line: str
+    generation: int
+    began: float
+    maker: str = ""
+    heard: float = 0.0
+    failures: int = 0
+    fingerprint: str = ""
+    holders: deque[_Holder] = field(default_factory=deque)
+
+
+class ManifestTurns:
+    """Those of all jobs: the ones that were asked for last."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._maker_s = lease_s * MAKER_SHARE
+        self._shared: OrderedDict[_Key, _Shared] = OrderedDict()
+        self._last_generation = 0
+
+    def decide(self, request: ShareManifestRequest, now: float) -> ShareManifestResponse:
+        """The answer to a node, which may be repeated; without the key. `now` is in seconds since
+        1970.
+
+        Raises:  ConfigError: the request is not what a node would send.
+        """
+        _check(request)
+        shared = self._of(request, now)
+        if request.state is ManifestState.HELD:
+            return self._held(shared, request)
+        if request.state is ManifestState.FAILED:
+            if shared.maker == request.node_id:
+                shared.maker = ""
+                shared.failures += 1
+            return ShareManifestResponse(ManifestTurn.ALONE)
+        if request.state is ManifestState.MAKING:
+            if shared.maker in {"", request.node_id}:
+                shared.maker, shared.heard = request.node_id, now
+            return self._make()
+        return self._wanted(shared, request, now)
+
+    def _of(self, request: ShareManifestRequest, now: float) -> _Shared:
+        is_near = request.data_address.startswith(_LOOPBACK)
+        key = (request.job_id, request.incarnation, request.name, request.urls, is_near)
+        shared = self._shared.get(key)
+        if shared is None:
+            # Another one than before a restart, and than that of any job.
+            self._last_generation = max(self._last_generation + 1, int(now * 1000))
+            line = f"manifest {request.name.hex()}"
+            shared = self._shared[key] = _Shared(line, self._last_generation, now)
+            if len(self._shared) > _MANIFESTS_MAX:
+                self._shared.popitem(last=False)
+        self._shared.move_to_end(key)
+        return shared
+
+    def _held(self, shared: _Shared, request: ShareManifestRequest) -> ShareManifestResponse:
+        node_id = request.node_id
+        if shared.maker == node_id:
+            shared.maker = ""
+        for each in shared.holders:
+            each.readers.pop(node_id, None)
+        if not request.data_address:
+            return ShareManifestResponse(ManifestTurn.ALONE)
+        others = [one for one in shared.holders if one.node_id != node_id]
+        if others and shared.fingerprint != request.fingerprint:
+            return self._from(shared, others[0], ManifestTurn.FETCH)
+        shared.fingerprint, shared.failures = request.fingerprint, 0
+        if len(others) < _HOLDERS_MAX:
+            shared.holders = deque((*others, _Holder(node_id, request.data_address)))
+        return self._from(shared, None, ManifestTurn.KEEP)
+
+    def _wanted(
+        self, shared: _Shared, request: ShareManifestRequest, now: float
+    ) -> ShareManifestResponse:
+        gone = {request.refused_by, request.node_id}  # this node may have been started again
+        shared.holders = deque(one for one in shared.holders if one.node_id not in gone)
+        if shared.holders:
+            return self._holder(shared, request.node_id, now)
+        is_made = shared.maker and now - shared.heard < self._maker_s
+        if is_made and shared.maker != request.node_id:
+            pause_s = min(max((now - shared.began) * _PAUSE_SHARE, _PAUSE_S_MIN), _PAUSE_S_MAX)
+            return ShareManifestResponse(ManifestTurn.WAIT, shared.maker, pause_s=pause_s)
+        if not request.data_address or shared.failures >= _FAILURES_MAX:
+            return ShareManifestResponse(ManifestTurn.ALONE)
+        if not shared.maker:
+            shared.began = now
+        shared.maker, shared.heard = request.node_id, now
+        return self._make()
+
+    def _holder(self, shared: _Shared, node_id: str, now: float) -> ShareManifestResponse:
+        """The next one that is not busy, in turns."""
+        for _ in range(len(shared.holders)):
+            shared.holders.rotate(-1)
+            one = shared.holders[-1]
+            late = [name for name, since in one.readers.items() if now - since > FETCH_S]
+            for name in late:
+                del one.readers[name]
+            if node_id in one.readers or len(one.readers) < READERS_MAX:
+                one.readers[node_id] = now
+                return self._from(shared, one, ManifestTurn.FETCH)
+        first = shared.holders[0].node_id
+        return ShareManifestResponse(ManifestTurn.WAIT, first, pause_s=_BUSY_PAUSE_S)
+
+    def _make(self) -> ShareManifestResponse:
+        return ShareManifestResponse(ManifestTurn.MAKE, pause_s=self._maker_s / _WORDS)
+
+    def _from(
+        self, shared: _Shared, holder: _Holder | None, turn: ManifestTurn
+    ) -> ShareManifestResponse:
+        node_id, address = ("", "") if holder is None else (holder.node_id, holder.address)
+        return ShareManifestResponse(turn, node_id, address, shared.line, shared.generation)
+
+
+def _check(request: ShareManifestRequest) -> None:
+    """Raises:  ConfigError: names the field."""
+    check_name("node_id", request.node_id)
+    check_name("job_id", request.job_id)
+    check_name("incarnation", request.incarnation)
+    check_name("refused_by", request.refused_by, needed=False)
+    check_name("fingerprint", request.fingerprint, needed=False, most=_FINGERPRINT_LENGTH_MAX)
+    if request.data_address:
+        check_data_address(request.data_address)
+    if len(request.name) != _NAME_BYTES:
+        raise ConfigError(
+            f"a name of {len(request.name)} bytes: {_NAME_BYTES} are needed", field="name"
+        )
+    if len(request.urls) > URLS_MAX:
+        raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")

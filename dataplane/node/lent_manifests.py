@@ -1,0 +1,172 @@
+"""Manifests that this node gives to other nodes, which open the same datasets.
+
+A manifest is given as the bytes of its file, after their length, in an arena of its own: other
+nodes read it piece by piece, as they read a raw block.
+
+Invariants:
+1. Each ask is answered once. Until the bytes have been made, asks are refused: who gets a refusal
+   asks again.
+2. Bytes that nobody has asked for in a while take no memory; they are made again when asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from dataplane import background
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError
+from dataplane.model import BlockForm, Region
+from dataplane.neighbours.wire import NO_DATASET
+from dataplane.rpc.lending import Asked
+from dataplane.store.pieces import copy_into
+from dataplane.trace import Trace
+
+IDLE_S = 60.0
+HEAD_BYTES = 8
+"""Before the manifest: its length, little-endian."""
+
+Content = Callable[[], bytes]
+"""The bytes of a manifest; it takes time, and is called in a thread."""
+_trace = Trace("node")
+
+
+class ManifestLender(Protocol):
+    """What `Lending` does for this."""
+
+    def keys(self, job_id: str, generation: int, key: bytes) -> None:
+        """As `Lending.keys`."""
+
+    def lend_arena(self, arena_id: int, fd: int) -> None:
+        """As `Lending.lend_arena`."""
+
+    def return_arena(self, arena_id: int) -> None:
+        """As `Lending.return_arena`."""
+
+    def give(self, number: int, region: Region, arena_id: int) -> None:
+        """As `Lending.give`."""
+
+    def refuse(self, number: int) -> None:
+        """As `Lending.refuse`."""
+
+
+class _Lent(Struct, eq=False):
+    """One manifest, and the arena that has its bytes, if somebody asks for them."""
+
+    content: Content
+    generation: int
+    arena_id: int = 0
+    size_bytes: int = 0
+    asked_at: float = 0.0
+    making: asyncio.Task[None] | None = None
+
+
+class LentManifests:
+    """Those of one node, by the line over which others ask. `numbers` are unique names of arenas.
+    Call it only from the event loop.
+    """
+
+    def __init__(self, lender: ManifestLender, numbers: Iterator[int]) -> None:
+        self._lender, self._numbers = lender, numbers
+        self._lent: dict[str, _Lent] = {}
+        self._given: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def keep(self, line: str, generation: int, key: bytes, content: Content) -> None:
+        """From now on, give this to those who have the key."""
+        self.forget(line)
+        self._lent[line] = _Lent(content, generation)
+        self._lender.keys(line, generation, key)
+
+    def forget(self, line: str, generation: int = 0) -> None:
+        """Give it no more: that of this generation, or of any if that is 0."""
+        lent = self._lent.get(line)
+        if lent is None or generation not in {0, lent.generation}:
+            return
+        del self._lent[line]
+        self._drop_bytes(lent)
+        self._lender.keys(line, 0, b"")
+
+    def asked(self, ask: Asked) -> bool:
+        """Another node asks for a part; False if it does not ask for a manifest that is here."""
+        lent = self._lent.get(ask.job_id)
+        if lent is None:
+            return False
+        lent.asked_at = asyncio.get_running_loop().time()
+        is_part = (ask.dataset, ask.block, ask.form) == (NO_DATASET, 0, BlockForm.RAW)
+        if not lent.arena_id and lent.making is None:
+            lent.making = background.start("manifest", self._make(ask.job_id, lent))
+        elif lent.arena_id and is_part and ask.offset + ask.length <= lent.size_bytes:
+            self._given.add(ask.number)
+            self._lender.give(ask.number, Region(ask.offset, ask.length), lent.arena_id)
+            return True
+        self._lender.refuse(ask.number)
+        return True
+
+    def given(self, number: int) -> bool:
+        """A part is no longer read; False if it is none of a manifest."""
+        if number not in self._given:
+            return False
+        self._given.remove(number)
+        return True
+
+    def close(self) -> None:
+        """Give nothing any more. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for lent in self._lent.values():
+            self._drop_bytes(lent)
+        self._lent.clear()
+
+    async def _make(self, line: str, lent: _Lent) -> None:
+        try:
+            arena = await asyncio.to_thread(_arena_of, lent.content)
+        except DataplaneError as error:  # out of memory
+            _trace.failed("a manifest is not given to other nodes", why=str(error))
+            return
+        finally:
+            lent.making = None
+        if self._lent.get(line) is not lent:
+            arena.close()
+            return
+        arena_id = lent.arena_id = next(self._numbers)
+        lent.size_bytes = arena.size_bytes
+        self._lender.lend_arena(arena_id, arena.fd)
+        arena.close()  # the lender has its own descriptor
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        oldest, has_bytes = loop.time() - IDLE_S, False
+        for lent in self._lent.values():
+            if lent.asked_at <= oldest:
+                self._drop_bytes(lent)
+            has_bytes |= bool(lent.arena_id)
+        if has_bytes:
+            self._timer = loop.call_later(IDLE_S, self._look)
+
+    def _drop_bytes(self, lent: _Lent) -> None:
+        if lent.arena_id:
+            self._lender.return_arena(lent.arena_id)
+            lent.arena_id = 0
+
+
+def _arena_of(content: Content) -> Arena:
+    """Raises:  BudgetTooSmall: there is no memory for it."""
+    found = content()
+    arena = Arena.create("dataplane-manifest", HEAD_BYTES + len(found))
+    try:
+        arena.reserve(0, arena.size_bytes)
+        copy_into(len(found).to_bytes(HEAD_BYTES, "little"), arena.view(0, HEAD_BYTES))
+        copy_into(found, arena.view(HEAD_BYTES, len(found)))
+    except BaseException:
+        arena.close()
+        raise
+    return arena

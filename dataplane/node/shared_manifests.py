@@ -1,0 +1,330 @@
+"""The manifests of datasets that several nodes open for one launch of a job: the coordinator says
+which of them makes it, and the others get it from those that have it.
+
+Invariants:
+1. A manifest of another node is of the urls and the format that were asked for, and intact, or it
+   is not used.
+2. Whatever fails here costs time only: at the end a node makes the manifest for itself, as it does
+   without others.
+3. Nothing waits without a deadline: for a maker, as long as the coordinator hears of it; for the
+   coordinator, as long as for a join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from dataplane import background
+from dataplane.config import VERSION, NodeConfig
+from dataplane.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
+from dataplane.index.indexing import MANIFEST_BYTES_MAX
+from dataplane.index.journal import keep_given
+from dataplane.model import View
+from dataplane.neighbours.wire import NO_DATASET, Outcome
+from dataplane.node.datasets import declared, shown
+from dataplane.node.joining import pause
+from dataplane.node.lent_manifests import HEAD_BYTES, LentManifests
+from dataplane.plan.manifest import Manifest
+from dataplane.redact import unsigned
+from dataplane.rpc.base import Coordination
+from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.messages import DatasetSource
+from dataplane.rpc.sharing import (
+    ManifestState,
+    ManifestTurn,
+    ShareManifestRequest,
+    ShareManifestResponse,
+)
+from dataplane.store.globs import literal_prefix
+from dataplane.store.urls import local_path, normalise
+from dataplane.suffixes import MANIFEST
+from dataplane.trace import Trace
+
+if TYPE_CHECKING:
+    from dataplane.neighbours.asking import Lines
+
+_PAUSE_S_MAX = 10.0
+_PIECE_BYTES = 4 << 20
+_PREFIXES_MAX = 64
+_REFUSED_S, _REFUSED_PAUSE_S = 60.0, 0.2
+"""A holder refuses until it has made the bytes."""
+
+_trace = Trace("node")
+
+
+class Wanted(Struct, frozen=True):
+    """A dataset that is opened for one launch of a job. The seed is that of the view's map, if the
+    samples depend on it.
+    """
+
+    source: DatasetSource
+    view: View
+    seed: int
+    job_id: str
+    incarnation: str
+
+    @property
+    def launch(self) -> tuple[str, str]:
+        """Of which job, and which one."""
+        return self.job_id, self.incarnation
+
+    @property
+    def name(self) -> bytes:
+        """A hash of all that the manifest depends on: 16 bytes."""
+        parts = (VERSION, self.source.urls, self.source.format, self.view, self.seed)
+        return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).digest()
+
+
+class Shareable(Protocol):
+    """What a node opens."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal datasets."""
+
+    def handed_on(self) -> bytes:
+        """The manifest's file, with all that was counted. Takes time; called in a thread."""
+
+
+T = TypeVar("T", bound=Shareable)
+Make = Callable[[Manifest | None], Awaitable[T]]
+"""Opens a dataset, with the manifest of another node if there is one."""
+
+
+class SharedManifests:
+    """Those of one node, which others reach at `address`, if at all. `lent` gives what it has."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        coordination: Coordination,
+        node_id: str,
+        address: str,
+        lent: LentManifests | None,
+    ) -> None:
+        self._config, self._coordination, self._node_id = config, coordination, node_id
+        self._address = address if lent is not None else ""
+        self._lent = lent
+        self._lines: dict[Wanted, tuple[str, int]] = {}
+
+    async def opened(self, wanted: Wanted, make: Make[T]) -> T:
+        """What `make` opens: with the manifest of another node, if one has it or makes it.
+
+        Raises:  AccessDenied: the node's token does not allow these urls.  As `make`.
+        """
+        if self._config.embedded or not _is_for_all(wanted):
+            return await make(None)
+        request = ShareManifestRequest(
+            self._node_id, wanted.job_id, wanted.incarnation, wanted.name,
+            declared([normalise(url) for url in wanted.source.urls]), self._address,
+        )  # fmt: skip
+        told = ""
+        refused_by = ""
+        while True:
+            answer = await self._asked(replace(request, refused_by=refused_by))
+            if answer is None or answer.turn in {ManifestTurn.ALONE, ManifestTurn.KEEP}:
+                return await make(None)
+            if answer.turn is ManifestTurn.MAKE:
+                return await self._made(wanted, request, make, answer.pause_s)
+            if answer.turn is ManifestTurn.FETCH:
+                found = await self._fetched(wanted, answer)
+                if found is not None:
+                    return await self._kept(wanted, request, await make(found))
+                refused_by = answer.node_id
+                continue
+            if told != answer.node_id:
+                told = answer.node_id
+                urls = ", ".join(request.urls)
+                _trace.noted("another node opens the dataset", node=told, dataset=urls)
+            await asyncio.sleep(_jittered(answer.pause_s))
+
+    def forget(self, wanted: Wanted) -> None:
+        """It is closed here: others get it elsewhere."""
+        line = self._lines.pop(wanted, None)
+        if line is not None and self._lent is not None:
+            self._lent.forget(*line)
+
+    async def _asked(self, request: ShareManifestRequest) -> ShareManifestResponse | None:
+        """None: the coordinator does not answer within the stall timeout.
+
+        Raises:  DataplaneError: it refuses.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            try:
+                return await self._coordination.share_manifest(request)
+            except PeerLost:
+                if loop.time() - began >= self._config.stall_timeout_s:
+                    return None
+            await pause()
+
+    async def _made(
+        self, wanted: Wanted, request: ShareManifestRequest, make: Make[T], word_s: float
+    ) -> T:
+        """Made here, for others, too; the coordinator hears of it every `word_s`."""
+        renewing = background.start("manifest", self._renew(request, word_s))
+        try:
+            found = await make(None)
+        except BaseException:
+            # Another node tries: the fault may be of this one.
+            failed = replace(request, state=ManifestState.FAILED)
+            background.start("manifest", self._say(failed))
+            raise
+        finally:
+            renewing.cancel()
+        return await self._kept(wanted, request, found, make)
+
+    async def _kept(
+        self,
+        wanted: Wanted,
+        request: ShareManifestRequest,
+        found: T,
+        make: Make[T] | None = None,
+    ) -> T:
+        """It is here, for others, too. If they have another one, it is made of theirs instead."""
+        held = replace(request, state=ManifestState.HELD, fingerprint=found.fingerprint)
+        try:
+            answer = await self._coordination.share_manifest(held)
+        except DataplaneError as error:
+            _trace.failed("a manifest is not shared", dataset=request.urls, why=str(error))
+            return found
+        if answer.turn is ManifestTurn.KEEP and self._lent is not None:
+            self._lines[wanted] = answer.line, answer.generation
+            self._lent.keep(answer.line, answer.generation, answer.key, found.handed_on)
+        elif answer.turn is ManifestTurn.FETCH and make is not None:
+            theirs = await self._fetched(wanted, answer)
+            if theirs is not None:
+                return await self._kept(wanted, request, await make(theirs))
+        return found
+
+    async def _renew(self, request: ShareManifestRequest, word_s: float) -> None:
+        making = replace(request, state=ManifestState.MAKING)
+        while True:
+            await asyncio.sleep(word_s)
+            await self._say(making)
+
+    async def _say(self, request: ShareManifestRequest) -> None:
+        with contextlib.suppress(DataplaneError):
+            await self._coordination.share_manifest(request)
+
+    async def _fetched(self, wanted: Wanted, answer: ShareManifestResponse) -> Manifest | None:
+        """The manifest of another node; None if it does not give it, or gives another one."""
+        began = asyncio.get_running_loop().time()
+        try:
+            content = await self._read(answer)
+            found = await asyncio.to_thread(_checked, content, answer.node_id, wanted)
+            await asyncio.to_thread(self._remember, found, content)
+        except DataplaneError as error:
+            why = str(error)
+            _trace.failed("no manifest from another node", node=answer.node_id, why=why)
+            return None
+        took_s = round(asyncio.get_running_loop().time() - began, 3)
+        shards = len(found.shards)
+        _trace.noted(
+            "manifest from another node", node=answer.node_id, shards=shards,
+            bytes=len(content), took_s=took_s,
+        )  # fmt: skip
+        return found
+
+    def _remember(self, found: Manifest, content: bytearray) -> None:
+        if self._config.cache_dir:
+            keep_given(self._config.cache_dir, found, content)
+
+    async def _read(self, answer: ShareManifestResponse) -> bytearray:
+        """Raises:  NeighbourGone."""
+        from dataplane.neighbours.asking import Lines  # not for a single host
+        from dataplane.neighbours.line_tls import LineTls
+
+        tls = self._config.data_tls
+        lines = Lines(None if tls is None else LineTls(tls))
+        peer = Neighbour(
+            answer.address, answer.line, answer.generation, answer.key, self._node_id,
+            answer.node_id, NO_DATASET, 0, 0,
+        )  # fmt: skip
+        try:
+            head = bytearray(HEAD_BYTES)
+            await _read_piece(lines, peer, head)
+            length = int.from_bytes(head, "little")
+            if not 0 < length <= MANIFEST_BYTES_MAX:
+                raise NeighbourGone(
+                    f"the node {peer.node_id} says that its manifest has {length} bytes",
+                    peer=peer.node_id,
+                )
+            content = bytearray()
+            while len(content) < length:
+                piece = bytearray(min(_PIECE_BYTES, length - len(content)))
+                at = HEAD_BYTES + len(content)
+                await _read_piece(lines, replace(peer, offset=at), piece)
+                content += piece
+        finally:
+            lines.close()
+        return content
+
+
+async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
+    """Raises:  NeighbourGone."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        view = memoryview(into)
+        answer = await asyncio.to_thread(lines.read, peer, view, _hold, _claim)
+        if answer.outcome is Outcome.GIVEN:
+            return
+        if loop.time() - began > _REFUSED_S:
+            raise NeighbourGone(
+                f"the node {peer.node_id} at {peer.address} refuses its manifest",
+                peer=peer.node_id,
+            )
+        await asyncio.sleep(_jittered(_REFUSED_PAUSE_S))
+
+
+def _hold(_: object) -> None: ...
+
+
+def _claim() -> None: ...
+
+
+def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
+    """Raises:  CorruptShard, ConfigError: it is damaged, or of something else."""
+    name = f"the manifest of node {node_id}"
+    found = Manifest.from_bytes(content, name)
+    urls, format_ = tuple(map(normalise, wanted.source.urls)), wanted.source.format
+    if found.urls != urls or format_ not in {"", found.format}:
+        raise CorruptShard(f"{name} is of another dataset", expected=shown(urls))
+    is_below = np.zeros(len(found.shards), np.bool_)
+    for prefix in _prefixes(urls):
+        is_below |= found.shards.urls.starting_with(prefix.encode())
+    if not is_below.all():
+        url = found.shards.urls[int(is_below.argmin())]
+        raise CorruptShard(f"{name} has a shard that lies elsewhere: {url}", expected=shown(urls))
+    return found
+
+
+def _prefixes(urls: Sequence[str]) -> Sequence[str]:
+    """What all shards of a dataset of these urls begin with one of."""
+    starts = [literal_prefix(url).partition("{")[0] for url in urls]
+    return starts if len(starts) <= _PREFIXES_MAX else [os.path.commonprefix(starts)]  # noqa: RUF071
+
+
+def _is_for_all(wanted: Wanted) -> bool:
+    """Whether all nodes see the same dataset, and none has saved its manifest."""
+    return not any(
+        local_path(url) is not None or unsigned(url) != url or url.endswith(MANIFEST)
+        for url in map(normalise, wanted.source.urls)
+    )
+
+
+def _jittered(pause_s: float) -> float:
+    return min(pause_s, _PAUSE_S_MAX) * random.uniform(0.75, 1.25)  # noqa: S311 - no secret

@@ -1,0 +1,262 @@
+"""A node that gets manifests of others, and gives its own: real lenders, and a real coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lender import LendingNode, lending_node
+from manifests import small
+from msgspec import Struct, structs
+
+from dataplane.config import VERSION, NodeConfig
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+from dataplane.errors import AccessDenied, PeerLost, StoreError
+from dataplane.model import View
+from dataplane.node import lent_manifests
+from dataplane.node.lent_manifests import LentManifests
+from dataplane.node.shared_manifests import SharedManifests, Wanted
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc.messages import DatasetSource
+from dataplane.rpc.sharing import ManifestState, ShareManifestRequest, ShareManifestResponse
+from dataplane.settings import default_node_config
+from dataplane.worker.forking import fork_server
+
+WANTED = Wanted(DatasetSource(("s3://b/",)), View(), 0, "job", "launch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(run_mark: str) -> Iterator[None]:
+    """It takes half a second to start."""
+    with fork_server.held():
+        yield
+
+
+class Made(Struct, frozen=True):
+    """What was opened: of whom the manifest is, and its bytes."""
+
+    given: Manifest | None
+    content: bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return small().fingerprint
+
+    def handed_on(self) -> bytes:
+        return self.content
+
+
+class Listened(Coordinator):
+    """Remembers what nodes say about manifests; does not answer the first `lost` calls."""
+
+    def __init__(self) -> None:
+        super().__init__(CoordinatorConfig(version=VERSION))
+        self.said: list[ShareManifestRequest] = []
+        self.lost = 0
+        self.refusal: Exception | None = None
+
+    async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
+        self.said.append(request)
+        if self.lost:
+            self.lost -= 1
+            raise PeerLost("nobody answers", peer="coordinator")
+        if self.refusal is not None:
+            raise self.refusal
+        return await super().share_manifest(request)
+
+
+class Node:
+    """One that shares manifests."""
+
+    def __init__(
+        self, coordinator: Coordinator, config: NodeConfig, name: str, lender: LendingNode
+    ) -> None:
+        self.lender = lender
+        self.lent = LentManifests(lender.lending, itertools.count(1))
+        lender.answer = self.lent.asked
+        self.shared = SharedManifests(config, coordinator, name, lender.address, self.lent)
+        self.made: list[Manifest | None] = []
+        self.content = small().to_bytes()
+        self.fault: Exception | None = None
+
+    async def make(self, given: Manifest | None) -> Made:
+        self.made.append(given)
+        if self.fault is not None:
+            raise self.fault
+        return Made(given, self.content)
+
+    async def open(self, wanted: Wanted = WANTED) -> Made:
+        async with asyncio.timeout(60):
+            return await self.shared.opened(wanted, self.make)
+
+
+def play(scene: Callable[..., object], tmp_path: Path, count: int = 2, **changed: object) -> None:
+    """With so many nodes of one coordinator."""
+
+    async def whole() -> None:
+        coordinator = Listened()
+        await coordinator.start()
+        config = dataclasses.replace(default_node_config(), **changed)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                nodes = []
+                for number in range(count):
+                    name = f"node-{number}"
+                    lender = await stack.enter_async_context(lending_node(node_id=name))
+                    own = dataclasses.replace(config, cache_dir=str(tmp_path / name))
+                    nodes.append(Node(coordinator, own, name, lender))
+                    stack.callback(nodes[-1].lent.close)
+                await scene(coordinator, *nodes)
+        finally:
+            await coordinator.close()
+
+    asyncio.run(whole())
+
+
+def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> None:
+    async def scene(coordinator: Listened, first: Node, second: Node, third: Node) -> None:
+        assert (await first.open()).given is None
+        for node in (second, third):
+            found = await node.open()
+            assert found.given is not None
+            assert found.given.to_bytes() == small().to_bytes()
+        assert first.made == [None]
+        states = [one.state for one in coordinator.said]
+        assert states.count(ManifestState.HELD) == 3
+
+    play(scene, tmp_path, 3)
+    assert [*tmp_path.glob("node-2/index/*/*.manifest")], "it is known the next time"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"nothing of the kind" * 100,
+        small().to_bytes()[:-9],
+        small(urls=("s3://other/",)).to_bytes(),
+        small(
+            shards=tuple(
+                structs.replace(shard, url=f"s3://secret/{n}")
+                for n, shard in enumerate(small().shards)
+            )
+        ).to_bytes(),
+    ],
+    ids=["no manifest", "a torn one", "of other urls", "with shards elsewhere"],
+)
+def test_what_is_no_manifest_of_these_urls_is_not_used_and_the_node_makes_its_own(
+    content: bytes, tmp_path: Path
+) -> None:
+    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
+        first.content = content
+        await first.open()
+        assert (await second.open()).given is None
+        refused = [one.refused_by for one in coordinator.said if one.refused_by]
+        assert refused == [coordinator.said[0].node_id]
+
+    play(scene, tmp_path)
+    assert not [*tmp_path.glob("node-1/index/*/*.manifest")]
+
+
+def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_manifests, "IDLE_S", 0.7)
+
+    async def scene(_: Listened, first: Node, second: Node, third: Node) -> None:
+        await first.open()
+        assert (await second.open()).given is not None
+        second.shared.forget(WANTED)
+        (lent,) = first.lent._lent.values()
+        await first.lender.until(lambda: not lent.arena_id)
+        assert (await third.open()).given is not None
+
+    play(scene, tmp_path, 3)
+
+
+def test_a_node_that_has_closed_it_gives_it_no_more(tmp_path: Path) -> None:
+    async def scene(_: Listened, first: Node, second: Node) -> None:
+        await first.open()
+        first.shared.forget(WANTED)
+        assert (await second.open()).given is None
+
+    play(scene, tmp_path)
+
+
+def test_who_cannot_make_it_says_so_and_the_next_one_does(tmp_path: Path) -> None:
+    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
+        first.fault = StoreError("no such bucket", shard="s3://b/")
+        with pytest.raises(StoreError, match="no such bucket"):
+            await first.open()
+        assert (await second.open()).given is None
+        assert ManifestState.FAILED in [one.state for one in coordinator.said]
+        first.fault = None
+        assert (await first.open()).given is not None
+
+    play(scene, tmp_path)
+
+
+def test_a_coordinator_that_is_away_is_waited_for_as_long_as_for_a_join(tmp_path: Path) -> None:
+    async def scene(coordinator: Listened, first: Node) -> None:
+        coordinator.lost = 1
+        await first.open()
+        assert [one.state.value for one in coordinator.said] == ["wanted", "wanted", "held"]
+        coordinator.lost = 10**6
+        other = structs.replace(WANTED, incarnation="another")
+        assert (await first.open(other)).given is None
+
+    play(scene, tmp_path, 1, stall_timeout_s=0.1)
+
+
+def test_a_refusal_of_the_coordinator_is_the_error_of_opening(tmp_path: Path) -> None:
+    async def scene(coordinator: Listened, first: Node) -> None:
+        coordinator.refusal = AccessDenied("its token does not allow s3://b/", call="ShareManifest")
+        with pytest.raises(AccessDenied, match="does not allow"):
+            await first.open()
+        assert first.made == []
+
+    play(scene, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ("/data/train/",),
+        ("s3://b/", "file:///data/"),
+        ("s3://b/all.manifest",),
+        ("https://h/a.parquet?X-Amz-Signature=secret",),
+    ],
+    ids=["a folder of this host", "partly", "saved already", "signed"],
+)
+def test_what_is_not_the_same_for_all_nodes_or_cheap_to_read_is_not_asked_for(
+    urls: tuple[str, ...], tmp_path: Path
+) -> None:
+    async def scene(coordinator: Listened, first: Node) -> None:
+        assert (await first.open(structs.replace(WANTED, source=DatasetSource(urls)))).given is None
+        assert coordinator.said == []
+
+    play(scene, tmp_path, 1)
+
+
+def test_an_embedded_node_asks_nobody(tmp_path: Path) -> None:
+    async def scene(coordinator: Listened, first: Node) -> None:
+        await first.open()
+        assert coordinator.said == []
+
+    play(scene, tmp_path, 1, embedded=True)
+
+
+def test_all_that_a_manifest_depends_on_is_in_its_name() -> None:
+    others = [
+        structs.replace(WANTED, source=DatasetSource(("s3://b/", "s3://c/"))),
+        structs.replace(WANTED, source=DatasetSource(("s3://b/",), "parquet")),
+        structs.replace(WANTED, view=View(where="x > 1")),
+        structs.replace(WANTED, view=View(limit=3)),
+        structs.replace(WANTED, seed=1),
+    ]
+    assert len({one.name for one in (WANTED, *others)}) == 1 + len(others)
+    assert structs.replace(WANTED).name == WANTED.name
