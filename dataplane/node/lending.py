@@ -71,7 +71,7 @@ class Lending:
         self._arenas: dict[int, int] = {}
         self._unsent: deque[lending.ToLenderBody] = deque()
         self._asked: set[int] = set()
-        self._given: set[int] = set()
+        self._given: dict[int, bool] = {}
         self._last_number = 0
         self._lent_bytes = 0
         self._pause_s = _PAUSE_S
@@ -131,14 +131,17 @@ class Lending:
         arena_id: int = BLOCK_ARENA,
         note: bytes = b"",
         more: tuple[Region, ...] = (),
+        *,
+        is_data: bool = True,
     ) -> None:
         """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
         are at most so long, and may be empty, and the note is sent before them: at most
         wire.NOTE_BYTES_MAX. `on_given` is called later, also if nobody waits for it any more.
+        What `is_data` counts as lent.
         """
         if number in self._asked:
             self._asked.remove(number)
-            self._given.add(number)
+            self._given[number] = is_data
             self._send(lending.Give(number, region, arena_id, note, more))
         else:
             self._loop.call_soon(self._over, number)
@@ -247,9 +250,9 @@ class Lending:
     def _hear(self, body: lending.FromLenderBody) -> None:
         self._pause_s = _PAUSE_S
         if isinstance(body, lending.Given):
-            if body.number in self._given:
-                self._given.remove(body.number)
-                self._lent_bytes += body.sent_bytes
+            is_data = self._given.pop(body.number, None)
+            if is_data is not None:
+                self._lent_bytes += body.sent_bytes if is_data else 0
                 self._on_given(body.number)
         elif body.number > self._last_number:
             self._last_number = body.number + body.count - 1
@@ -272,7 +275,7 @@ class Lending:
         if self._closed:
             return
         self._trace.failed("lender ended", status=status, said=process.last_words)
-        given, self._given = self._given, set()
+        given, self._given = self._given, {}
         self._spawn_later()
         for number in given:
             self._over(number)

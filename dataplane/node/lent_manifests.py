@@ -47,7 +47,7 @@ class ManifestLender(Protocol):
     def return_arena(self, arena_id: int) -> None:
         """As `Lending.return_arena`."""
 
-    def give(self, number: int, region: Region, arena_id: int) -> None:
+    def give(self, number: int, region: Region, arena_id: int, *, is_data: bool) -> None:
         """As `Lending.give`."""
 
     def refuse(self, number: int) -> None:
@@ -102,7 +102,8 @@ class LentManifests:
             lent.making = background.start("manifest", self._make(ask.job_id, lent))
         elif lent.arena_id and is_part and ask.offset + ask.length <= lent.size_bytes:
             self._given.add(ask.number)
-            self._lender.give(ask.number, Region(ask.offset, ask.length), lent.arena_id)
+            region = Region(ask.offset, ask.length)
+            self._lender.give(ask.number, region, lent.arena_id, is_data=False)
             return True
         self._lender.refuse(ask.number)
         return True

@@ -126,6 +126,7 @@ def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> 
             assert found.given is not None
             assert found.given.to_bytes() == small().to_bytes()
         assert first.made == [None]
+        assert first.lender.lending.lent_bytes == 0, "these are no blocks"
         states = [one.state for one in coordinator.said]
         assert states.count(ManifestState.HELD) == 3
 
