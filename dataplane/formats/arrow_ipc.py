@@ -40,8 +40,9 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.first_reads import of_arrow
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head
-from dataplane.formats.source import PROBE_BYTES, ByteSource, Memory, Window
+from dataplane.formats.source import ByteSource, Memory, Window
 from dataplane.formats.splice import spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
@@ -65,9 +66,7 @@ class ArrowIpc:
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """What `index` reads first of a shard of this size: its start and, of a file, its end."""
-        if size_bytes <= 2 * PROBE_BYTES:
-            return (Region(0, size_bytes),)
-        return Region(0, PROBE_BYTES), Region(size_bytes - PROBE_BYTES, PROBE_BYTES)
+        return of_arrow(size_bytes)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the metadata of each message, and no body that it can skip."""

@@ -13,6 +13,7 @@ from msgspec import Struct
 from dataplane.formats.arrow_alike import is_told_by_size
 from dataplane.formats.base import ShardReader
 from dataplane.formats.faults import corrupt, foreign_faults
+from dataplane.formats.first_reads import PROBE_BYTES
 from dataplane.formats.flatbuf import (
     SCHEMA,
     FooterBatch,
@@ -21,7 +22,7 @@ from dataplane.formats.flatbuf import (
     footer_is_big_endian,
     message_head,
 )
-from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, ByteSource, Parts, Window
+from dataplane.formats.source import NEAR_BYTES, ByteSource, Parts, Window
 
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"

@@ -27,6 +27,7 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.first_reads import of_parquet
 from dataplane.formats.parquet_bounds import bounds_of
 from dataplane.formats.parquet_facts import (
     BYTES,
@@ -55,7 +56,6 @@ from dataplane.formats.splice import spliced
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
-_TAIL_BYTES = 64 << 10
 _footers = Footers()
 _ESTIMATE_MAX = float(1 << 62)
 
@@ -68,7 +68,7 @@ class Parquet:
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """What `index` reads first of a shard of this size."""
-        return (_tail(size_bytes),)
+        return of_parquet(size_bytes)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the footer and nothing else."""
@@ -123,17 +123,11 @@ class Parquet:
         return validated(batch, url, start)
 
 
-def _tail(size_bytes: int) -> Region:
-    """The end of a shard, which has most footers in it."""
-    length = min(size_bytes, _TAIL_BYTES)
-    return Region(size_bytes - length, length)
-
-
 def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     """The footer's place, from the metadata to the end of the file, and its bytes."""
     url, size = shard.url, shard.size_bytes
     require_bytes(url, size, "Parquet")
-    last = _tail(size)
+    (last,) = of_parquet(size)
     tail = bytes(memoryview(shard.read(last.offset, last.length)))
     if size < 12 or tail[-4:] != MAGIC:
         head = bytes(memoryview(shard.read(0, min(size, 512))))

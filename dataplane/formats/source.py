@@ -16,6 +16,7 @@ from typing import Protocol
 from typing_extensions import Buffer
 
 from dataplane.formats.base import RawBlock, ShardReader
+from dataplane.formats.first_reads import PROBE_BYTES
 from dataplane.formats.gzipped import inflate, is_compressed
 from dataplane.model import Region
 
@@ -25,7 +26,6 @@ BLOCK_BYTES = 4 << 20
 # Skipping less than this is slower than reading it: a request to a store costs as much as about
 # one MiB of transfer.
 NEAR_BYTES = 1 << 20
-PROBE_BYTES = 64 << 10
 _READS_AT_ONCE = 8
 
 

@@ -8,20 +8,20 @@ python -m dataplane.node --fork-server-fd N  forks workers and processes that in
 from __future__ import annotations
 
 import argparse
-import asyncio
-import dataclasses
 import os
 import signal
-import socket
 import sys
 from typing import TYPE_CHECKING
 
 from dataplane import collector
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dataplane.config import NodeConfig
     from dataplane.node.early import EarlyOpening
     from dataplane.node.pool import WorkerPool
+    from dataplane.node.scout import Scout
 
 
 def main() -> int:
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     parser.add_argument("--opening-fd", type=int)
     given = parser.parse_args()
+    opening = None if given.opening_fd is None else _opening(given.opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
     # Before anything imports numpy or pyarrow.
@@ -46,13 +47,30 @@ def main() -> int:
         return 0
     # All that it imports, a node imports too.
     fork_server.acquire(given.stderr_fd, be_fork_server)
-    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, given.opening_fd))
+    import asyncio
+
+    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, opening))
     return 0
 
 
-async def _to_the_end(descriptor: int, stderr_fd: int | None, opening_fd: int | None) -> None:
+def _opening(descriptor: int) -> tuple[bytes, Scout | None]:
+    """The dataset to open first, as the trainer has written it, and a scout that lists it while
+    this process imports the rest.
+    """
+    import msgspec
+
+    from dataplane.node.scout import scout
+
+    with open(descriptor, "rb") as named:
+        content = named.read()
+    return content, scout(tuple(msgspec.json.decode(content)["urls"]))
+
+
+async def _to_the_end(
+    descriptor: int, stderr_fd: int | None, opening: tuple[bytes, Scout | None] | None
+) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
-    status = await _embedded(descriptor, stderr_fd, opening_fd)
+    status = await _embedded(descriptor, stderr_fd, opening)
     sys.stderr.flush()
     os._exit(status)
 
@@ -65,7 +83,12 @@ def _started(stderr_fd: int | None) -> None:
         os.dup2(stderr_fd, 2)
 
 
-async def _embedded(descriptor: int, stderr_fd: int | None, opening_fd: int | None) -> int:
+async def _embedded(
+    descriptor: int, stderr_fd: int | None, opening: tuple[bytes, Scout | None] | None
+) -> int:
+    import asyncio
+    import dataclasses
+
     from dataplane import background
     from dataplane.errors import DataplaneError
     from dataplane.machine import raise_descriptor_limit
@@ -86,7 +109,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening_fd: int | No
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
         pool.start()
         try:
-            early = None if opening_fd is None else _early(config, opening_fd)
+            early = None if opening is None else _early(config, *opening)
             await _serve(config, descriptor, pool, stop, stderr_fd, early)
         finally:
             pool.close()
@@ -98,16 +121,14 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening_fd: int | No
     return 0
 
 
-def _early(config: NodeConfig, descriptor: int) -> EarlyOpening:
+def _early(config: NodeConfig, content: bytes, scout: Scout | None) -> EarlyOpening:
     """Begin to open the dataset, while this process still imports."""
     import msgspec
 
     from dataplane.node.early import EarlyOpening
     from dataplane.rpc.messages import DatasetSource
 
-    with open(descriptor, "rb") as named:
-        source = msgspec.json.decode(named.read(), type=DatasetSource)
-    return EarlyOpening(config, source)
+    return EarlyOpening(config, msgspec.json.decode(content, type=DatasetSource), scout)
 
 
 async def _serve(
@@ -118,6 +139,8 @@ async def _serve(
     stderr_fd: int | None,
     early: EarlyOpening | None,
 ) -> None:
+    import socket
+
     from dataplane.config import VERSION
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig
     from dataplane.node.server import run_node

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from dataplane.config import NodeConfig
+from dataplane.index.indexing import Connect
 from dataplane.index.processes import KeepPreamble, open_manifest
 from dataplane.model import Region
 from dataplane.node.policy import policy_of
+from dataplane.node.scout import Scout
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
+from dataplane.store.ahead import Answered, Known
 from dataplane.store.connect import Stores
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
+
+_SCOUT_S = 1.0
+"""A scout that has not ended by then has found much to list."""
 
 
 class NodeStores:
@@ -40,17 +46,24 @@ class NodeStores:
 
 
 class EarlyOpening:
-    """Opens this dataset in a thread."""
+    """Opens this dataset in a thread, with what a scout has found."""
 
-    def __init__(self, config: NodeConfig, source: DatasetSource) -> None:
+    def __init__(
+        self, config: NodeConfig, source: DatasetSource, scout: Scout | None = None
+    ) -> None:
         self.stores = NodeStores(config)
-        self._config, self._source = config, source
+        self._config, self._source, self._scout = config, source, scout
         self._lock = threading.Lock()
         self._taken = False
         self._keep: KeepPreamble | None = None
         self._kept: list[tuple[str, str, Region, bytes]] = []
         self._opened: Future[Manifest] = Future()
         threading.Thread(target=self._open, name="dataplane-early", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Of the dataset: the first one."""
+        return self._source.urls[0]
 
     def take(self, source: DatasetSource) -> Future[Manifest] | None:
         """The dataset, if it is this one. Once: it is listed again for each further job."""
@@ -69,13 +82,19 @@ class EarlyOpening:
 
     def _open(self) -> None:
         try:
-            opened = open_manifest(
-                self._config, self.stores.stores.connect, self._source, self._remember
-            )
+            opened = open_manifest(self._config, self._connect(), self._source, self._remember)
         except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
             self._opened.set_exception(error)
         else:
             self._opened.set_result(opened)
+
+    def _connect(self) -> Connect:
+        connect = self.stores.stores.connect
+        found = None if self._scout is None else self._scout.answers(_SCOUT_S)
+        if found is None:
+            return connect
+        known = Known(found)
+        return lambda url: Answered(connect(url), known)
 
     def _remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
         with self._lock:

@@ -53,16 +53,18 @@ def opening(
     policy = policy_of(config)
     if early is not None:
         early.hand_on(keep)
+        with contextlib.suppress(DataplaneError):
+            connect(early.url)  # starts what reads its blocks
 
     def whole(source: messages.DatasetSource, given: Manifest | None) -> Manifest:
         if policy is not None:
             policy.check_names(source.urls)
-        begun = None if early is None or given is not None else early.take(source)
-        if begun is not None or given is not None:
-            with contextlib.suppress(DataplaneError):
-                connect(source.urls[0])  # starts what reads its blocks
+        begun = None if early is None else early.take(source)
         if begun is not None:
             return begun.result()
+        if given is not None:
+            with contextlib.suppress(DataplaneError):
+                connect(source.urls[0])  # starts what reads its blocks
         manifest = given or open_manifest(config, connect, source, keep)
         if policy is not None:
             policy.check_all(manifest.shards.urls)

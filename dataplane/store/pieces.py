@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 from typing_extensions import Buffer
 
 from dataplane.errors import DatasetChangedError
@@ -50,6 +49,8 @@ def copy_into(body: Buffer, *into: memoryview) -> None:
     """Copy a body into these, one after the other, without holding the interpreter's lock, as numpy
     does.
     """
+    import numpy as np  # a late import: a process that only asks a store needs no arrays
+
     source, at = np.frombuffer(memoryview(body), np.uint8), 0
     for each in into:
         np.copyto(np.frombuffer(each, np.uint8), source[at : at + len(each)])

@@ -65,9 +65,9 @@ def test_what_was_begun_is_taken_once_and_is_what_opening_gives(
         return LocalStore()
 
     opened = opening(settings, connect, lambda *_: None, early)
+    assert connected == [folder]  # or nobody would start what reads the blocks
     assert early.take(DatasetSource((folder,), "arrow")) is None
     assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
-    assert connected == [folder]  # or nobody would start what reads the blocks
     assert early.take(source) is None
     assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
     ended(early)
