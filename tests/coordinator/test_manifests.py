@@ -157,6 +157,8 @@ class Play:
     def __init__(self) -> None:
         self.turns, self.now = ManifestTurns(LEASE_S), 0.0
         self.making: dict[int, float] = {}
+        self.replaced: set[int] = set()
+        """Those that make it and were silent for too long, so that another does, too."""
         self.has: dict[int, str] = {}
         self.alone: set[int] = set()
         self.dead: set[int] = set()
@@ -203,8 +205,10 @@ class Play:
     def _ask(self, node: int, refused_by: str = "") -> None:
         answer = self.turns.decide(request(node, refused_by=refused_by), self.now)
         if answer.turn is MAKE:
-            others = [at for one, at in self.making.items() if one != node]
-            assert all(self.now - at >= MAKER_S for at in others), "another node makes it"
+            self.replaced &= self.making.keys()
+            others = self.making.keys() - self.replaced
+            assert all(self.now - self.making[one] >= MAKER_S for one in others), "two make it"
+            self.replaced |= others
             self.making[node] = self.now
         elif answer.turn is FETCH:
             assert answer.node_id != str(node)
