@@ -20,6 +20,9 @@ from typing import Any
 
 from dataplane_bench.certificates import Certificate
 
+_DRIPPED = 100
+_DRIP_S = 0.02
+
 
 class Mood(enum.Enum):
     """How the server answers a request."""
@@ -37,6 +40,8 @@ class Mood(enum.Enum):
     UNPINNED = "ignores If-Match"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
+    DRIP = "the last bytes of the body one by one"
+    DRIP_HEAD = "a head that comes byte by byte, and does not end"
 
 
 @dataclass(slots=True)
@@ -159,6 +164,10 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             self.awry.closing.wait()
             self.close_connection = True
             return
+        if mood is Mood.DRIP_HEAD:
+            self._drip(b"HTTP/1.1 206 " + _DRIPPED * b"x")
+            self.close_connection = True
+            return
         refusals = {
             Mood.SLOW_DOWN: (503, "SlowDown"),
             Mood.TOO_MANY: (429, "TooManyRequests"),
@@ -210,7 +219,17 @@ class _Answer(http.server.BaseHTTPRequestHandler):
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.connection.close()
             return
+        if mood is Mood.DRIP:
+            self.wfile.write(part[:-_DRIPPED])
+            self._drip(part[-_DRIPPED:])
+            return
         self.wfile.write(part)
+
+    def _drip(self, text: bytes) -> None:
+        """Send it in much less than any time in which nothing comes, but never fast."""
+        for at in range(len(text)):
+            if not self.awry.closing.wait(_DRIP_S):
+                self.wfile.write(text[at : at + 1])
 
     def _list(self, bucket: str, query: str) -> None:
         prefix = dict(urllib.parse.parse_qsl(query)).get("prefix", "")

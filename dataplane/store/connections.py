@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import http.client
+import io
+import math
 import operator
 import socket
 import ssl
@@ -16,6 +18,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+from typing_extensions import Buffer
 
 from dataplane.store.race import Race
 from dataplane.store.unreachable import SilentError
@@ -24,11 +30,77 @@ CONNECT_TIMEOUT_S = 5.0
 _IDLE_S = 20.0
 _SILENCE_PARTS = 3
 _PROBES = 3
-_SLICE_BYTES = 1 << 20
 
 Connect = Callable[[http.client.HTTPConnection], None]
 """Connects within the connection's timeout."""
-_Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
+
+
+class _Patience(Struct):
+    """How long an answer is waited for: until `deadline`, and `silence_s` for its next bytes."""
+
+    deadline: float = math.inf
+    silence_s: float = math.inf
+
+
+class TimedConnection(http.client.HTTPConnection):
+    """A connection whose answers end at a deadline. The timeout of a socket alone bounds each
+    receive call, and an answer may need as many of these as it has bytes.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.patience = _Patience()
+
+    def response_class(  # type: ignore[override]
+        self, sock: socket.socket, method: str | None = None
+    ) -> http.client.HTTPResponse:
+        return _Answer(sock, self.patience, method)
+
+
+class _TlsConnection(TimedConnection, http.client.HTTPSConnection):
+    """The same, over TLS."""
+
+
+class _Answer(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, patience: _Patience, method: str | None) -> None:
+        super().__init__(sock, method=method)
+        self.fp.close()
+        # Reads of more than its buffer go past it, straight into the destination.
+        self.fp = io.BufferedReader(_Arriving(sock, patience))
+
+
+class _Arriving(io.RawIOBase):
+    """What a socket receives."""
+
+    def __init__(self, sock: socket.socket, patience: _Patience) -> None:
+        self._sock, self._patience = sock, patience
+        # Keeps the socket open if its connection is closed before the end of the last answer.
+        self._hold = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Buffer) -> int:
+        """Raises:  TimeoutError."""
+        left_s, silence_s = self._patience.deadline - time.monotonic(), self._patience.silence_s
+        wait_s = min(left_s, silence_s)
+        if wait_s <= 0:
+            raise TimeoutError
+        if wait_s != self._sock.gettimeout():  # to set it is a system call
+            self._sock.settimeout(wait_s)
+        try:
+            return self._sock.recv_into(into)
+        except TimeoutError as cause:
+            if silence_s < left_s:
+                raise SilentError(*cause.args) from cause
+            raise
+
+    def close(self) -> None:
+        self._hold.close()
+        super().close()
+
+
+_Idle = dict[str, list[tuple[float, TimedConnection]]]
 
 
 class Connections:
@@ -60,7 +132,7 @@ class Connections:
         deadline: float,
         race: Race,
         connect: Connect = operator.methodcaller("connect"),
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[TimedConnection, http.client.HTTPResponse]:
         """The head of an answer from `base`, "https://host:port". A server may close an idle
         connection at any moment, even during a request: only the failure of a new connection
         counts.
@@ -76,6 +148,7 @@ class Connections:
                     connect(connection)
                     _probe(connection.sock, self._silence_s)
                 connection.sock.settimeout(left_s)
+                connection.patience = _Patience(deadline)
                 race.hold(connection.sock)
                 connection.request("GET", target, headers=dict(headers))
                 return connection, connection.getresponse()
@@ -86,35 +159,22 @@ class Connections:
                     raise
 
     def fill(
-        self,
-        answer: http.client.HTTPResponse,
-        connection: http.client.HTTPConnection,
-        into: memoryview,
-        deadline: float,
+        self, answer: http.client.HTTPResponse, connection: TimedConnection, into: memoryview
     ) -> int:
         """How many bytes of the answer there were for this memory; fewer only if the answer ended.
 
         Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke.
         """
+        connection.patience.silence_s = self._silence_s
         at = 0
         while at < len(into):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            if connection.sock is not None:
-                connection.sock.settimeout(min(left_s, self._silence_s))
-            try:
-                count = answer.readinto(into[at : at + _SLICE_BYTES])
-            except TimeoutError as cause:
-                raise SilentError(*cause.args) from cause
+            count = answer.readinto(into[at:])
             if not count:
                 break
             at += count
         return at
 
-    def give_back(
-        self, base: str, connection: http.client.HTTPConnection, *, is_whole: bool
-    ) -> None:
+    def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
         """It is no longer in use. `is_whole`: all of the answer was read, so it may be reused."""
         if is_whole:
             with self._lock:
@@ -129,7 +189,7 @@ class Connections:
         with self._lock:
             _close_all(self._idle)
 
-    def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:
+    def _connection(self, base: str) -> tuple[TimedConnection, bool]:
         now = time.monotonic()
         with self._lock:
             waiting = self._idle.get(base, [])
@@ -140,8 +200,8 @@ class Connections:
                 connection.close()
         scheme, _, host = base.partition("://")
         if scheme == "http":
-            return http.client.HTTPConnection(host), True
-        return http.client.HTTPSConnection(host, context=self.tls), True
+            return TimedConnection(host), True
+        return _TlsConnection(host, context=self.tls), True
 
 
 def _probe(sock: socket.socket, silence_s: float) -> None:

@@ -85,9 +85,7 @@ class DirectReads:
         try:
             _check(url, answer, offset, length, etag)
             try:
-                filled = sum(
-                    self._connections.fill(answer, connection, each, deadline) for each in into
-                )
+                filled = sum(self._connections.fill(answer, connection, each) for each in into)
                 if filled < length:
                     raise ConnectionResetError(f"closed after {filled} bytes of {length}")
             except (OSError, http.client.HTTPException) as cause:

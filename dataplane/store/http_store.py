@@ -35,7 +35,7 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
-from dataplane.store.connections import Connections
+from dataplane.store.connections import Connections, TimedConnection
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
@@ -129,9 +129,7 @@ class HttpStore:
                     continue
                 found, filled = _described(url, answer), 0
                 if into and answer.status == 206:
-                    filled = sum(
-                        self._connections.fill(answer, connection, each, deadline) for each in into
-                    )
+                    filled = sum(self._connections.fill(answer, connection, each) for each in into)
                 elif answer.status == 206:
                     answer.read(length)
                 is_whole = answer.isclosed() and not answer.will_close
@@ -163,7 +161,7 @@ class HttpStore:
 
     def _asked(
         self, url: str, at: str, headers: Mapping[str, str], deadline: float, race: Race
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> tuple[TimedConnection, http.client.HTTPResponse]:
         """The head of an answer."""
         parts = urllib.parse.urlsplit(at)
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))

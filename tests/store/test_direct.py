@@ -91,7 +91,12 @@ def test_each_failure_has_its_error(
 
 @pytest.mark.parametrize(
     ("mood", "said"),
-    [(Mood.HANG, "did not answer in time"), (Mood.STALL, "stopped in the middle of an answer")],
+    [
+        (Mood.HANG, "did not answer in time"),
+        (Mood.STALL, "stopped in the middle of an answer"),
+        (Mood.DRIP, "did not answer in time|stopped in the middle"),
+        (Mood.DRIP_HEAD, "did not answer in time"),
+    ],
 )
 def test_a_server_that_hangs_is_given_up(awry: Awry, mood: Mood, said: str) -> None:
     etag = open_store("s3://bucket").head(URL).etag

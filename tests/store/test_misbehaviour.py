@@ -80,7 +80,7 @@ def test_each_failure_of_a_read_has_its_error(
     assert awry.seen == [("GET", "bytes=10-100009")], "obstore must not retry by itself"
 
 
-@pytest.mark.parametrize("mood", [Mood.HANG, Mood.STALL])
+@pytest.mark.parametrize("mood", [Mood.HANG, Mood.STALL, Mood.DRIP, Mood.DRIP_HEAD])
 def test_a_server_that_hangs_is_given_up_at_the_deadline(awry: Awry, mood: Mood) -> None:
     etag = open_store("s3://bucket").head(URL).etag
     store = open_store("s3://bucket", request_timeout_s=0.3)
