@@ -14,7 +14,7 @@ import threading
 import urllib.parse
 import xml.sax.saxutils
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Mood(enum.Enum):
     SLOW_DOWN = "503 SlowDown"
     TOO_MANY = "429"
     INTERNAL = "500 InternalError"
+    LATE = "408 RequestTimeout"
     DENIED = "403 AccessDenied"
     NO_BUCKET = "404 NoSuchBucket"
     TRUNCATED = "half of the promised body, then a clean close"
@@ -38,6 +39,7 @@ class Mood(enum.Enum):
     RESET = "half of the body, then RST"
     WHOLE = "200 and the whole object, whatever range was asked for"
     UNPINNED = "ignores If-Match"
+    ELSEWHERE = "307, a redirect"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
     DRIP = "the last bytes of the body one by one"
@@ -46,12 +48,15 @@ class Mood(enum.Enum):
 
 @dataclass(slots=True)
 class Awry:
-    """Each request uses up one of `moods`; then `usual` applies. `seen` lists (method, range)."""
+    """Each request uses up one of `moods`; then `usual` applies. `seen` lists (method, range).
+    Headers that are `altered` have another value in each answer; None leaves them out.
+    """
 
     objects: dict[str, bytes]
     usual: Mood = Mood.WELL
     moods: deque[Mood] = field(default_factory=deque)
     seen: list[tuple[str, str | None]] = field(default_factory=list)
+    altered: dict[str, str | None] = field(default_factory=dict)
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: set[socket.socket] = field(default_factory=set)
@@ -172,6 +177,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             Mood.SLOW_DOWN: (503, "SlowDown"),
             Mood.TOO_MANY: (429, "TooManyRequests"),
             Mood.INTERNAL: (500, "InternalError"),
+            Mood.LATE: (408, "RequestTimeout"),
+            Mood.ELSEWHERE: (307, "TemporaryRedirect"),
             Mood.DENIED: (403, "AccessDenied"),
             Mood.NO_BUCKET: (404, "NoSuchBucket"),
         }
@@ -255,14 +262,11 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for name, value in _with_date(headers.items()):
-            self.send_header(name, value)
+        dated = {"Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
+        for name, value in {**headers, **dated, **self.awry.altered}.items():
+            if value is not None:
+                self.send_header(name, value)
         self.end_headers()
-
-
-def _with_date(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    yield from headers
-    yield "Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT"
 
 
 def _entry(key: str, body: bytes) -> str:

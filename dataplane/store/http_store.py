@@ -39,12 +39,12 @@ from dataplane.store.connections import Connections, TimedConnection
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.unreachable import unreachable, why_of
+from dataplane.store.unreachable import passes_with_time, unreachable, why_of
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _IDLE_MAX = 16
-_SPAN = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_SPAN = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 _NO_ETAG = "modified-"
 
 
@@ -88,13 +88,10 @@ class HttpStore:
         self, url: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
     ) -> None:
         length = sum(map(len, into))
-        found, filled = self._get(url, offset, length, into, race, etag)
+        found, given = self._get(url, offset, length, into, race, etag)
         check_etag(found, etag)
-        if filled != length:
-            raise TruncatedRead(
-                f"{url} gave {filled} bytes of the {length} asked for at {offset}",
-                shard=url, offset=offset, expected=length, found=filled,
-            )  # fmt: skip
+        if given != length:
+            raise _short(url, offset, length, given)
         race.claim()
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
@@ -113,7 +110,7 @@ class HttpStore:
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
-        """What the object is, and how many bytes of the range were filled in."""
+        """What the object is, and how many bytes of the range it has: only all of them are read."""
         headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
         if etag and not etag.startswith(_NO_ETAG):
             headers["If-Match"] = etag
@@ -127,11 +124,13 @@ class HttpStore:
                 if answer.status in _REDIRECTS:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
-                found, filled = _described(url, answer), 0
-                if into and answer.status == 206:
+                found, given = _described(url, answer, offset, length)
+                if into and given == length:
                     filled = sum(self._connections.fill(answer, connection, each) for each in into)
-                elif answer.status == 206:
-                    answer.read(length)
+                    if filled < length:
+                        raise ConnectionResetError(f"closed after {filled} bytes of {length}")
+                else:
+                    answer.read(given)
                 is_whole = answer.isclosed() and not answer.will_close
             except (OSError, http.client.HTTPException) as cause:
                 why = why_of(cause)
@@ -144,12 +143,17 @@ class HttpStore:
                     answer.close()
                 if connection is not None:
                     self._connections.give_back(server, connection, is_whole=is_whole)
-            return found, filled
+            return found, given
         raise StoreError(f"{url} redirects more than {_REDIRECTS_MAX} times", shard=url)
 
     def _redirected(self, url: str, at: str, location: str) -> str:
-        """Raises:  StoreDenied: it leads to what may not be opened."""
-        target = urllib.parse.urljoin(at, location)
+        """Raises:  StoreDenied: it leads to what may not be opened.  StoreError: it is no url."""
+        try:
+            target = urllib.parse.urljoin(at, location)
+            parts = urllib.parse.urlsplit(target)
+            _ = parts.port, (parts.hostname or "").encode("idna")
+        except ValueError:
+            raise StoreError(f"{url} redirects to what is not a url", shard=url) from None
         scheme = target.partition("://")[0].lower()
         if scheme not in ("http", "https") or (at.startswith("https:") and scheme == "http"):
             raise StoreDenied(f"{url} redirects to {scheme}, which is not followed", shard=url)
@@ -204,13 +208,63 @@ def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
     return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
 
 
-def _described(url: str, answer: http.client.HTTPResponse) -> ObjectInfo:
-    """The object that an answer is about.
+def _described(
+    url: str, answer: http.client.HTTPResponse, offset: int, length: int
+) -> tuple[ObjectInfo, int]:
+    """The object that an answer is about, and how many bytes of the range follow.
 
-    Raises:  the error that its status means.
+    Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
     """
-    status = answer.status
+    _check_status(url, answer.status)
     span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
+    if answer.status not in (206, 416) or span is None:
+        raise StoreError(
+            f"{url}: the server answered a ranged GET with HTTP {answer.status}: it must support "
+            "ranges",
+            shard=url,
+        )
+    size, given = int(span[3]), 0
+    if answer.status == 206:
+        given = _given(url, answer, span, offset, length)
+    etag = answer.getheader("ETag", "")
+    if answer.status == 416 and size and not etag:  # its time, if any, is not the object's
+        raise _short(url, offset, length, 0)
+    etag = etag or _etag_of_time(answer.getheader("Last-Modified"), size)
+    if not etag:
+        raise StoreError(
+            f"{url}: the server gives neither ETag nor Last-Modified, so a changed file could not "
+            "be told from the one that was indexed. Use a server that gives one",
+            shard=url,
+        )
+    return ObjectInfo(url, size, etag), given
+
+
+def _given(
+    url: str, answer: http.client.HTTPResponse, span: re.Match[str], offset: int, length: int
+) -> int:
+    """How many bytes of the range follow.
+
+    Raises:  TruncatedRead: others do.  StoreError: they are compressed.
+    """
+    first, last, size = int(span[1] or 0), int(span[2] or -1), int(span[3])
+    given = last + 1 - first
+    # An object may have been stored compressed; then this is its size, and the range one of it.
+    is_encoded = answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
+    if is_encoded and answer.length != given:
+        raise StoreError(
+            f"{url}: the server compresses the ranges that it sends (Content-Encoding), though not "
+            "asked to: turn this off for these files",
+            shard=url,
+        )
+    if first != offset or given != min(length, size - offset):
+        raise _short(url, offset, length, given, f" from {first} on")
+    if answer.length not in (given, None):
+        raise _short(url, offset, length, answer.length or 0)
+    return given
+
+
+def _check_status(url: str, status: int) -> None:
+    """Raises:  the error that it means."""
     if status == 412:
         raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if status in (404, 410):
@@ -219,16 +273,21 @@ def _described(url: str, answer: http.client.HTTPResponse) -> ObjectInfo:
         raise StoreDenied(f"{url}: access refused (HTTP {status})", shard=url)
     if status in (429, 503):
         raise StoreThrottled(f"{url}: the server asks to slow down (HTTP {status})", shard=url)
-    if status >= 500:
+    if passes_with_time(status):
         raise StoreUnavailable(f"{url}: the server failed (HTTP {status})", shard=url)
-    if status not in (206, 416) or span is None:
-        raise StoreError(
-            f"{url}: the server answered a ranged GET with HTTP {status}: it must support ranges",
-            shard=url,
-        )
-    size = int(span[3])
-    etag = answer.getheader("ETag", "")
-    if not etag:
-        changed = email.utils.parsedate_to_datetime(answer.getheader("Last-Modified", ""))
-        etag = f"{_NO_ETAG}{changed.timestamp():.0f}-{size}"
-    return ObjectInfo(url, size, etag)
+
+
+def _etag_of_time(modified: str | None, size: int) -> str:
+    """An etag made of the time and the size; empty if that is no time."""
+    try:
+        at = email.utils.parsedate_to_datetime(modified or "").timestamp()
+    except (ValueError, OverflowError):
+        return ""
+    return f"{_NO_ETAG}{at:.0f}-{size}"
+
+
+def _short(url: str, offset: int, length: int, given: int, where: str = "") -> TruncatedRead:
+    return TruncatedRead(
+        f"{url} gave {given} bytes{where} of the {length} asked for at {offset}",
+        shard=url, offset=offset, expected=length, found=given,
+    )  # fmt: skip

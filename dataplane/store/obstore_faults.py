@@ -20,7 +20,7 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.store.unreachable import Why, unreachable
+from dataplane.store.unreachable import Why, passes_with_time, unreachable
 
 _STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"code\": ?\"(\w+)\"")
@@ -62,7 +62,8 @@ def mapped(
         return _denied(url, text, said, had_credentials=had_credentials)
     if status in ("429", "503") or any(word in code for word in _THROTTLES):
         return StoreThrottled(f"{url}: the store asks to slow down ({said})", shard=url)
-    if (status.startswith("5") and status not in ("501", "505")) or _was_late(status, code):
+    # S3 says with status 400 that a request came too slowly.
+    if passes_with_time(int(status or 0)) or code == "RequestTimeout":
         return StoreUnavailable(
             f"{url}: the store reported an internal failure ({said})", shard=url
         )
@@ -98,11 +99,6 @@ def _is_denied(cause: Exception, status: str, text: str) -> bool:
     is_of_credentials = asked is not None and _GIVES_CREDENTIALS.search(asked[1])
     no_key = "missing credential" in text.lower()
     return status in ("401", "403") or bool(is_of_credentials) or no_key
-
-
-def _was_late(status: str, code: str) -> bool:
-    """Our request came too slowly for the store: S3 says that with status 400."""
-    return status == "408" or code == "RequestTimeout"
 
 
 def _missing(url: str, base: str, code: str) -> ShardNotFound:
