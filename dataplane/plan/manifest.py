@@ -279,6 +279,7 @@ class Manifest:
             if not batch.schema.remove_metadata().equals(_FILE_SCHEMA):
                 raise ValueError(f"columns {batch.schema.names}")
             manifest = _decoded(batch, metadata, body)
+            expected = metadata[b"fingerprint"].decode()
         except ConfigError as error:
             if error.nouns.get("field") == "version":
                 raise
@@ -292,7 +293,6 @@ class Manifest:
             StopIteration,
         ) as error:
             raise damaged(name, "the columns of a manifest", str(error)) from error
-        expected = metadata[b"fingerprint"].decode()
         if manifest.fingerprint != expected:
             raise damaged(name, f"fingerprint {expected}", manifest.fingerprint)
         return manifest

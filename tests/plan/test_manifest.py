@@ -171,6 +171,12 @@ def with_metadata(batch, **change):
     return batch.replace_schema_metadata({**batch.schema.metadata, **changed})
 
 
+def without_fingerprint(batch):
+    metadata = dict(batch.schema.metadata)
+    del metadata[b"fingerprint"]
+    return batch.replace_schema_metadata(metadata)
+
+
 def with_column(batch, name, values):
     place = batch.schema.get_field_index(name)
     column = pa.array(values, batch.schema.field(name).type)
@@ -181,6 +187,8 @@ def with_column(batch, name, values):
     "change",
     [
         lambda batch: batch.replace_schema_metadata(None),
+        without_fingerprint,
+        lambda batch: with_metadata(batch, fingerprint=b"\xff"),
         lambda batch: batch.drop_columns(["etag"]),
         lambda batch: batch.slice(0, 2),
         lambda batch: with_metadata(batch, format=b"arrow_ipc"),
