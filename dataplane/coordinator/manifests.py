@@ -11,6 +11,8 @@ Invariants:
    fetch theirs. If all who have it fail to give it, it may be made again, and be another.
 3. Nodes at loopback addresses and others do not reach each other, so they share nothing.
 4. A decision costs the same however many nodes wait, and however many have it.
+5. Nodes that do not reach each other do not queue: when two nodes in a row have it and others get
+   it from neither, each makes its own.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ READERS_MAX = 8
 _HOLDERS_MAX = 64
 _MANIFESTS_MAX = 1024
 _FAILURES_MAX = 2
+_REFUSALS_MAX = 2
+"""By different nodes, since one that got it: another one would hardly get it, either."""
 _NAME_BYTES = 16
 _FINGERPRINT_LENGTH_MAX = 64
 _PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
@@ -65,6 +69,9 @@ class _Shared(Struct, eq=False):
     maker: str = ""
     heard: float = 0.0
     failures: int = 0
+    refusals: int = 0
+    refused: str = ""
+    """The node that was refused last."""
     fingerprint: str = ""
     holders: deque[_Holder] = field(default_factory=deque)
 
@@ -105,7 +112,8 @@ class ManifestTurns:
         if shared is None:
             # Another one than before a restart, and than that of any job.
             self._last_generation = max(self._last_generation + 1, int(now * 1000))
-            line = f"manifest {request.name.hex()}"
+            # Jobs, and launches of a job, have lines of their own, also on a node that is in both.
+            line = f"manifest {request.name.hex()} {self._last_generation}"
             shared = self._shared[key] = _Shared(line, self._last_generation, now)
             if len(self._shared) > _MANIFESTS_MAX:
                 self._shared.popitem(last=False)
@@ -117,7 +125,8 @@ class ManifestTurns:
         if shared.maker == node_id:
             shared.maker = ""
         for each in shared.holders:
-            each.readers.pop(node_id, None)
+            if each.readers.pop(node_id, None) is not None:
+                shared.refusals, shared.refused = 0, ""
         if not request.data_address:
             return ShareManifestResponse(ManifestTurn.ALONE)
         others = [one for one in shared.holders if one.node_id != node_id]
@@ -132,14 +141,19 @@ class ManifestTurns:
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
         gone = {request.refused_by, request.node_id}  # this node may have been started again
-        shared.holders = deque(one for one in shared.holders if one.node_id not in gone)
+        dropped = {one.node_id for one in shared.holders} & gone
+        if request.refused_by in dropped and request.node_id != shared.refused:
+            shared.refusals, shared.refused = shared.refusals + 1, request.node_id
+        if dropped:
+            shared.holders = deque(one for one in shared.holders if one.node_id not in gone)
         if shared.holders:
             return self._holder(shared, request.node_id, now)
         is_made = shared.maker and now - shared.heard < self._maker_s
         if is_made and shared.maker != request.node_id:
             pause_s = min(max((now - shared.began) * _PAUSE_SHARE, _PAUSE_S_MIN), _PAUSE_S_MAX)
             return ShareManifestResponse(ManifestTurn.WAIT, shared.maker, pause_s=pause_s)
-        if not request.data_address or shared.failures >= _FAILURES_MAX:
+        is_of_use = shared.failures < _FAILURES_MAX and shared.refusals < _REFUSALS_MAX
+        if not request.data_address or not is_of_use:
             return ShareManifestResponse(ManifestTurn.ALONE)
         if not shared.maker:
             shared.began = now

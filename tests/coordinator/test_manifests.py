@@ -84,6 +84,37 @@ def test_a_holder_that_gives_nothing_is_not_named_again_and_the_last_one_makes_i
     assert shared.decide(request(3, refused_by=other.node_id), 5.0).turn is MAKE
 
 
+def test_when_nobody_reaches_anybody_all_make_their_own_instead_of_one_after_the_other():
+    shared, nodes = ManifestTurns(LEASE_S), range(1, 101)
+    now, refused, waiting, makers = 0.0, {}, set(nodes), []
+    while waiting:
+        now += 1.0
+        for node in sorted(waiting):
+            answer = shared.decide(request(node, refused_by=refused.pop(node, "")), now)
+            if answer.turn is FETCH:
+                refused[node] = answer.node_id
+            elif answer.turn is not WAIT:
+                waiting.discard(node)
+                if answer.turn is MAKE:
+                    makers.append(node)
+                    shared.decide(held(node), now)
+        assert now < 50.0
+    assert len(makers) == 2
+
+
+def test_one_node_that_reaches_nobody_does_not_keep_the_others_from_sharing():
+    shared = ManifestTurns(LEASE_S)
+    for node in (1, 2, 3):
+        shared.decide(request(node), 0.0)
+        shared.decide(held(node), 0.0)
+    refused = ""
+    for _ in range(3):
+        refused = shared.decide(request(66, refused_by=refused), 1.0).node_id
+    assert shared.decide(request(66, refused_by=refused), 1.0).turn is MAKE, "nobody is left"
+    shared.decide(request(66, ManifestState.FAILED), 2.0)
+    assert shared.decide(request(4), 3.0).turn is MAKE
+
+
 def test_a_node_that_asks_again_was_started_again_and_has_it_no_more():
     shared = ManifestTurns(LEASE_S)
     shared.decide(request(1), 0.0)
