@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _PAUSE_S_MAX = 10.0
 _PIECE_BYTES = 4 << 20
 _PREFIXES_MAX = 64
+_FETCHES_MAX = 4
+"""That fail, before a node makes it for itself: each waits for an answer."""
 _REFUSED_S, _REFUSED_PAUSE_S = 60.0, 0.2
 """A holder refuses until it has made the bytes."""
 
@@ -129,19 +131,22 @@ class SharedManifests:
             self._node_id, wanted.job_id, wanted.incarnation, wanted.name,
             declared([normalise(url) for url in wanted.source.urls]), self._address,
         )  # fmt: skip
-        told = ""
-        refused_by = ""
+        told = refused_by = ""
+        failed = 0
         while True:
             answer = await self._asked(replace(request, refused_by=refused_by))
+            refused_by = ""
             if answer is None or answer.turn in {ManifestTurn.ALONE, ManifestTurn.KEEP}:
                 return await make(None)
             if answer.turn is ManifestTurn.MAKE:
                 return await self._made(wanted, request, make, answer.pause_s)
+            if failed == _FETCHES_MAX:
+                return await make(None)
             if answer.turn is ManifestTurn.FETCH:
                 found = await self._fetched(wanted, answer)
                 if found is not None:
                     return await self._kept(wanted, request, await make(found))
-                refused_by = answer.node_id
+                refused_by, failed = answer.node_id, failed + 1
                 continue
             if told != answer.node_id:
                 told = answer.node_id
@@ -201,6 +206,7 @@ class SharedManifests:
             _trace.failed("a manifest is not shared", dataset=request.urls, why=str(error))
             return found
         if answer.turn is ManifestTurn.KEEP and self._lent is not None:
+            self.forget(wanted)  # that of a coordinator before its restart
             self._lines[wanted] = answer.line, answer.generation
             self._lent.keep(answer.line, answer.generation, answer.key, found.handed_on)
         elif answer.turn is ManifestTurn.FETCH and make is not None:
@@ -225,7 +231,6 @@ class SharedManifests:
         try:
             content = await self._read(answer)
             found = await asyncio.to_thread(_checked, content, answer.node_id, wanted)
-            await asyncio.to_thread(self._remember, found, content)
         except DataplaneError as error:
             why = str(error)
             _trace.failed("no manifest from another node", node=answer.node_id, why=why)
@@ -236,6 +241,10 @@ class SharedManifests:
             "manifest from another node", node=answer.node_id, shards=shards,
             bytes=len(content), took_s=took_s,
         )  # fmt: skip
+        try:
+            await asyncio.to_thread(self._remember, found, content)
+        except DataplaneError as error:  # a folder that is full: no fault of the other node
+            _trace.failed("a manifest is not kept for the next time", why=str(error))
         return found
 
     def _remember(self, found: Manifest, content: bytearray) -> None:

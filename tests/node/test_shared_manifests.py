@@ -18,7 +18,7 @@ from dataplane.config import VERSION, NodeConfig
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import AccessDenied, PeerLost, StoreError
 from dataplane.model import View
-from dataplane.node import lent_manifests
+from dataplane.node import lent_manifests, shared_manifests
 from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.manifest import Manifest
@@ -161,6 +161,47 @@ def test_what_is_no_manifest_of_these_urls_is_not_used_and_the_node_makes_its_ow
 
     play(scene, tmp_path)
     assert not [*tmp_path.glob("node-1/index/*/*.manifest")]
+
+
+def test_jobs_that_open_the_same_dataset_on_the_same_nodes_do_not_take_it_from_each_other(
+    tmp_path: Path,
+) -> None:
+    other = structs.replace(WANTED, job_id="another job")
+
+    async def scene(_: Listened, first: Node, second: Node) -> None:
+        for wanted in (WANTED, other):
+            await first.open(wanted)
+        for wanted in (WANTED, other):
+            assert (await second.open(wanted)).given is not None
+
+    play(scene, tmp_path)
+
+
+def test_a_node_whose_cache_folder_cannot_be_used_gets_it_and_blames_nobody(tmp_path: Path) -> None:
+    (tmp_path / "node-1").touch()
+
+    async def scene(coordinator: Listened, first: Node, second: Node) -> None:
+        await first.open()
+        assert (await second.open()).given is not None
+        assert not any(one.refused_by for one in coordinator.said)
+
+    play(scene, tmp_path)
+
+
+def test_a_node_that_reaches_none_of_many_does_not_try_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_manifests, "_FETCHES_MAX", 1)
+
+    async def scene(coordinator: Listened, first: Node, second: Node, third: Node) -> None:
+        for node in (first, second):
+            await node.open()
+        for node in (first, second):
+            node.lender.lending.close()
+        assert (await third.open()).given is None
+        assert len([one for one in coordinator.said if one.refused_by]) == 1
+
+    play(scene, tmp_path, 3)
 
 
 def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
