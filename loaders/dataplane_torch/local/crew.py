@@ -119,14 +119,19 @@ class Crew:
 
     def look_after(self) -> None:
         """Raise torch's error for workers that died, seen first by torch's SIGCHLD handler or by
-        the end of the worker's socket.
+        the end of the worker's socket. From then on the handler, which may raise anywhere in the
+        trainer, reports no other worker.
         """
         self._has_raised = True
-        workers.raise_for_dead()
-        for worker_id in self._gone - self._ended:
-            process = self.processes[worker_id]
-            process.join(_END_S)
-            raise RuntimeError(_obituary(process.pid, process.exitcode))
+        try:
+            workers.raise_for_dead()
+            for worker_id in self._gone - self._ended:
+                process = self.processes[worker_id]
+                process.join(_END_S)
+                raise RuntimeError(_obituary(process.pid, process.exitcode))
+        except BaseException:
+            self._unwatch()
+            raise
         self._has_raised = False
 
     def is_to_be_replaced(self, was_torn: bool) -> bool:
@@ -142,6 +147,7 @@ class Crew:
             return
         self._is_closed = True
         _crews.discard(self)
+        self._unwatch()
         try:
             for worker_id in range(len(self._connections)):
                 self.let_go(worker_id)
@@ -150,8 +156,6 @@ class Crew:
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
         finally:
-            with contextlib.suppress(Exception):
-                workers.unwatch(id(self))
             for process in self.processes:
                 if process.is_alive():
                     process.kill()
@@ -187,6 +191,10 @@ class Crew:
             socket.socket(fileno=os.dup(self._connections[worker_id].fileno())) as ours,
         ):
             ours.shutdown(socket.SHUT_RD)
+
+    def _unwatch(self) -> None:
+        with contextlib.suppress(Exception):  # it is not watched yet, or no longer
+            workers.unwatch(id(self))
 
     def _lost(self, worker_id: int) -> None:
         """A worker's socket has ended, on request or on its own."""

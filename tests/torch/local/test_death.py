@@ -202,6 +202,23 @@ def test_a_worker_that_dies_raises_in_the_trainer(end, persistent) -> None:
                 list(loader)
 
 
+def test_once_a_death_has_raised_another_raises_nowhere_else() -> None:
+    with DataLoader(Samples("long", 100), 2, num_workers=2) as loader:
+        iterator = iter(loader)
+        first, second = iterator._workers
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        first.kill()
+        first.join()
+        signal.signal(signal.SIGCHLD, before)
+        with pytest.raises(RuntimeError, match=f"pid {first.pid}"):
+            list(iterator)
+        second.kill()
+        os.waitid(os.P_PID, second.pid, os.WEXITED | os.WNOWAIT)
+        signal.raise_signal(signal.SIGCHLD)
+        with pytest.raises(RuntimeError, match=r"interrupted|pid"):
+            list(iterator)
+
+
 def test_a_worker_that_is_killed_in_the_middle_of_a_frame() -> None:
     with DataLoader(Talks(), None, num_workers=1) as loader:
         iterator = iter(loader)

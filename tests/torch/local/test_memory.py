@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,9 +77,14 @@ def test_batches_that_are_held_do_not_change(end) -> None:
 
 
 def killed(iterator: Any) -> None:
-    """Kill all workers, and go on. The signal of their death may raise at any line of these."""
+    """Kill all workers, and go on, without the signals of their death, each of which may raise at
+    any line of this test.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in iterator._workers:
         process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGCHLD, before)
     list(iterator)
 
 
