@@ -22,6 +22,8 @@ from dataplane_bench.certificates import Certificate
 
 _DRIPPED = 100
 _DRIP_S = 0.02
+_PAGE = 1000
+_REPEATS = 5
 
 
 class Mood(enum.Enum):
@@ -40,6 +42,8 @@ class Mood(enum.Enum):
     WHOLE = "200 and the whole object, whatever range was asked for"
     UNPINNED = "ignores If-Match"
     ELSEWHERE = "307, a redirect"
+    NO_TOKEN = "a list goes on after this page, and does not say where"
+    AGAIN = "pages of a list are all the first one"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
     DRIP = "the last bytes of the body one by one"
@@ -185,7 +189,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         if mood in refusals:
             self._refuse(*refusals[mood])
         elif "list-type=2" in url.query:
-            self._list(urllib.parse.unquote(url.path).strip("/"), url.query)
+            self._list(urllib.parse.unquote(url.path).strip("/"), url.query, mood)
         else:
             self._object(urllib.parse.unquote(url.path).lstrip("/"), asked, mood)
 
@@ -238,18 +242,25 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             if not self.awry.closing.wait(_DRIP_S):
                 self.wfile.write(text[at : at + 1])
 
-    def _list(self, bucket: str, query: str) -> None:
-        prefix = dict(urllib.parse.parse_qsl(query)).get("prefix", "")
+    def _list(self, bucket: str, query: str, mood: Mood) -> None:
+        options = dict(urllib.parse.parse_qsl(query))
+        token = options.get("continuation-token", "")
+        after = "" if mood is Mood.AGAIN else token or options.get("start-after", "")
         names = sorted(
             name.removeprefix(f"{bucket}/")
             for name in self.awry.objects
-            if name.startswith(f"{bucket}/{prefix}")
+            if name.startswith(f"{bucket}/{options.get('prefix', '')}")
+            and name > f"{bucket}/{after}"
         )
-        entries = "".join(_entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in names)
+        page, has_more = names[:_PAGE], len(names) > _PAGE
+        entries = "".join(_entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in page)
+        if has_more and mood is not Mood.NO_TOKEN and token.count("+") < _REPEATS:
+            following = f"{token}+" if mood is Mood.AGAIN else page[-1]
+            entries += f"<NextContinuationToken>{following}</NextContinuationToken>"
         text = (
             '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult>'
-            f"<Name>{bucket}</Name><KeyCount>{len(names)}</KeyCount>"
-            f"<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+            f"<Name>{bucket}</Name><KeyCount>{len(page)}</KeyCount><MaxKeys>{_PAGE}</MaxKeys>"
+            f"<IsTruncated>{str(has_more).lower()}</IsTruncated>{entries}</ListBucketResult>"
         ).encode()
         self._head(200, {"Content-Length": str(len(text))})
         self.wfile.write(text)

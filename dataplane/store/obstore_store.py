@@ -84,15 +84,8 @@ class ObstoreStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: names that do not match the prefix are dropped here.
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/")
-        pages = self._ask(
-            prefix,
-            lambda: [
-                meta
-                for page in obstore.list(self._client, folder or None, chunk_size=LIST_PAGE)
-                for meta in page
-            ],
-        )
-        found = {f"{self._base}/{meta['path']}": meta for meta in pages}
+        listed = self._ask(prefix, lambda: self._listed(folder or None))
+        found = {f"{self._base}/{path}": meta for path, meta in listed.items()}
         infos = [self._info(url, meta) for url, meta in found.items() if url.startswith(prefix)]
         shown = [info for info in infos if info.size_bytes or self._is_there(info.url)]
         return iter(sorted(shown, key=lambda info: info.url))
@@ -143,6 +136,28 @@ class ObstoreStore:
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
+
+    def _listed(self, folder: str | None) -> dict[str, obstore.ObjectMeta]:
+        """What is below a folder, by path.
+
+        obstore takes a page without a token for the last one, even if it says that more follows. A
+        full page may be one of these: then what follows the last key is asked for.
+        """
+        found: dict[str, obstore.ObjectMeta] = {}
+        while True:
+            before, last = len(found), max(found, default=None)
+            for page in obstore.list(self._client, folder, offset=last, chunk_size=LIST_PAGE):
+                count = len(found)
+                found.update((meta["path"], meta) for meta in page)
+                if len(found) == count:
+                    raise StoreError(
+                        f"{self._base}: the store lists {page[0]['path']} and what follows it "
+                        "again and again, so that its lists never end: this server cannot be "
+                        "asked for more than one page. Name each file instead; braces such as "
+                        "{000..127} need no list",
+                    )
+            if len(found) == before or len(found) % LIST_PAGE:
+                return found
 
     def _get(self, url: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
         if self._has_query(url):

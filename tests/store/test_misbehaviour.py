@@ -138,6 +138,24 @@ def test_a_stream_goes_on_where_the_connection_broke(awry: Awry) -> None:
     assert [asked for _, asked in awry.seen] == [None, first, first, second, second]
 
 
+@pytest.mark.parametrize(("count", "asked"), [(999, 1), (1000, 2), (2500, 3)])
+def test_a_list_has_all_of_its_pages(awry: Awry, count: int, asked: int) -> None:
+    awry.objects = {f"bucket/many/{i:04d}": b"x" for i in range(count)}
+    for mood in (Mood.WELL, Mood.NO_TOKEN):
+        awry.be(then=mood)
+        found = list(open_store("s3://bucket").list("s3://bucket/many/"))
+        assert [info.url for info in found] == [f"s3://{name}" for name in awry.objects]
+        assert len(awry.seen) == asked
+
+
+def test_a_list_that_repeats_itself_is_refused(awry: Awry) -> None:
+    awry.objects = {f"bucket/many/{i:04d}": b"x" for i in range(1001)}
+    awry.be(then=Mood.AGAIN)
+    with pytest.raises(StoreError, match="again and again") as raised:
+        open_store("s3://bucket").list("s3://bucket/many/")
+    assert type(raised.value) is StoreError
+
+
 def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> None:
     store = open_store("s3://bucket")
     old = store.head(URL)
