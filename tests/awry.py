@@ -35,6 +35,7 @@ class Mood(enum.Enum):
     INTERNAL = "500 InternalError"
     LATE = "408 RequestTimeout"
     DENIED = "403 AccessDenied"
+    UNMET = "412 PreconditionFailed"
     NO_BUCKET = "404 NoSuchBucket"
     TRUNCATED = "half of the promised body, then a clean close"
     SHORT = "a whole and valid answer with one byte less than asked for"
@@ -184,6 +185,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             Mood.LATE: (408, "RequestTimeout"),
             Mood.ELSEWHERE: (307, "TemporaryRedirect"),
             Mood.DENIED: (403, "AccessDenied"),
+            Mood.UNMET: (412, "PreconditionFailed"),
             Mood.NO_BUCKET: (404, "NoSuchBucket"),
         }
         if mood in refusals:

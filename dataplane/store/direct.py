@@ -3,7 +3,8 @@
 obstore returns bytes in its own memory, collected from small pieces, and these must be copied
 again: that is more than half of the client's CPU time. Here the kernel writes received bytes
 directly to their destination. obstore still finds the credentials and signs each request. It also
-repeats every request that was not answered with the bytes, so that all errors come from one place.
+repeats each request whose answer is neither the bytes nor that the store cannot serve them now, so
+that all other errors come from one place.
 
 Invariant: memory is filled with exactly the range of the object with that etag. Status, range,
 length and etag of the answer are checked.
@@ -17,10 +18,10 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 
-from dataplane.errors import DataplaneError, StoreThrottled
+from dataplane.errors import DataplaneError, StoreThrottled, StoreUnavailable
 from dataplane.store.connections import Connections
 from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.unreachable import Why, unreachable, why_of
+from dataplane.store.unreachable import Why, passes_with_time, unreachable, why_of
 
 Sign = Callable[[str], str]
 """The url of a key with its signature in it."""
@@ -127,6 +128,10 @@ def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int,
     if answer.status in {429, 503}:
         raise StoreThrottled(
             f"{url}: the store asks to slow down (HTTP {answer.status})", shard=url
+        )
+    if passes_with_time(answer.status):  # to ask again at once would double the load
+        raise StoreUnavailable(
+            f"{url}: the store reported an internal failure (HTTP {answer.status})", shard=url
         )
     span = _SPAN.match(answer.getheader("Content-Range", ""))
     if (

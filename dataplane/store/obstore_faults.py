@@ -54,7 +54,8 @@ def mapped(
     status = _first(_STATUS, text)
     code = _first(_CODE, text)
     said = " ".join(part for part in (status and f"HTTP {status}", code) if part)
-    if isinstance(cause, PreconditionError) or status == "412":
+    # Only reads have a condition.
+    if span is not None and (isinstance(cause, PreconditionError) or status == "412"):
         return DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if isinstance(cause, FileNotFoundError) or status == "404":
         return _missing(url, base, code)

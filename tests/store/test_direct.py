@@ -64,10 +64,11 @@ def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> N
     [
         (Mood.SLOW_DOWN, StoreThrottled, 1),
         (Mood.TOO_MANY, StoreThrottled, 1),
+        (Mood.INTERNAL, StoreUnavailable, 1),
+        (Mood.LATE, StoreUnavailable, 1),
         (Mood.TRUNCATED, StoreUnavailable, 1),
         (Mood.RESET, StoreUnavailable, 1),
         # What these mean is asked of obstore.
-        (Mood.INTERNAL, StoreUnavailable, 2),
         (Mood.DENIED, StoreDenied, 2),
         (Mood.NO_BUCKET, ShardNotFound, 2),
         (Mood.SHORT, TruncatedRead, 2),

@@ -138,24 +138,6 @@ def test_a_stream_goes_on_where_the_connection_broke(awry: Awry) -> None:
     assert [asked for _, asked in awry.seen] == [None, first, first, second, second]
 
 
-@pytest.mark.parametrize(("count", "asked"), [(999, 1), (1000, 2), (2500, 3)])
-def test_a_list_has_all_of_its_pages(awry: Awry, count: int, asked: int) -> None:
-    awry.objects = {f"bucket/many/{i:04d}": b"x" for i in range(count)}
-    for mood in (Mood.WELL, Mood.NO_TOKEN):
-        awry.be(then=mood)
-        found = list(open_store("s3://bucket").list("s3://bucket/many/"))
-        assert [info.url for info in found] == [f"s3://{name}" for name in awry.objects]
-        assert len(awry.seen) == asked
-
-
-def test_a_list_that_repeats_itself_is_refused(awry: Awry) -> None:
-    awry.objects = {f"bucket/many/{i:04d}": b"x" for i in range(1001)}
-    awry.be(then=Mood.AGAIN)
-    with pytest.raises(StoreError, match="again and again") as raised:
-        open_store("s3://bucket").list("s3://bucket/many/")
-    assert type(raised.value) is StoreError
-
-
 def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> None:
     store = open_store("s3://bucket")
     old = store.head(URL)
@@ -165,6 +147,24 @@ def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> 
     with pytest.raises(DatasetChangedError) as raised:
         store.read(URL, 0, 10, old.etag)
     assert raised.value.expected == old.etag
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: list(store.list("s3://bucket/")),
+        lambda store: store.head(URL),
+        lambda store: store.read(URL, 0, 10, "x"),
+    ],
+    ids=["list", "head", "read"],
+)
+def test_a_server_for_which_conditions_are_never_met_is_reported(
+    awry: Awry, ask: Callable[[object], object]
+) -> None:
+    awry.be(then=Mood.UNMET)
+    with pytest.raises(StoreError, match="412"):
+        ask(open_store("s3://bucket"))
+    assert len(awry.seen) <= 2
 
 
 @pytest.mark.parametrize(
