@@ -11,8 +11,8 @@ Invariants:
    fetch theirs. If all who have it fail to give it, it may be made again, and be another.
 3. Nodes at loopback addresses and others do not reach each other, so they share nothing.
 4. A decision costs the same however many nodes wait, and however many have it.
-5. Nodes that do not reach each other do not queue: when two nodes in a row have it and others get
-   it from neither, each makes its own.
+5. Nodes that do not reach each other do not queue: when two in a row have made it and nobody gets
+   it from them, each makes its own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ READERS_MAX = 8
 _HOLDERS_MAX = 64
 _MANIFESTS_MAX = 1024
 _FAILURES_MAX = 2
-_REFUSALS_MAX = 2
-"""By different nodes, since one that got it: another one would hardly get it, either."""
+_IN_VAIN_MAX = 2
 _NAME_BYTES = 16
 _FINGERPRINT_LENGTH_MAX = 64
 _PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
@@ -69,9 +68,9 @@ class _Shared(Struct, eq=False):
     maker: str = ""
     heard: float = 0.0
     failures: int = 0
-    refusals: int = 0
-    refused: str = ""
-    """The node that was refused last."""
+    in_vain: int = 0
+    """How often in a row it was made and nobody got it."""
+    was_given: bool = False
     fingerprint: str = ""
     holders: deque[_Holder] = field(default_factory=deque)
 
@@ -122,17 +121,20 @@ class ManifestTurns:
 
     def _held(self, shared: _Shared, request: ShareManifestRequest) -> ShareManifestResponse:
         node_id = request.node_id
-        if shared.maker == node_id:
+        has_made = shared.maker == node_id
+        if has_made:
             shared.maker = ""
         for each in shared.holders:
-            if each.readers.pop(node_id, None) is not None:
-                shared.refusals, shared.refused = 0, ""
+            each.readers.pop(node_id, None)
         if not request.data_address:
             return ShareManifestResponse(ManifestTurn.ALONE)
         others = [one for one in shared.holders if one.node_id != node_id]
         if others and shared.fingerprint != request.fingerprint:
             return self._from(shared, others[0], ManifestTurn.FETCH)
         shared.fingerprint, shared.failures = request.fingerprint, 0
+        shared.was_given = not has_made or (shared.was_given and bool(others))
+        if shared.was_given:
+            shared.in_vain = 0
         if len(others) < _HOLDERS_MAX:
             shared.holders = deque((*others, _Holder(node_id, request.data_address)))
         return self._from(shared, None, ManifestTurn.KEEP)
@@ -141,18 +143,17 @@ class ManifestTurns:
         self, shared: _Shared, request: ShareManifestRequest, now: float
     ) -> ShareManifestResponse:
         gone = {request.refused_by, request.node_id}  # this node may have been started again
-        dropped = {one.node_id for one in shared.holders} & gone
-        if request.refused_by in dropped and request.node_id != shared.refused:
-            shared.refusals, shared.refused = shared.refusals + 1, request.node_id
-        if dropped:
-            shared.holders = deque(one for one in shared.holders if one.node_id not in gone)
+        left = [one for one in shared.holders if one.node_id not in gone]
+        if shared.holders and not left and request.refused_by and not shared.was_given:
+            shared.in_vain += 1
+        shared.holders = deque(left)
         if shared.holders:
             return self._holder(shared, request.node_id, now)
         is_made = shared.maker and now - shared.heard < self._maker_s
         if is_made and shared.maker != request.node_id:
             pause_s = min(max((now - shared.began) * _PAUSE_SHARE, _PAUSE_S_MIN), _PAUSE_S_MAX)
             return ShareManifestResponse(ManifestTurn.WAIT, shared.maker, pause_s=pause_s)
-        is_of_use = shared.failures < _FAILURES_MAX and shared.refusals < _REFUSALS_MAX
+        is_of_use = shared.failures < _FAILURES_MAX and shared.in_vain < _IN_VAIN_MAX
         if not request.data_address or not is_of_use:
             return ShareManifestResponse(ManifestTurn.ALONE)
         if not shared.maker:

@@ -102,17 +102,25 @@ def test_when_nobody_reaches_anybody_all_make_their_own_instead_of_one_after_the
     assert len(makers) == 2
 
 
-def test_one_node_that_reaches_nobody_does_not_keep_the_others_from_sharing():
+def test_those_that_had_it_once_and_have_it_no_more_do_not_keep_the_others_from_sharing():
+    """The job's ranks have closed it on all nodes, and open it again."""
     shared = ManifestTurns(LEASE_S)
-    for node in (1, 2, 3):
-        shared.decide(request(node), 0.0)
-        shared.decide(held(node), 0.0)
-    refused = ""
-    for _ in range(3):
-        refused = shared.decide(request(66, refused_by=refused), 1.0).node_id
-    assert shared.decide(request(66, refused_by=refused), 1.0).turn is MAKE, "nobody is left"
-    shared.decide(request(66, ManifestState.FAILED), 2.0)
-    assert shared.decide(request(4), 3.0).turn is MAKE
+    for times in range(4):
+        had, refused = set(), dict.fromkeys(range(1, 9), "")
+        for _ in range(30):
+            get_it = []
+            for node in refused.keys() - had:
+                answer = shared.decide(request(node, refused_by=refused[node]), float(times))
+                assert answer.turn is not ALONE
+                refused[node] = ""
+                if answer.turn is FETCH and int(answer.node_id) not in had:
+                    refused[node] = answer.node_id
+                elif answer.turn is not WAIT:
+                    get_it.append(node)
+            for node in get_it:
+                had.add(node)
+                shared.decide(held(node), float(times))
+        assert len(had) == 8
 
 
 def test_a_node_that_asks_again_was_started_again_and_has_it_no_more():
