@@ -11,7 +11,9 @@ Invariants:
    fetch theirs. If all who have it fail to give it, it may be made again, and be another.
 3. Nodes at loopback addresses and others do not reach each other, so they share nothing.
 4. A decision costs the same however many nodes wait, and however many have it.
-5. Nodes that do not reach each other do not queue: when two in a row have made it and nobody gets
+5. All that wait together ask no more than so often a second: there may be a thousand nodes, and
+   twenty sources of a mixture.
+6. Nodes that do not reach each other do not queue: when two in a row have made it and nobody gets
    it from them, each makes its own.
 """
 
@@ -46,6 +48,9 @@ _NAME_BYTES = 16
 _FINGERPRINT_LENGTH_MAX = 64
 _PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
 _BUSY_PAUSE_S = 0.5
+ASKS_PER_S = 500
+"""Of all that wait: a call takes 0.6 ms, and members of jobs need their heartbeats meanwhile."""
+_PACED_S_MAX = 60.0
 _LOOPBACK = ("127.", "[::1]:")
 
 _Key = tuple[str, str, bytes, tuple[str, ...], bool]
@@ -82,6 +87,7 @@ class ManifestTurns:
         self._maker_s = lease_s * MAKER_SHARE
         self._shared: OrderedDict[_Key, _Shared] = OrderedDict()
         self._last_generation = 0
+        self._next_ask = 0.0
 
     def decide(self, request: ShareManifestRequest, now: float) -> ShareManifestResponse:
         """The answer to a node, which may be repeated; without the key. `now` is in seconds since
@@ -152,7 +158,7 @@ class ManifestTurns:
         is_made = shared.maker and now - shared.heard < self._maker_s
         if is_made and shared.maker != request.node_id:
             pause_s = min(max((now - shared.began) * _PAUSE_SHARE, _PAUSE_S_MIN), _PAUSE_S_MAX)
-            return ShareManifestResponse(ManifestTurn.WAIT, shared.maker, pause_s=pause_s)
+            return self._wait(shared.maker, pause_s, now)
         is_of_use = shared.failures < _FAILURES_MAX and shared.in_vain < _IN_VAIN_MAX
         if not request.data_address or not is_of_use:
             return ShareManifestResponse(ManifestTurn.ALONE)
@@ -172,8 +178,14 @@ class ManifestTurns:
             if node_id in one.readers or len(one.readers) < READERS_MAX:
                 one.readers[node_id] = now
                 return self._from(shared, one, ManifestTurn.FETCH)
-        first = shared.holders[0].node_id
-        return ShareManifestResponse(ManifestTurn.WAIT, first, pause_s=_BUSY_PAUSE_S)
+        return self._wait(shared.holders[0].node_id, _BUSY_PAUSE_S, now)
+
+    def _wait(self, node_id: str, pause_s: float, now: float) -> ShareManifestResponse:
+        """Wait for this node, so long at least; longer if many wait."""
+        # No longer, also if the clock was set back.
+        self._next_ask = min(max(self._next_ask, now), now + _PACED_S_MAX) + 1 / ASKS_PER_S
+        pause_s = max(pause_s, self._next_ask - now)
+        return ShareManifestResponse(ManifestTurn.WAIT, node_id, pause_s=pause_s)
 
     def _make(self) -> ShareManifestResponse:
         return ShareManifestResponse(ManifestTurn.MAKE, pause_s=self._maker_s / _WORDS)

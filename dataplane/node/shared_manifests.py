@@ -54,7 +54,8 @@ from dataplane.trace import Trace
 if TYPE_CHECKING:
     from dataplane.neighbours.asking import Lines
 
-_PAUSE_S_MAX = 10.0
+_PAUSE_S_MAX = 60.0
+"""If 30,000 ask, of all nodes and sources of a mixture."""
 _PIECE_BYTES = 4 << 20
 _PREFIXES_MAX = 64
 _FETCHES_MAX = 4

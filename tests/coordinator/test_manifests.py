@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataplane.coordinator.manifests import FETCH_S, MAKER_SHARE, READERS_MAX, ManifestTurns
+from dataplane.coordinator.manifests import (
+    ASKS_PER_S,
+    FETCH_S,
+    MAKER_SHARE,
+    READERS_MAX,
+    ManifestTurns,
+)
 from dataplane.errors import ConfigError
 from dataplane.rpc.sharing import ManifestState, ManifestTurn, ShareManifestRequest
 
@@ -44,6 +51,23 @@ def test_the_first_node_makes_it_and_the_others_wait_and_then_fetch():
     assert (kept.turn, found.turn, found.node_id) == (KEEP, FETCH, "1")
     assert found.address == "10.0.0.1:1"
     assert (kept.line, kept.generation) == (found.line, found.generation)
+
+
+def test_however_many_nodes_wait_for_however_many_sources_a_coordinator_is_not_asked_too_often():
+    shared, seconds, sources = ManifestTurns(LEASE_S), 30, 20
+    due = [(0.0, node, source) for node in range(2, 202) for source in range(sources)]
+    for source in range(sources):
+        shared.decide(request(1, name=bytes([source] * 16)), 0.0)
+    asked = Counter[int]()
+    while due[0][0] < seconds:
+        now, node, source = heapq.heappop(due)
+        asked[int(now)] += 1
+        making = request(1, ManifestState.MAKING, name=bytes([source] * 16))
+        shared.decide(making, now)
+        answer = shared.decide(request(node, name=bytes([source] * 16)), now)
+        assert answer.turn is WAIT
+        heapq.heappush(due, (now + answer.pause_s, node, source))
+    assert max(asked[second] for second in range(1, seconds)) <= ASKS_PER_S + 1
 
 
 def test_a_maker_that_is_silent_is_replaced_and_takes_what_the_other_one_has_made():
