@@ -54,7 +54,8 @@ class Mood(enum.Enum):
 @dataclass(slots=True)
 class Awry:
     """Each request uses up one of `moods`; then `usual` applies. `seen` lists (method, range).
-    Headers that are `altered` have another value in each answer; None leaves them out.
+    Headers that are `altered` have another value in each answer; None leaves them out, and etags of lists, too.
+    `listed` is the time of objects in lists.
     """
 
     objects: dict[str, bytes]
@@ -62,6 +63,7 @@ class Awry:
     moods: deque[Mood] = field(default_factory=deque)
     seen: list[tuple[str, str | None]] = field(default_factory=list)
     altered: dict[str, str | None] = field(default_factory=dict)
+    listed: str = "2026-10-21T07:28:00.000Z"
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: set[socket.socket] = field(default_factory=set)
@@ -255,7 +257,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             and name > f"{bucket}/{after}"
         )
         page, has_more = names[:_PAGE], len(names) > _PAGE
-        entries = "".join(_entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in page)
+        entries = "".join(self._entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in page)
         if has_more and mood is not Mood.NO_TOKEN and token.count("+") < _REPEATS:
             following = f"{token}+" if mood is Mood.AGAIN else page[-1]
             entries += f"<NextContinuationToken>{following}</NextContinuationToken>"
@@ -281,10 +283,10 @@ class _Answer(http.server.BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.end_headers()
 
-
-def _entry(key: str, body: bytes) -> str:
-    name = xml.sax.saxutils.escape(key)
-    return (
-        f"<Contents><Key>{name}</Key><LastModified>2026-10-21T07:28:00.000Z</LastModified>"
-        f"<ETag>{xml.sax.saxutils.escape(etag_of(body))}</ETag><Size>{len(body)}</Size></Contents>"
-    )
+    def _entry(self, key: str, body: bytes) -> str:
+        name, etag = xml.sax.saxutils.escape(key), xml.sax.saxutils.escape(etag_of(body))
+        shown = f"<ETag>{etag}</ETag>" if self.awry.altered.get("ETag", "") is not None else ""
+        return (
+            f"<Contents><Key>{name}</Key><LastModified>{self.awry.listed}</LastModified>{shown}"
+            f"<Size>{len(body)}</Size></Contents>"
+        )

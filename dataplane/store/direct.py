@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dataplane.errors import DataplaneError, StoreThrottled, StoreUnavailable
 from dataplane.store.connections import Connections
+from dataplane.store.pieces import is_strong
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import Why, passes_with_time, unreachable, why_of
 
@@ -73,7 +74,9 @@ class DirectReads:
         self, url: str, key: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
     ) -> None:
         deadline, length = time.monotonic() + self._timeout_s, sum(map(len, into))
-        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "If-Match": etag}
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        if is_strong(etag):
+            headers["If-Match"] = etag
         base, target = _split(self._sign(key))
         try:
             connection, answer = self._connections.ask(base, target, headers, deadline, race)

@@ -36,7 +36,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store.connections import Connections, TimedConnection
-from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import passes_with_time, unreachable, why_of
@@ -45,7 +45,6 @@ _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _IDLE_MAX = 16
 _SPAN = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
-_NO_ETAG = "modified-"
 
 
 class HttpStore:
@@ -112,7 +111,7 @@ class HttpStore:
     ) -> tuple[ObjectInfo, int]:
         """What the object is, and how many bytes of the range it has: only all of them are read."""
         headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
-        if etag and not etag.startswith(_NO_ETAG):
+        if etag and is_strong(etag):
             headers["If-Match"] = etag
         deadline = time.monotonic() + self._timeout_s
         at = url
@@ -283,7 +282,7 @@ def _etag_of_time(modified: str | None, size: int) -> str:
         at = email.utils.parsedate_to_datetime(modified or "").timestamp()
     except (ValueError, OverflowError):
         return ""
-    return f"{_NO_ETAG}{at:.0f}-{size}"
+    return f"{NO_ETAG}{at:.0f}-{size}"
 
 
 def _short(url: str, offset: int, length: int, given: int, where: str = "") -> TruncatedRead:

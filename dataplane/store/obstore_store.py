@@ -32,7 +32,7 @@ from dataplane.model import ObjectInfo
 from dataplane.store import direct
 from dataplane.store.clients import Client, client
 from dataplane.store.obstore_faults import Fault, has_no_range, mapped
-from dataplane.store.pieces import check_etag, copy_into, in_pieces
+from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong
 from dataplane.store.race import current_race
 from dataplane.store.urls import folder_of, key_of, scheme_of
 
@@ -43,8 +43,6 @@ SIGNED_FOR = dt.timedelta(minutes=15)
 _DIRECT_BYTES_MIN = 128 << 10
 # Each takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
 _QUERY_CLIENTS_MAX = 256
-_NO_ETAG = "modified-"
-"""Prefix of the etags that we make from time and size, for servers without etags."""
 
 
 class ObstoreStore:
@@ -101,7 +99,7 @@ class ObstoreStore:
             check_etag(self.head(url), etag)
             return b""
         options: dict[str, Any] = {"range": (offset, offset + length)}
-        if not etag.startswith(_NO_ETAG):
+        if is_strong(etag):
             options["if_match"] = etag
         result, body = self._ask(url, lambda: self._get(url, options), etag, (offset, length))
         # A server that ignores If-Match still reports the ETag of the bytes that it sent.
@@ -119,7 +117,7 @@ class ObstoreStore:
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """As `base.Filling.read_into`."""
         ways = self._direct
-        is_direct = ways is not None and ways.is_of_use and not etag.startswith(_NO_ETAG)
+        is_direct = ways is not None and ways.is_of_use and not etag.startswith(NO_ETAG)
         has_query, length = self._has_query(url), sum(map(len, into))
         is_worth_it = has_query if self._is_http else length >= _DIRECT_BYTES_MIN
         if ways is not None and is_direct and is_worth_it and length:
@@ -231,8 +229,15 @@ class ObstoreStore:
         return key
 
     def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
-        etag = meta["e_tag"] or f"{_NO_ETAG}{meta['last_modified'].timestamp():.0f}-{meta['size']}"
-        return ObjectInfo(url, meta["size"], etag)
+        etag, modified = meta["e_tag"], meta["last_modified"].timestamp()
+        if not etag and not modified:
+            raise StoreError(
+                f"{url}: the server gives neither ETag nor Last-Modified, so a changed object "
+                "could not be told from the one that was indexed. Use a server that gives one",
+                shard=url,
+            )
+        # Lists have times to the millisecond, answers about one object to the second.
+        return ObjectInfo(url, meta["size"], etag or f"{NO_ETAG}{int(modified)}-{meta['size']}")
 
 
 def _client_of_query(request_timeout_s: float, url: str) -> Client:

@@ -17,6 +17,9 @@ from dataplane.store.base import Filling, Store
 from dataplane.store.race import current_race
 
 PIECE_BYTES = 8 << 20
+NO_ETAG = "modified-"
+"""Prefix of the etags that we make from time and size, for servers without etags."""
+_WEAK = "W/"
 
 
 def in_pieces(store: Store, url: str, etag: str) -> Iterator[Buffer]:
@@ -43,6 +46,15 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
             expected=etag,
             found=found.etag,
         )
+
+
+def is_strong(etag: str) -> bool:
+    """Whether a server can be asked for the object with this etag (If-Match). A weak one never
+    matches there, though it stays the same as long as the object does.
+
+    Source: RFC 9110, 13.1.1.
+    """
+    return not etag.startswith((NO_ETAG, _WEAK))
 
 
 def copy_into(body: Buffer, *into: memoryview) -> None:

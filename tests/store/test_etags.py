@@ -1,0 +1,67 @@
+"""Servers whose etags cannot be asked for, or that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from awry import Awry, awry_server, etag_of
+
+from dataplane.errors import DatasetChangedError, StoreError
+from dataplane.store.base import Reconnecting, Store
+from dataplane.store.connect import open_store
+from dataplane.store.pieces import fill
+from dataplane.store.policy import UrlPolicy
+
+BODY = bytes(i % 251 for i in range(300_000))
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"web/shard.bin": BODY}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(params=["http", "checked http", "s3"])
+def store(request: pytest.FixtureRequest, awry: Awry) -> Iterator[tuple[Store, str]]:
+    """A store, and the url of its object."""
+    base, key = ("s3://web", "") if request.param == "s3" else (awry.endpoint, "web/")
+    policy = UrlPolicy() if request.param == "checked http" else None
+    opened = open_store(base, policy=policy)
+    yield opened, f"{base}/{key}shard.bin"
+    assert isinstance(opened, Reconnecting)
+    opened.reconnect()  # closes its idle connections
+
+
+@pytest.mark.parametrize("etag", [f"W/{etag_of(BODY)}", None], ids=["weak", "none"])
+def test_an_object_is_read_and_its_change_seen_without_a_strong_etag(
+    awry: Awry, store: tuple[Store, str], etag: str | None
+) -> None:
+    opened, url = store
+    awry.altered = {"ETag": etag}
+    found = opened.head(url)
+    for length in (1000, 200_000):
+        into = bytearray(length)
+        fill(opened, url, 10, found.etag, memoryview(into))
+        assert into == BODY[10 : 10 + length]
+    awry.altered = {"ETag": etag and 'W/"2"', "Last-Modified": "Wed, 21 Oct 2026 07:28:01 GMT"}
+    for length in (1000, 200_000):
+        with pytest.raises(DatasetChangedError):
+            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+
+
+def test_an_object_without_etag_and_date_is_refused(awry: Awry, store: tuple[Store, str]) -> None:
+    awry.altered = {"ETag": None, "Last-Modified": None}
+    opened, url = store
+    with pytest.raises(StoreError, match=r"Last-Modified|last modified|LAST_MODIFIED"):
+        opened.head(url)
+
+
+def test_without_etags_a_listed_object_is_the_one_that_is_read(awry: Awry) -> None:
+    awry.altered, awry.listed = {"ETag": None}, "2026-10-21T07:28:00.700Z"
+    store = open_store("s3://web")
+    (found,) = store.list("s3://web/")
+    assert store.head(found.url) == found
+    assert bytes(store.read(found.url, 5, 10, found.etag)) == BODY[5:15]
