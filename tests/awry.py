@@ -37,6 +37,7 @@ class Mood(enum.Enum):
     DENIED = "403 AccessDenied"
     UNMET = "412 PreconditionFailed"
     NO_BUCKET = "404 NoSuchBucket"
+    REFUSED = "what `refusal` says"
     TRUNCATED = "half of the promised body, then a clean close"
     SHORT = "a whole and valid answer with one byte less than asked for"
     RESET = "half of the body, then RST"
@@ -55,7 +56,7 @@ class Mood(enum.Enum):
 class Awry:
     """Each request uses up one of `moods`; then `usual` applies. `seen` lists (method, range).
     Headers that are `altered` have another value in each answer; None leaves them out, and etags of lists, too.
-    `listed` is the time of objects in lists.
+    `listed` is the time of objects in lists. Requests signed with the key `expired` are refused.
     """
 
     objects: dict[str, bytes]
@@ -64,6 +65,8 @@ class Awry:
     seen: list[tuple[str, str | None]] = field(default_factory=list)
     altered: dict[str, str | None] = field(default_factory=dict)
     listed: str = "2026-10-21T07:28:00.000Z"
+    refusal: tuple[int, str] = (400, "")
+    expired: str = "no key"
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: set[socket.socket] = field(default_factory=set)
@@ -168,6 +171,10 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        """What a machine without credentials is asked for them."""
+        self._refuse(404, "NotFound")
+
     def _answer(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         asked = self.headers.get("Range")
@@ -190,8 +197,13 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             Mood.UNMET: (412, "PreconditionFailed"),
             Mood.NO_BUCKET: (404, "NoSuchBucket"),
         }
+        signed = f"{self.path} {self.headers.get('Authorization')}"
         if mood in refusals:
             self._refuse(*refusals[mood])
+        elif mood is Mood.REFUSED:
+            self._answer_refusal(*self.awry.refusal)
+        elif self.awry.expired in signed:
+            self._refuse(400, "ExpiredToken")
         elif "list-type=2" in url.query:
             self._list(urllib.parse.unquote(url.path).strip("/"), url.query, mood)
         else:
@@ -271,6 +283,9 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, code: str) -> None:
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+        self._answer_refusal(status, text)
+
+    def _answer_refusal(self, status: int, text: str) -> None:
         body = b"" if self.command == "HEAD" else text.encode()
         self._head(status, {"Content-Length": str(len(body))})
         self.wfile.write(body)

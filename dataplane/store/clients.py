@@ -52,6 +52,14 @@ def client(base: str, environment: Mapping[str, str], request_timeout_s: float) 
     return AzureStore.from_url(base, client_options=options, retry_config=_NO_RETRIES)
 
 
+def may_renew(base: str, environment: Mapping[str, str]) -> bool:
+    """Whether a new client may have other credentials: those in the environment of a process stay
+    as they are.
+    """
+    is_fixed = environment.get("AWS_ACCESS_KEY_ID") and not _needs_profile(environment)
+    return not (base.startswith("s3://") and is_fixed)
+
+
 def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S3Store:
     config: S3Config = {}
     endpoint = next((environment[name] for name in _S3_ENDPOINTS if environment.get(name)), "")

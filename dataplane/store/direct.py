@@ -18,17 +18,18 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 
-from dataplane.errors import DataplaneError, StoreThrottled, StoreUnavailable
+from dataplane.errors import DataplaneError
 from dataplane.store.connections import Connections
 from dataplane.store.pieces import is_strong
 from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.unreachable import Why, passes_with_time, unreachable, why_of
+from dataplane.store.refusals import kind_of, refusal
+from dataplane.store.unreachable import UNREACHABLE, Why, unreachable, why_of
 
 Sign = Callable[[str], str]
 """The url of a key with its signature in it."""
 
 _IDLE_MAX = 64
-_SPAN = re.compile(r"bytes (\d+)-(\d+)/")
+_SPAN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/")
 # After this many refusals in a row, direct requests pause for a while.
 _REFUSALS_MAX = 8
 _PAUSE_S = 60.0
@@ -128,14 +129,9 @@ def _split(signed: str) -> tuple[str, str]:
 
 def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
     """Continue only if the answer is the requested range."""
-    if answer.status in {429, 503}:
-        raise StoreThrottled(
-            f"{url}: the store asks to slow down (HTTP {answer.status})", shard=url
-        )
-    if passes_with_time(answer.status):  # to ask again at once would double the load
-        raise StoreUnavailable(
-            f"{url}: the store reported an internal failure (HTTP {answer.status})", shard=url
-        )
+    if issubclass(kind_of(answer.status), UNREACHABLE):
+        # To ask again at once would double the load.
+        raise refusal(url, answer.status)
     span = _SPAN.match(answer.getheader("Content-Range", ""))
     if (
         answer.status != 206

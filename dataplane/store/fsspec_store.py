@@ -31,6 +31,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.refusals import is_throttle, kind_of, shortened
 from dataplane.store.unreachable import passes
 from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
@@ -41,7 +42,7 @@ _NEAR_MIN = 0.5
 
 _ETAG_KEYS = ("ETag", "etag", "md5", "md5Hash", "content_md5", "checksum", "uid", "version")
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_THROTTLES = ("SlowDown", "503", "429", "TooManyRequests", "reduce your request rate", "throttl")
+_THROTTLES = ("reduce your request rate", "throttl")
 
 
 class FsspecStore:
@@ -145,15 +146,17 @@ class FsspecStore:
 
 
 def _mapped(url: str, cause: Exception) -> StoreError:
-    name, text = type(cause).__name__, f"{type(cause).__name__}: {cause}"
+    name, text = type(cause).__name__, f"{type(cause).__name__}: {shortened(str(cause))}"
     status = _http_status(cause)
-    if status in (401, 403) or "Credential" in name:
+    kind = kind_of(status) if status else None
+    if kind is StoreDenied or "Credential" in name:
         return StoreDenied(f"{url}: access refused: {text}", shard=url)
-    if status in (404, 410):
+    if kind is ShardNotFound:
         return ShardNotFound(f"there is no object {url}: {text}", shard=url)
-    if status in (429, 503) or any(word in str(cause) for word in _THROTTLES):
+    is_throttled = is_throttle(str(cause)) or any(word in str(cause) for word in _THROTTLES)
+    if kind is StoreThrottled or is_throttled:
         return StoreThrottled(f"{url}: the store asks to slow down: {text}", shard=url)
-    if status and status != 408 and (status < 500 or status in (501, 505)):
+    if kind is StoreError:
         return StoreError(f"{url}: {text}", shard=url)
     if "Range" in str(cause) and not isinstance(cause, OSError):
         return TruncatedRead(f"{url}: {text}", shard=url)
@@ -164,9 +167,11 @@ def _mapped(url: str, cause: Exception) -> StoreError:
 
 
 def _http_status(cause: Exception) -> int:
-    """The HTTP status of an exception of aiohttp, requests, httpx and the like; 0: it has none."""
+    """The HTTP status of an exception of aiohttp, requests, httpx, gcsfs and the like; 0: it has
+    none.
+    """
     for holder in (cause, getattr(cause, "response", None)):
-        for name in ("status", "status_code"):
+        for name in ("status", "status_code", "code"):
             status = getattr(holder, name, None)
             if isinstance(status, int) and 100 <= status < 600:
                 return status

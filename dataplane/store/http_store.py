@@ -30,7 +30,6 @@ from dataplane.errors import (
     ShardNotFound,
     StoreDenied,
     StoreError,
-    StoreThrottled,
     StoreUnavailable,
     TruncatedRead,
 )
@@ -39,7 +38,8 @@ from dataplane.store.connections import Connections, TimedConnection
 from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.unreachable import passes_with_time, unreachable, why_of
+from dataplane.store.refusals import refusal
+from dataplane.store.unreachable import unreachable, why_of
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -266,14 +266,8 @@ def _check_status(url: str, status: int) -> None:
     """Raises:  the error that it means."""
     if status == 412:
         raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
-    if status in (404, 410):
-        raise ShardNotFound(f"there is no object {url} (HTTP {status})", shard=url)
-    if status in (401, 403, 407):
-        raise StoreDenied(f"{url}: access refused (HTTP {status})", shard=url)
-    if status in (429, 503):
-        raise StoreThrottled(f"{url}: the server asks to slow down (HTTP {status})", shard=url)
-    if passes_with_time(status):
-        raise StoreUnavailable(f"{url}: the server failed (HTTP {status})", shard=url)
+    if status >= 300 and status != 416:
+        raise refusal(url, status)
 
 
 def _etag_of_time(modified: str | None, size: int) -> str:

@@ -3,12 +3,17 @@
 obstore has one exception for nearly everything, with the details in its text: the HTTP status, the
 store's own error code, and the kind of a broken connection. This is the one place that reads that
 text. obstore >= 0.8 writes it so; the conformance suite would notice a change.
+
+An error shows the code and the message of a store's answer, and no more of it: S3 sends the session
+token back that it refuses.
 """
 
 from __future__ import annotations
 
+import html
 import re
 
+from msgspec import Struct
 from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from dataplane.errors import (
@@ -20,15 +25,24 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.store.unreachable import Why, passes_with_time, unreachable
+from dataplane.store.refusals import kind_of, shortened
+from dataplane.store.unreachable import UNREACHABLE, Why, unreachable
 
-_STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>|\"code\": ?\"(\w+)\"")
+# After the first line of the message, obstore repeats it in a form for developers.
+_ANSWER = re.compile(
+    r"Server returned non-2xx status code: (\d{3})[^\n:]*:?(.*?)(?:\n\nDebug source:|\Z)", re.DOTALL
+)
+_STATUS = re.compile(r"status: (\d{3})")
+_CODE = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>|\"code\": ?\"(\w{1,64})\"")
+_MESSAGE = re.compile(
+    r"<Message>([^<]*)</Message>|\"message\": ?\"([^\"]*)\"|<title>([^<]*)</title>", re.IGNORECASE
+)
+_REGION = re.compile(r"<Region>([\w\-]{1,64})</Region>|expecting '([\w\-]{1,64})'")
 _ENDPOINT = re.compile(r"Error performing \w+ (https?://[^/\s?]+)")
-_ASKED = re.compile(r"Error performing \w+ (\S+)")
-_THROTTLES = ("SlowDown", "Throttl", "TooManyRequests", "RequestLimitExceeded", "ServerBusy")
+_ASKED = re.compile(r"Error performing (\w+) (\S+)")
 _GIVES_CREDENTIALS = re.compile(
-    r"latest/api/token|//169\.254\.|metadata\.google|/credentials\b|//sts\.|//oauth2\.|/oauth2/"
+    r"/latest/(?:api|meta-data)/|//169\.254\.|metadata\.google|/credentials\b|//sts\.|//oauth2\.|"
+    r"/oauth2/"
 )
 _WHYS = (
     (("kind: Timeout", "TimedOut"), Why.LATE),
@@ -41,105 +55,204 @@ _WHYS = (
 _NO_TLS = "InvalidContentType"
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
+_BARE_REDIRECT = "redirect without LOCATION"
+# How a store, and then a plain http server, answers a ranged read with status 200.
+_WHOLE = ("NotPartial", "RangeNotSupported")
+# The store does not know these credentials any more; others may be there by now.
+_OUTDATED = frozenset(
+    {"ExpiredToken", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
+)
+
 Fault = StoreError | DatasetChangedError
 
 
+class _Said(Struct, frozen=True):
+    """What a store says about why it refused a request. Without an answer, all is empty."""
+
+    status: int = 0
+    code: str = ""
+    message: str = ""
+    region: str = ""
+
+    @property
+    def short(self) -> str:
+        return f"HTTP {self.status} {self.code}".strip() if self.status else ""
+
+    @property
+    def whole(self) -> str:
+        return f"{self.short}: {self.message}" if self.message else self.short
+
+
 def mapped(
-    cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, had_credentials: bool
+    cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, may_renew: bool
 ) -> Fault:
-    """Our error for an error of obstore. `span` is (offset, length) of a read. With
-    `had_credentials`, missing credentials now are an outage, not a denial.
+    """Our error for an error of obstore. `span` is (offset, length) of a read. `may_renew`: the
+    store took our credentials before, and is given other ones when there are any. Missing ones are
+    then an outage, not a denial.
     """
     text = str(cause)
-    status = _first(_STATUS, text)
-    code = _first(_CODE, text)
-    said = " ".join(part for part in (status and f"HTTP {status}", code) if part)
+    said = _said(text)
     # Only reads have a condition.
-    if span is not None and (isinstance(cause, PreconditionError) or status == "412"):
+    if span is not None and (isinstance(cause, PreconditionError) or said.status == 412):
         return DatasetChangedError(f"{url} changed since it was indexed", shard=url)
-    if isinstance(cause, FileNotFoundError) or status == "404":
-        return _missing(url, base, code)
-    if _is_denied(cause, status, text):
-        return _denied(url, text, said, had_credentials=had_credentials)
-    if status in ("429", "503") or any(word in code for word in _THROTTLES):
-        return StoreThrottled(f"{url}: the store asks to slow down ({said})", shard=url)
-    # S3 says with status 400 that a request came too slowly.
-    if passes_with_time(int(status or 0)) or code == "RequestTimeout":
-        return StoreUnavailable(
-            f"{url}: the store reported an internal failure ({said})", shard=url
-        )
-    if "UnexpectedRange" in text or status == "416":
-        return _short(url, text, span)
-    if "NotPartial" in text:
+    if _is_of_credentials(cause, text, base, said.status):
+        return _no_credentials(url, text, said, may_renew=may_renew)
+    if said.status:
+        return _refused(url, base, said, span, may_renew=may_renew)
+    if isinstance(cause, FileNotFoundError):
+        return _missing(url, base, "")
+    if "UnexpectedRange" in text:
+        return _short(url, shortened(text), span)
+    if has_no_range(cause):
         return StoreError(
             f"{url}: the server ignores Range: asked for {_bytes(span)} it sent the whole object. "
             "Use a server that answers ranged reads with status 206",
             shard=url,
         )
-    if status in ("405", "501"):
-        return StoreError(
-            f"{url}: this server does not support the request ({said}). A plain http server "
-            f"cannot list files: name each file; braces such as {{000..127}} need no listing",
-            shard=url,
-        )
+    if _BARE_REDIRECT in text:
+        return _elsewhere(url, "the server redirects without saying where", "")
     if "HttpError" in text or "reqwest" in text:
         return _not_connected(url, base, text)
-    return StoreError(f"{url}: {_first_line(text)}", shard=url)
+    return StoreError(f"{url}: {shortened(text)}", shard=url)
 
 
 def has_no_range(cause: Exception) -> bool:
-    """Whether the answer to a ranged read shows that the object is empty."""
-    return "NotPartial" in str(cause) or _first(_STATUS, str(cause)) == "416"
+    """Whether the answer to a ranged read shows that the object is empty, or not read by range."""
+    text = str(cause)
+    return any(word in text for word in _WHOLE) or _said(text).status == 416
 
 
-def _is_denied(cause: Exception, status: str, text: str) -> bool:
-    """Access was refused, or there are no credentials: no key, no metadata service."""
-    if isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
-        return True
+def has_answer(cause: Exception) -> bool:
+    """Whether this shows an answer of the store, whole, and more than once."""
+    return _ANSWER.search(str(cause)) is not None
+
+
+def _said(text: str) -> _Said:
+    found = _ANSWER.search(text)
+    if found is None:
+        return _Said(int(_first(_STATUS, text) or 0))
+    body = found[2].strip()
+    message = html.unescape(_first(_MESSAGE, body)) or ("" if body.startswith(("<", "{")) else body)
+    return _Said(int(found[1]), _first(_CODE, body), shortened(message), _first(_REGION, body))
+
+
+def _is_of_credentials(cause: Exception, text: str, base: str, status: int) -> bool:
+    """Whether it is a failure to get credentials, or to find any: no key, no metadata service."""
     asked = _ASKED.search(text)
-    is_of_credentials = asked is not None and _GIVES_CREDENTIALS.search(asked[1])
-    no_key = "missing credential" in text.lower()
-    return status in ("401", "403") or bool(is_of_credentials) or no_key
+    if asked is not None:
+        name = base.partition("://")[2]
+        is_of_store = any(part in asked[2] for part in (base, f"/{name}/", f"//{name}."))
+        # The store itself is asked with GET and HEAD alone.
+        if asked[1] in ("POST", "PUT") or (
+            not is_of_store and _GIVES_CREDENTIALS.search(asked[2]) is not None
+        ):
+            return True
+    is_refusal = isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError))
+    return not status and (is_refusal or "missing credential" in text.lower())
+
+
+def _no_credentials(url: str, text: str, said: _Said, *, may_renew: bool) -> StoreError:
+    why = said.whole or shortened(text)
+    if may_renew:
+        return StoreUnavailable(
+            f"{url}: the credentials have expired and cannot be renewed ({why})", shard=url
+        )
+    if issubclass(kind_of(said.status, said.code), UNREACHABLE):
+        return StoreUnavailable(
+            f"{url}: the service that gives credentials failed ({why})", shard=url
+        )
+    return StoreDenied(
+        f"{url}: no credentials found ({why}). Set AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or "
+        "AZURE_STORAGE_ACCOUNT_KEY; for a public bucket AWS_SKIP_SIGNATURE=true",
+        shard=url,
+    )
+
+
+def _refused(
+    url: str, base: str, said: _Said, span: tuple[int, int] | None, *, may_renew: bool
+) -> StoreError:
+    """The error of an answer of the store."""
+    kind = kind_of(said.status, said.code)
+    if kind is StoreThrottled:
+        return StoreThrottled(f"{url}: the store asks to slow down ({said.short})", shard=url)
+    if kind is StoreUnavailable:
+        return StoreUnavailable(
+            f"{url}: the store reported an internal failure ({said.short})", shard=url
+        )
+    if said.region or said.code == "PermanentRedirect":
+        return _elsewhere(url, f"the bucket is in another region ({said.whole})", said.region)
+    if kind is StoreDenied:
+        return _denied(url, said, may_renew=may_renew)
+    if kind is ShardNotFound:
+        return _missing(url, base, said.code)
+    if said.status == 416:
+        return _short(url, said.whole, span)
+    if said.status in (405, 501):
+        advice = (
+            ". A plain http server cannot list files: name each file; braces such as {000..127} "
+            "need no listing"
+        )
+        return StoreError(
+            f"{url}: this server does not support the request ({said.short})"
+            f"{'' if span else advice}",
+            shard=url,
+        )
+    if 300 <= said.status < 400:
+        return StoreError(
+            f"{url}: the server redirects to what is not a url ({said.short})", shard=url
+        )
+    return StoreError(f"{url}: the store refused the request ({said.whole})", shard=url)
+
+
+def _elsewhere(url: str, what: str, region: str) -> StoreError:
+    """A bucket of S3 in another region than the one that requests are signed for."""
+    if url.startswith(("http://", "https://")):
+        return StoreError(f"{url}: {what}", shard=url)
+    advice = f"set AWS_REGION to {region}" if region else "set AWS_REGION to the bucket's region"
+    return StoreError(
+        f"{url}: {what}: {advice}, and check AWS_ENDPOINT_URL if it is set", shard=url
+    )
 
 
 def _missing(url: str, base: str, code: str) -> ShardNotFound:
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return ShardNotFound(f"there is no bucket {base} (asked for {url})", shard=url)
+    if url.startswith(("http://", "https://")):
+        return ShardNotFound(f"there is no object {url}", shard=url)
     if url.startswith(base) and len(url) > len(base) + 1:
         return ShardNotFound(f"there is no object {url}, or no bucket {base}", shard=url)
     return ShardNotFound(f"there is no bucket {base}", shard=url)
 
 
-def _denied(url: str, text: str, said: str, *, had_credentials: bool) -> StoreError:
-    if not said and had_credentials:
+def _denied(url: str, said: _Said, *, may_renew: bool) -> StoreError:
+    if said.code in _OUTDATED and may_renew:
         return StoreUnavailable(
-            f"{url}: the credentials have expired and cannot be renewed ({_first_line(text)})",
-            shard=url,
-        )
-    if not said:
-        return StoreDenied(
-            f"{url}: no credentials found ({_first_line(text)}). Set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or "
-            "AZURE_STORAGE_ACCOUNT_KEY; for a public bucket AWS_SKIP_SIGNATURE=true",
+            f"{url}: the credentials are no longer valid ({said.whole}), and there are no others "
+            "yet",
             shard=url,
         )
     if url.startswith(("http://", "https://")) and "?" in url:
         return StoreDenied(
-            f"{url}: access refused ({said}): check that the url's signature or token is for GET, "
-            "and has not expired. Signed urls must outlive the job",
+            f"{url}: access refused ({said.whole}): check that the url's signature or token is for "
+            "GET, and has not expired. Signed urls must outlive the job",
             shard=url,
         )
-    return StoreDenied(
-        f"{url}: access refused ({said}): check the credentials, their right to read and list "
-        "this bucket, and the region",
-        shard=url,
-    )
+    advice = "check the credentials, their right to read and list this bucket, and the region"
+    if said.code in _OUTDATED:
+        advice = (
+            "renew the credentials. Keys in the environment of a process stay as they are: for "
+            "long jobs, use a profile (AWS_PROFILE) or the role of the machine"
+        )
+    if said.code == "RequestTimeTooSkewed":
+        advice = "set the clock of this machine"
+    return StoreDenied(f"{url}: access refused ({said.whole}): {advice}", shard=url)
 
 
-def _short(url: str, text: str, span: tuple[int, int] | None) -> TruncatedRead:
+def _short(url: str, why: str, span: tuple[int, int] | None) -> TruncatedRead:
     offset, length = span or (0, 0)
     return TruncatedRead(
-        f"{url}: received fewer bytes than requested, {_bytes(span)} ({_first_line(text)})",
+        f"{url}: received fewer bytes than requested, {_bytes(span)} ({why})",
         shard=url,
         offset=offset,
         expected=length,
@@ -162,6 +275,10 @@ def _not_connected(url: str, base: str, text: str) -> StoreError:
             "name, the clock, and the certificate authorities of this machine",
             shard=url,
         )
+    if "kind: Redirect" in text:
+        return StoreError(f"{url}: {endpoint} redirects too often, or in a circle", shard=url)
+    if "kind: Builder" in text:
+        return StoreError(f"{url}: {endpoint} redirects to what is not an http url", shard=url)
     why = next((why for words, why in _WHYS if any(word in text for word in words)), Why.BROKEN)
     return unreachable(url, endpoint, why)
 
@@ -173,7 +290,3 @@ def _bytes(span: tuple[int, int] | None) -> str:
 def _first(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
     return next((group for group in found.groups() if group), "") if found else ""
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]

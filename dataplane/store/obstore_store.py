@@ -30,10 +30,11 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store import direct
-from dataplane.store.clients import Client, client
-from dataplane.store.obstore_faults import Fault, has_no_range, mapped
+from dataplane.store.clients import Client, client, may_renew
+from dataplane.store.obstore_faults import Fault, has_answer, has_no_range, mapped
 from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong
 from dataplane.store.race import current_race
+from dataplane.store.refusals import shortened
 from dataplane.store.urls import folder_of, key_of, scheme_of
 
 T = TypeVar("T")
@@ -63,7 +64,8 @@ class ObstoreStore:
             made = client(self._base, os.environ, self._request_timeout_s)
         except (ValueError, obstore.exceptions.BaseError) as cause:
             raise ConfigError(
-                f"the environment does not configure access to {self._base}: {_first_line(cause)}"
+                f"the environment does not configure access to {self._base}: "
+                f"{shortened(str(cause))}"
             ) from cause
         before, self._client, self._direct = self._direct, made, None
         if before is not None:
@@ -180,11 +182,12 @@ class ObstoreStore:
         try:
             answer = question()
         except (obstore.exceptions.BaseError, OSError, ValueError) as cause:
-            fault = mapped(cause, url, self._base, span, had_credentials=self._was_served)
+            renews = self._was_served and may_renew(self._base, os.environ)
+            fault = mapped(cause, url, self._base, span, may_renew=renews)
             if isinstance(fault, DatasetChangedError):
                 fault = self._changed(url, etag, fault)
-            # obstore's message names the url with its query, and a traceback would show it.
-            raise fault from None if self._has_query(url) else cause
+            # A traceback would show obstore's message: the url with its query, the whole answer.
+            raise fault from None if self._has_query(url) or has_answer(cause) else cause
         except BaseException as cause:
             # A panic of Rust is not an Exception, and would bypass every handler of a node.
             if type(cause).__module__ != "pyo3_runtime":
@@ -263,7 +266,3 @@ def _signed(client: S3Store, key: str) -> str:
         return obstore.sign(client, "GET", key, SIGNED_FOR)
     except obstore.exceptions.BaseError as cause:
         raise direct.Refused from cause
-
-
-def _first_line(cause: BaseException) -> str:
-    return str(cause).partition("\n")[0]

@@ -80,13 +80,6 @@ def why_of(error: BaseException) -> Why | None:
     return Why.BROKEN if isinstance(error, ConnectionError) else None
 
 
-def passes_with_time(status: int) -> bool:
-    """Whether this HTTP status says that the server failed, or found us late, and may not do so
-    again. 503, as 429, asks to slow down besides.
-    """
-    return status == 408 or (500 <= status < 600 and status not in (501, 505))
-
-
 def passes(error: OSError) -> bool:
     """Whether an OSError may be gone at the next attempt. Libraries raise those without an errno
     for network errors of all kinds.

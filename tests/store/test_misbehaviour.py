@@ -244,9 +244,7 @@ def test_credentials_that_cannot_be_renewed_are_retried_and_missing_ones_are_not
         "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s - "
         "HTTP error: error sending request"
     )
-    first, later = (
-        mapped(said, URL, "s3://bucket", None, had_credentials=had) for had in (False, True)
-    )
+    first, later = (mapped(said, URL, "s3://bucket", None, may_renew=had) for had in (False, True))
     assert type(first) is StoreDenied
     assert type(later) is StoreUnavailable
     assert "expired" in str(later)
