@@ -46,6 +46,7 @@ class Mood(enum.Enum):
     ELSEWHERE = "307, a redirect"
     NO_TOKEN = "a list goes on after this page, and does not say where"
     AGAIN = "pages of a list are all the first one"
+    UNORDERED = "a list goes from the last key to the first, and starts at no other"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
     DRIP = "the last bytes of the body one by one"
@@ -262,12 +263,13 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         options = dict(urllib.parse.parse_qsl(query))
         token = options.get("continuation-token", "")
         after = "" if mood is Mood.AGAIN else token or options.get("start-after", "")
-        names = sorted(
-            name.removeprefix(f"{bucket}/")
-            for name in self.awry.objects
-            if name.startswith(f"{bucket}/{options.get('prefix', '')}")
-            and name > f"{bucket}/{after}"
-        )
+        whole = f"{bucket}/{options.get('prefix', '')}"
+        names = sorted(name for name in self.awry.objects if name.startswith(whole))
+        if mood is Mood.UNORDERED:
+            names = [name for name in reversed(names) if not token or name < f"{bucket}/{token}"]
+        else:
+            names = [name for name in names if name > f"{bucket}/{after}"]
+        names = [name.removeprefix(f"{bucket}/") for name in names]
         page, has_more = names[:_PAGE], len(names) > _PAGE
         entries = "".join(self._entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in page)
         if has_more and mood is not Mood.NO_TOKEN and token.count("+") < _REPEATS:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.model import ObjectInfo
+
+LAST = "\U0010ffff"
+"""A character after all that keys have."""
+
+
+class NotInOrderError(Exception):
+    """A page of a list is not what follows the one before."""
 
 
 class Store(Protocol):
@@ -67,4 +75,26 @@ class Reconnecting(Protocol):
 
         Raises:  ConfigError: the environment no longer configures access. The old connections are
         kept.
+        """
+
+
+class Page(Struct, frozen=True):
+    """Objects in url order, and whether no more follow."""
+
+    objects: list[ObjectInfo]
+    is_last: bool
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """A store that can list from any key on."""
+
+    def has_pages(self) -> bool:
+        """Whether it can do so, as far as is known."""
+
+    def page(self, prefix: str, after: str) -> Page:
+        """The first objects whose urls start with `prefix`, and come after the url `after` (any
+        text that starts with `prefix`); if both are equal, an object with that very url, too.
+
+        Raises:  NotInOrderError: the store does not list in url order.  As `Store.list`.
         """

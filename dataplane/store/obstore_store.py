@@ -13,7 +13,8 @@ import datetime as dt
 import functools
 import os
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import lt
 from typing import Any, TypeVar
 
 import obstore
@@ -30,6 +31,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store import direct
+from dataplane.store.base import LAST, NotInOrderError, Page
 from dataplane.store.clients import Client, client, may_renew
 from dataplane.store.obstore_faults import Fault, has_answer, has_no_range, mapped
 from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong
@@ -89,6 +91,34 @@ class ObstoreStore:
         infos = [self._info(url, meta) for url, meta in found.items() if url.startswith(prefix)]
         shown = [info for info in infos if info.size_bytes or self._is_there(info.url)]
         return iter(sorted(shown, key=lambda info: info.url))
+
+    def has_pages(self) -> bool:
+        """As `base.Paged.has_pages`. obstore asks Azure for the whole list, whatever the offset,
+        and S3's directory buckets know none.
+        """
+        return isinstance(self._client, S3Store) and not self._base.endswith("--x-s3")
+
+    def page(self, prefix: str, after: str) -> Page:
+        """As `base.Paged.page`."""
+        folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/") or None
+        start = after[len(self._base) + 1 :] if after != prefix else self._before(prefix)
+        while True:
+            listed = self._ask(prefix, lambda: self._next(folder, start))  # noqa: B023 - called now
+            found = [self._info(f"{self._base}/{meta['path']}", meta) for meta in listed]
+            shown = [
+                info
+                for info in found
+                if info.url.startswith(prefix) and (info.size_bytes or self._is_there(info.url))
+            ]
+            urls = [after if after != prefix else "", *(info.url for info in shown)]
+            if not all(map(lt, urls, urls[1:])):
+                raise NotInOrderError(f"{self._base}: what follows {after} is not in url order")
+            is_last = len(listed) < LIST_PAGE or found[-1].url > f"{prefix}{LAST}"
+            if shown or is_last:
+                return Page(shown, is_last)
+            if start is not None and listed[-1]["path"] <= start:
+                raise NotInOrderError(f"{self._base}: what follows {start} ends before it")
+            start = listed[-1]["path"]
 
     def head(self, url: str) -> ObjectInfo:
         if self._has_query(url):
@@ -158,6 +188,20 @@ class ObstoreStore:
                     )
             if len(found) == before or len(found) % LIST_PAGE:
                 return found
+
+    def _next(self, folder: str | None, start: str | None) -> Sequence[obstore.ObjectMeta]:
+        pages = obstore.list(self._client, folder, offset=start, chunk_size=LIST_PAGE)
+        return next(iter(pages), ())
+
+    def _before(self, prefix: str) -> str | None:
+        """A key close before those with this prefix; None if they are the first of their folder,
+        or there is no such key.
+        """
+        key = prefix[len(self._base) + 1 :]
+        if key[-1:] in ("", "/", " ") or not key.isascii():
+            return None
+        before = "." if key[-1] == "0" else chr(ord(key[-1]) - 1)  # no "/"
+        return f"{key[:-1]}{before}~"
 
     def _get(self, url: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
         if self._has_query(url):

@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 from dataplane.errors import StoreDenied
 from dataplane.model import ObjectInfo
 from dataplane.security.urls import is_under
-from dataplane.store.base import Reconnecting, Store
+from dataplane.store.base import Page, Paged, Reconnecting, Store
 from dataplane.store.pieces import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
 from dataplane.trace import Trace
@@ -164,6 +164,18 @@ class PolicedStore:
         found = list(self._inner.list(prefix))
         self._policy.check_all(one.url for one in found)
         return iter(found)
+
+    def has_pages(self) -> bool:
+        """As `base.Paged.has_pages`."""
+        return isinstance(self._inner, Paged) and self._inner.has_pages()
+
+    def page(self, prefix: str, after: str) -> Page:
+        """As `base.Paged.page`."""
+        assert isinstance(self._inner, Paged)
+        self._policy.check_names([prefix])
+        page = self._inner.page(prefix, after)
+        self._policy.check_all(one.url for one in page.objects)
+        return page
 
     def head(self, url: str) -> ObjectInfo:
         self._policy.check(url)

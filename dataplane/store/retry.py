@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -31,8 +32,9 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
-from dataplane.store.base import Reconnecting, Store
+from dataplane.store.base import NotInOrderError, Page, Paged, Reconnecting, Store
 from dataplane.store.gate import Clock, Gate, Pause, Share, Turn, Wait
+from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.pieces import fill, in_pieces
 
@@ -85,8 +87,12 @@ class Retrying:
         self._failing: set[_Call] = set()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # A listing that broke off starts again: no store can continue one at an exact place.
-        return iter(self._call(f"listing {prefix}", prefix, lambda: [*self._inner.list(prefix)]))
+        inner = self._inner
+        if isinstance(inner, Paged) and inner.has_pages():
+            with contextlib.suppress(NotInOrderError):
+                return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
+        # If it breaks off, it starts again: such a store cannot go on at an exact place.
+        return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
 
     def head(self, url: str) -> ObjectInfo:
         return self._call(f"head of {url}", url, lambda: self._inner.head(url))
@@ -116,6 +122,9 @@ class Retrying:
     def close(self) -> None:
         """End all waits for the store."""
         self._gate.close()
+
+    def _page(self, inner: Paged, prefix: str, after: str) -> Page:
+        return self._call(f"listing {prefix}", prefix, lambda: inner.page(prefix, after))
 
     def _call(self, what: str, url: str, attempt: Callable[[], T]) -> T:
         now = self._clock.now()

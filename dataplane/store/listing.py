@@ -1,0 +1,213 @@
+"""Lists what is below a prefix, many pages at a time.
+
+An object store gives a list in pages of a thousand keys, each of which tells where the next one
+begins: a million keys take a thousand round trips, one after the other. But a page can begin at any
+key. So the keys are cut into ranges, which are listed side by side.
+
+Where the keys are is a guess: that they are spread evenly over what the characters of those already
+seen can spell, as numbers and hashes are. The range that seems the longest is cut in the middle. A
+wrong guess costs a page without new keys.
+
+Invariants:
+1. Each key is in one range, wherever the cuts are.
+2. No range is cut while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages read
+   were of no use. A list of one page takes one request.
+3. A page that fails is asked for again alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from msgspec import Struct
+
+from dataplane.model import ObjectInfo
+from dataplane.store.base import LAST, Page
+
+PAGES_AT_ONCE = 16
+_WASTED = 0.2
+_WASTED_MIN = 6.0
+_LONG_PAGES = 3.0
+"""A range that seems to have fewer pages left is not cut."""
+_LEAP = 4.0
+_DOUBT = 2.0
+"""A cut with nothing behind it makes its range seem shorter by this factor."""
+_SAMPLES = 16
+_PRECISION = 1 / 16
+_SPAN_MIN = 1e-14
+_DIGITS, _HEX = set("0123456789"), set("0123456789abcdef")
+
+
+class KeyRange(Struct, eq=False):
+    """Keys still to be listed: those after `after`, up to and with `until`."""
+
+    after: str
+    until: str
+    first: str = ""
+    pages: int = 0
+    """How many pages were read of it; `first` is the first key of the first."""
+    leap: float = _LEAP
+    """As far as this many pages may be cut off at once, where nobody knows the end."""
+    is_open: bool = True
+    """Whether there may be nothing in the part of it that is still to be listed."""
+    doubt: float = 1.0
+    cut_from: KeyRange | None = None
+    """The range before it, until its own first page has come."""
+
+
+class Spelling:
+    """The characters seen at each place of the keys. They make a key a number from 0 to 1: a
+    fraction whose digits are its characters, each in a base of its own.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[set[str]] = []
+        self._choices: list[list[str]] = []
+
+    def learn(self, keys: Sequence[str]) -> None:
+        """Look at a few of the keys of a page."""
+        count = sum(map(len, self._seen))
+        for key in (*keys[:: max(1, len(keys) // _SAMPLES)], keys[-1]):
+            self._seen += [set() for _ in range(len(key) - len(self._seen))]
+            for seen, character in zip(self._seen, key, strict=False):
+                seen.add(character)
+        if sum(map(len, self._seen)) > count:
+            self._choose()
+
+    def number(self, key: str) -> float:
+        """Where the key is among all that can be spelled."""
+        found, span = 0.0, 1.0
+        for character, choices in zip(key, self._choices, strict=False):
+            index = bisect_left(choices, character)
+            span /= len(choices)
+            found += index * span
+            if span < _SPAN_MIN or choices[index : index + 1] != [character]:
+                break
+        return found
+
+    def key(self, number: float, precision: float) -> str:
+        """The shortest beginning of a key that stands for this number, about."""
+        spelled, span = "", 1.0
+        for choices in self._choices:
+            if span < precision:
+                break
+            span /= len(choices)
+            index = min(int(number / span), len(choices) - 1)
+            number -= index * span
+            spelled += choices[index]
+        return spelled
+
+    def _choose(self) -> None:
+        """A number or a hash may have any digit wherever it was seen to vary, and at the places
+        before these: a first page has keys with the same first digits.
+        """
+        after: set[str] = set()
+        found = []
+        for seen in reversed(self._seen):
+            choices = seen
+            if seen <= after:
+                choices = after
+            elif len(seen) > 1 and seen & _DIGITS:
+                choices = seen | (_HEX if seen & (_HEX - _DIGITS) else _DIGITS)
+            after = choices if len(choices) > 1 else set()
+            found.append(sorted(choices))
+        self._choices = found[::-1]
+
+
+class Listing:
+    """Which page to ask for next, and what has come. Keys are what follows the prefix in urls."""
+
+    def __init__(self, prefix: str) -> None:
+        self.found: list[ObjectInfo] = []
+        self._prefix = prefix
+        self._spelling = Spelling()
+        self._due = [KeyRange("", LAST)]
+        self._asked: list[KeyRange] = []
+        self._useful = self._wasted = 0.0
+
+    def due(self) -> KeyRange | None:
+        """A range whose next page is to be asked for now; None if there is none."""
+        taken = self._due.pop(0) if self._due else self._cut()
+        if taken is not None:
+            self._asked.append(taken)
+        return taken
+
+    def answered(self, asked: KeyRange, page: Page) -> None:
+        """Take the page that follows the `after` of a range."""
+        keys = [one.url[len(self._prefix) :] for one in page.objects]
+        count = bisect_right(keys, asked.until)
+        self.found += page.objects[:count]
+        useful = count / len(keys) if keys else 0.0
+        self._useful += useful
+        self._wasted += 1.0 - useful
+        origin, asked.cut_from = asked.cut_from, None
+        if origin is not None:
+            origin.is_open, origin.doubt = False, 1.0 if count else origin.doubt * _DOUBT
+        self._asked.remove(asked)
+        if count == len(keys) and not page.is_last:
+            self._spelling.learn(keys)
+            asked.after, asked.first = keys[-1], asked.first or keys[0]
+            asked.pages, asked.doubt = asked.pages + 1, max(1.0, asked.doubt / _DOUBT)
+            self._due.append(asked)
+
+    def _cut(self) -> KeyRange | None:
+        """Cut the range that seems the longest."""
+        longest = max(self._asked, key=self._pages_left, default=None)
+        is_wasteful = self._wasted > _WASTED_MIN + _WASTED * self._useful
+        if longest is None or is_wasteful or self._pages_left(longest) < _LONG_PAGES:
+            return None
+        start, end = map(self._spelling.number, (longest.after, longest.until))
+        part = 0.5
+        if longest.is_open:
+            part = min(0.5, longest.leap / self._pages_left(longest))
+        number = start + part * (end - start)
+        cut = self._as_path(self._spelling.key(number, part * (end - start) * _PRECISION))
+        if not longest.after < cut < longest.until:
+            longest.doubt *= _DOUBT
+            return None
+        leap = longest.leap * _LEAP
+        rest = KeyRange(cut, longest.until, leap=leap, is_open=longest.is_open, cut_from=longest)
+        longest.until = cut
+        return rest
+
+    def _pages_left(self, asked: KeyRange) -> float:
+        """A guess. A range without a page is not cut, nor is one with a cut that nobody knows yet
+        to be of use.
+        """
+        if not asked.pages or any(one.cut_from is asked for one in self._asked):
+            return 0.0
+        first, after, until = map(self._spelling.number, (asked.first, asked.after, asked.until))
+        page_span = max((after - first) / asked.pages, _SPAN_MIN)
+        return (until - after) / page_span / asked.doubt
+
+    def _as_path(self, cut: str) -> str:
+        """Without the first part that no key can have, and what follows it."""
+        parts = f"{self._prefix}{cut}".split("/")
+        bad = next((i for i, part in enumerate(parts) if i > 2 and part in ("", ".", "..")), None)
+        return "/".join(parts[:bad])[len(self._prefix) :]
+
+
+def listed(prefix: str, ask: Callable[[str], Page]) -> list[ObjectInfo]:
+    """Every object below the prefix, in url order. `ask` gives the page after an url, or the first
+    one after the prefix itself; it is called by several threads.
+    """
+    listing = Listing(prefix)
+    taken = listing.due()
+    assert taken is not None
+    listing.answered(taken, ask(prefix))
+    asked: dict[Future[Page], KeyRange] = {}
+    threads: ThreadPoolExecutor | None = None
+    try:
+        while True:
+            while len(asked) < PAGES_AT_ONCE and (taken := listing.due()) is not None:
+                threads = threads or ThreadPoolExecutor(PAGES_AT_ONCE, "listing")
+                asked[threads.submit(ask, f"{prefix}{taken.after}")] = taken
+            if not asked:
+                return sorted(listing.found, key=lambda one: one.url)
+            for done in wait(asked, return_when=FIRST_COMPLETED).done:
+                listing.answered(asked.pop(done), done.result())
+    finally:
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)

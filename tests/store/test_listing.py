@@ -1,0 +1,187 @@
+"""Lists of many pages, which are read side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import pytest
+from awry import Awry, Mood, awry_server
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
+from dataplane.model import ObjectInfo
+from dataplane.store.base import Page
+from dataplane.store.connect import Stores, open_store
+from dataplane.store.listing import PAGES_AT_ONCE, KeyRange, Listing, listed
+from dataplane.store.policy import UrlPolicy
+from dataplane.store.retry import Retrying
+
+PREFIX = "s3://bucket/many/"
+SHAPES = {
+    "numbers": [f"shard-{i:06d}.tar" for i in range(20_000)],
+    "numbers without zeros": [f"shard-{i}.tar" for i in range(20_000)],
+    "hashes": [hashlib.sha256(b"%d" % i).hexdigest() for i in range(20_000)],
+    "folders": [f"class-{i // 120:04d}/{i % 120:05d}.jpg" for i in range(20_000)],
+    "days": [f"2026-{i // 3000 + 1:02d}-{i // 100 % 30:02d}/{i:06d}" for i in range(20_000)],
+    "two sets": [f"{'train' if i < 15_000 else 'validation'}-{i:07d}" for i in range(20_000)],
+}
+
+
+def page_of(urls: Sequence[str], after: str, size: int) -> Page:
+    first = bisect_right(urls, after) if after != PREFIX else 0
+    return Page(
+        [ObjectInfo(url, 1, "e") for url in urls[first : first + size]], len(urls) - first < size
+    )
+
+
+def rounds_and_pages(
+    urls: Sequence[str], size: int, random_: random.Random | None
+) -> tuple[int, int]:
+    """List these in rounds, in each of which the pages that were asked for come in, or some of
+    them; return how many rounds and pages it took. Each url is found once.
+    """
+    listing = Listing(PREFIX)
+    asked: list[tuple[KeyRange, str]] = []
+    rounds = pages = 0
+    while True:
+        while len(asked) < PAGES_AT_ONCE and (due := listing.due()) is not None:
+            asked.append((due, due.after))
+        if not asked:
+            assert sorted(one.url for one in listing.found) == urls
+            return rounds, pages
+        rounds += 1
+        if random_ is not None:
+            random_.shuffle(asked)
+        for _ in range(len(asked) if random_ is None else random_.randint(1, len(asked))):
+            one, after = asked.pop()
+            listing.answered(one, page_of(urls, PREFIX + after, size))
+            pages += 1
+
+
+@given(
+    st.sets(st.text("0189abz/-.é", min_size=1, max_size=8), max_size=300),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_each_key_is_listed_once(keys: set[str], size: int, random_: random.Random) -> None:
+    rounds_and_pages(sorted(PREFIX + key for key in keys), size, random_)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_are_read_side_by_side_and_few_in_vain(shape: str) -> None:
+    urls = sorted(PREFIX + key for key in SHAPES[shape])
+    rounds, pages = rounds_and_pages(urls, 100, None)
+    assert pages <= 201 * 1.25 + 6
+    assert rounds <= 60
+    for random_ in map(random.Random, range(5)):
+        assert rounds_and_pages(urls, 100, random_)[1] <= 201 * 1.25 + PAGES_AT_ONCE
+
+
+def test_keys_that_nothing_can_be_guessed_of_are_still_listed_in_few_pages() -> None:
+    random_ = random.Random(7)
+    names = [
+        "".join(random_.choices("aàé0-_", weights=(90, 1, 1, 5, 2, 1), k=40)) for _ in range(9_000)
+    ]
+    urls = sorted({f"{PREFIX}{name[:20]}/{name[20:]}" for name in names})
+    assert rounds_and_pages(urls, 100, None)[1] <= 91 * 1.25 + 6
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        server.objects = {f"bucket/many/{i:05d}": b"x" for i in range(12_345)}
+        yield server
+
+
+@pytest.fixture
+def store(awry: Awry) -> Iterator[Retrying]:
+    opened = Retrying(open_store("s3://bucket"), "s3://bucket", budget_s=10.0)
+    yield opened
+    opened.close()
+
+
+def urls_of(awry: Awry, prefix: str) -> list[str]:
+    return [url for name in awry.objects if (url := f"s3://{name}").startswith(prefix)]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "many", "many/", "many/0", "many/12345", "many/09", "many/é", "other/"]
+)
+def test_a_list_is_that_of_one_request_after_the_other(
+    awry: Awry, store: Retrying, prefix: str
+) -> None:
+    awry.objects = dict(
+        sorted(
+            {
+                **awry.objects,
+                "bucket/many": b"",
+                "bucket/many-more": b"x",
+                "bucket/many/12345": b"x",
+                "bucket/many/12345/deep": b"x",
+                "bucket/many/é1": b"x",
+                "bucket/more/1": b"x",
+            }.items()
+        )
+    )
+    found = list(store.list(f"s3://bucket/{prefix}"))
+    assert [one.url for one in found] == urls_of(awry, f"s3://bucket/{prefix}")
+    assert found == list(open_store("s3://bucket").list(f"s3://bucket/{prefix}"))
+
+
+def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -> None:
+    assert len(list(store.list(f"{PREFIX}1200"))) == 10
+    assert len(awry.seen) == 1
+
+
+def test_a_page_that_fails_is_asked_for_again_alone(awry: Awry, store: Retrying) -> None:
+    failures = [Mood.INTERNAL, Mood.WELL, Mood.TRUNCATED, Mood.WELL, Mood.RESET] * 2
+    awry.be(*failures)
+    assert [one.url for one in store.list(PREFIX)] == urls_of(awry, PREFIX)
+    assert len(awry.seen) <= 13 * 1.25 + 6 + 6
+
+
+def test_a_list_that_fails_for_good_ends(awry: Awry, store: Retrying) -> None:
+    awry.be(*[Mood.WELL] * 5, then=Mood.DENIED)
+    with pytest.raises(StoreDenied):
+        store.list(PREFIX)
+    awry.be(*[Mood.WELL] * 5, then=Mood.INTERNAL)
+    hasty = Retrying(open_store("s3://bucket"), "s3://bucket", budget_s=0.3)
+    with pytest.raises(StoreUnavailable):
+        hasty.list(PREFIX)
+
+
+def test_a_server_without_order_is_listed_page_by_page(awry: Awry, store: Retrying) -> None:
+    awry.be(then=Mood.UNORDERED)
+    assert [one.url for one in store.list(PREFIX)] == urls_of(awry, PREFIX)
+
+
+def test_a_server_that_starts_at_no_other_key_is_refused(awry: Awry, store: Retrying) -> None:
+    awry.be(then=Mood.AGAIN)
+    with pytest.raises(StoreError, match="again and again"):
+        store.list(PREFIX)
+
+
+def test_each_page_is_checked_against_what_may_be_opened(awry: Awry) -> None:
+    stores = Stores(policy=UrlPolicy((PREFIX,)))
+    assert [one.url for one in stores.connect(PREFIX).list(PREFIX)] == urls_of(awry, PREFIX)
+    with pytest.raises(StoreDenied):
+        stores.connect(PREFIX).list("s3://bucket/man")
+    stores.close()
+
+
+def test_the_first_error_ends_a_list_of_many_pages() -> None:
+    urls = sorted(PREFIX + key for key in SHAPES["numbers"])
+
+    def ask(after: str) -> Page:
+        if after > f"{PREFIX}shard-01":
+            raise StoreDenied("no")
+        return page_of(urls, after, 100)
+
+    with pytest.raises(StoreDenied):
+        listed(PREFIX, ask)
