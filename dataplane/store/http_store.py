@@ -60,7 +60,10 @@ class HttpStore:
         raise ShardNotFound(f"{prefix}: an http server cannot list: name each file", shard=prefix)
 
     def head(self, url: str) -> ObjectInfo:
-        found, _ = self._get(url, 0, 1, (), Race())
+        try:
+            found, _ = self._get(url, 0, 1, (), Race())
+        except TruncatedRead:  # an empty object has no first byte
+            found, _ = self._get(url, 0, 0, (), Race())
         return found
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
@@ -109,8 +112,10 @@ class HttpStore:
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
-        """What the object is, and how many bytes of the range it has: only all of them are read."""
-        headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        """What the object is, and how many bytes of the range it has: only all of them are read.
+        Without a length, it is asked for as a whole.
+        """
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}"} if length else {}
         if etag and is_strong(etag):
             headers["If-Match"] = etag
         deadline = time.monotonic() + self._timeout_s
@@ -215,19 +220,22 @@ def _described(
     Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
     """
     _check_status(url, answer.status)
-    span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
-    if answer.status not in (206, 416) or span is None:
+    span, etag = (
+        _SPAN.fullmatch(answer.getheader("Content-Range", "")),
+        answer.getheader("ETag", ""),
+    )
+    size, given = int(span[3]) if span else 0, 0
+    if answer.status == 416 and not (span and etag):  # its time, if any, is not the object's
+        raise _short(url, offset, length, 0)
+    is_empty = answer.status == 200 and answer.length == 0
+    if not is_empty and (answer.status not in (206, 416) or span is None):
         raise StoreError(
             f"{url}: the server answered a ranged GET with HTTP {answer.status}: it must support "
             "ranges",
             shard=url,
         )
-    size, given = int(span[3]), 0
-    if answer.status == 206:
+    if span and answer.status == 206:
         given = _given(url, answer, span, offset, length)
-    etag = answer.getheader("ETag", "")
-    if answer.status == 416 and size and not etag:  # its time, if any, is not the object's
-        raise _short(url, offset, length, 0)
     etag = etag or _etag_of_time(answer.getheader("Last-Modified"), size)
     if not etag:
         raise StoreError(

@@ -105,8 +105,8 @@ def mapped(
         return _short(url, shortened(text), span)
     if has_no_range(cause):
         return StoreError(
-            f"{url}: the server ignores Range: asked for {_bytes(span)} it sent the whole object. "
-            "Use a server that answers ranged reads with status 206",
+            f"{url}: the server ignores Range: it sends the whole object instead of a part. Use a "
+            "server that answers ranged reads with status 206",
             shard=url,
         )
     if _BARE_REDIRECT in text:
@@ -125,6 +125,12 @@ def has_no_range(cause: Exception) -> bool:
 def has_answer(cause: Exception) -> bool:
     """Whether this shows an answer of the store, whole, and more than once."""
     return _ANSWER.search(str(cause)) is not None
+
+
+def is_mute(cause: Exception) -> bool:
+    """Whether an answer to HEAD, which has no body, leaves open why it refuses."""
+    status = _said(str(cause)).status
+    return bool(status) and kind_of(status) in (StoreError, StoreDenied)
 
 
 def _said(text: str) -> _Said:

@@ -33,7 +33,7 @@ from dataplane.model import ObjectInfo
 from dataplane.store import direct
 from dataplane.store.base import LAST, NotInOrderError, Page
 from dataplane.store.clients import Client, client, may_renew
-from dataplane.store.obstore_faults import Fault, has_answer, has_no_range, mapped
+from dataplane.store.obstore_faults import Fault, has_answer, has_no_range, is_mute, mapped
 from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong
 from dataplane.store.race import current_race
 from dataplane.store.refusals import shortened
@@ -122,9 +122,9 @@ class ObstoreStore:
 
     def head(self, url: str) -> ObjectInfo:
         if self._has_query(url):
-            return self._info(url, self._ask(url, lambda: _by_get(self._client_of_query(url))))
+            return self._info(url, self._ask(url, lambda: _by_get(self._client_of_query(url), "")))
         key = self._key(url)
-        return self._info(url, self._ask(url, lambda: obstore.head(self._client, key)))
+        return self._info(url, self._ask(url, lambda: _by_head(self._client, key)))
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
         if length == 0:
@@ -291,14 +291,23 @@ def _client_of_query(request_timeout_s: float, url: str) -> Client:
     return client(url, os.environ, request_timeout_s)
 
 
-def _by_get(client: Client) -> obstore.ObjectMeta:
+def _by_head(client: Client, key: str) -> obstore.ObjectMeta:
+    try:
+        return obstore.head(client, key)
+    except (obstore.exceptions.BaseError, OSError) as cause:
+        if not is_mute(cause):
+            raise
+    return _by_get(client, key)  # some servers know GET alone, and the others say why
+
+
+def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
     """The result of a HEAD request, derived from a GET of the first byte."""
     try:
-        result = obstore.get(client, "", options={"range": (0, 1)})
+        result = obstore.get(client, key, options={"range": (0, 1)})
         result.bytes()  # the connection can be used again
     except obstore.exceptions.BaseError as cause:
         # An empty object has no first byte.
-        if has_no_range(cause) and (whole := obstore.get(client, "").meta)["size"] == 0:
+        if has_no_range(cause) and (whole := obstore.get(client, key).meta)["size"] == 0:
             return whole
         raise
     return result.meta

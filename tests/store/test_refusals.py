@@ -27,6 +27,7 @@ BODY = bytes(i % 251 for i in range(300_000))
 URL = "s3://bucket/shard.bin"
 TOKEN = "FwoGZXIvYXdzEXAMPLETOKEN"
 Ask = Callable[[], None]
+WAYS = ["s3", "s3 directly", "http", "http with a query", "checked http"]
 
 
 @pytest.fixture
@@ -40,16 +41,20 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
         yield server
 
 
-@pytest.fixture(params=["s3", "s3 directly", "http", "http with a query", "checked http"])
+def _place(awry: Awry, way: str) -> tuple[Store, str]:
+    """A store that is asked in this way, and the url of its object."""
+    policy = UrlPolicy() if way == "checked http" else None
+    if way.startswith("s3"):
+        return open_store("s3://bucket", 5.0, policy), URL
+    query = "?token=any" if way == "http with a query" else ""
+    return open_store(awry.endpoint, 5.0, policy), f"{awry.endpoint}/bucket/shard.bin{query}"
+
+
+@pytest.fixture(params=WAYS)
 def ask(request: pytest.FixtureRequest, awry: Awry) -> Ask:
     """Asks for a range in one of the ways that there are."""
-    way = request.param
-    is_s3, policy = way.startswith("s3"), UrlPolicy() if way == "checked http" else None
-    url = URL if is_s3 else f"{awry.endpoint}/bucket/shard.bin"
-    if way == "http with a query":
-        url += "?token=any"
-    store = open_store("s3://bucket" if is_s3 else awry.endpoint, 5.0, policy)
-    return lambda: _fill(store, url, 1000 if way == "s3" else 200_000)
+    store, url = _place(awry, request.param)
+    return lambda: _fill(store, url, 1000 if request.param == "s3" else 200_000)
 
 
 def _fill(store: Store, url: str = URL, length: int = 1000) -> None:
@@ -217,3 +222,34 @@ def test_an_object_named_like_a_service_for_credentials_is_an_object(awry: Awry)
     awry.be(then=Mood.SLOW_DOWN)
     with pytest.raises(StoreThrottled):
         _fill(open_store("s3://bucket"), url)
+
+
+@pytest.mark.parametrize("way", ["s3", "http"])
+@pytest.mark.parametrize("status", [400, 403, 405, 501])
+def test_an_object_is_described_by_get_where_head_is_refused(
+    awry: Awry, way: str, status: int
+) -> None:
+    store, url = _place(awry, way)
+    awry.refusal = (status, "")
+    awry.be(Mood.REFUSED)
+    found = store.head(url)
+    assert (found.size_bytes, found.etag) == (len(BODY), etag_of(BODY))
+    assert awry.seen == [("HEAD", None), ("GET", "bytes=0-0")]
+
+
+def test_a_refused_head_says_why(awry: Awry) -> None:
+    awry.refusal = (403, _XML.replace("InvalidArgument", "ExpiredToken"))
+    awry.be(then=Mood.REFUSED)
+    with pytest.raises(StoreDenied, match=r"HTTP 403 ExpiredToken: That is <odd>.*renew"):
+        open_store("s3://bucket").head(URL)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mood", [Mood.WELL, Mood.WHOLE], ids=["416", "200"])
+def test_an_empty_object_is_one_though_it_has_no_range(awry: Awry, way: str, mood: Mood) -> None:
+    awry.objects["bucket/shard.bin"] = b""
+    awry.be(then=mood)
+    store, url = _place(awry, way)
+    found = store.head(url)
+    assert (found.size_bytes, found.etag) == (0, etag_of(b""))
+    assert bytes(store.read(url, 0, 0, found.etag)) == b""
