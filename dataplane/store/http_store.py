@@ -35,7 +35,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store.connections import Connections, TimedConnection
-from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong
+from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong, unmet
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.refusals import refusal
@@ -90,7 +90,10 @@ class HttpStore:
         self, url: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
     ) -> None:
         length = sum(map(len, into))
-        found, given = self._get(url, offset, length, into, race, etag)
+        try:
+            found, given = self._get(url, offset, length, into, race, etag)
+        except DatasetChangedError:
+            raise unmet(self, url, etag) from None
         check_etag(found, etag)
         if given != length:
             raise _short(url, offset, length, given)
@@ -128,7 +131,7 @@ class HttpStore:
                 if answer.status in _REDIRECTS:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
-                found, given = _described(url, answer, offset, length)
+                found, given = _described(url, answer, offset, length, etag)
                 if into and given == length:
                     filled = sum(self._connections.fill(answer, connection, each) for each in into)
                     if filled < length:
@@ -213,17 +216,19 @@ def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
 
 
 def _described(
-    url: str, answer: http.client.HTTPResponse, offset: int, length: int
+    url: str, answer: http.client.HTTPResponse, offset: int, length: int, asked: str
 ) -> tuple[ObjectInfo, int]:
-    """The object that an answer is about, and how many bytes of the range follow.
+    """The object that an answer is about, and how many bytes of the range follow. `asked`: the etag
+    of a conditional request.
 
     Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
     """
-    _check_status(url, answer.status)
-    span, etag = (
-        _SPAN.fullmatch(answer.getheader("Content-Range", "")),
-        answer.getheader("ETag", ""),
-    )
+    if answer.status == 412 and asked:
+        raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
+    if answer.status >= 300 and answer.status != 416:
+        raise refusal(url, answer.status)
+    span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
+    etag = answer.getheader("ETag", "")
     size, given = int(span[3]) if span else 0, 0
     if answer.status == 416 and not (span and etag):  # its time, if any, is not the object's
         raise _short(url, offset, length, 0)
@@ -268,14 +273,6 @@ def _given(
     if answer.length not in (given, None):
         raise _short(url, offset, length, answer.length or 0)
     return given
-
-
-def _check_status(url: str, status: int) -> None:
-    """Raises:  the error that it means."""
-    if status == 412:
-        raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
-    if status >= 300 and status != 416:
-        raise refusal(url, status)
 
 
 def _etag_of_time(modified: str | None, size: int) -> str:

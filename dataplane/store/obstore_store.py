@@ -33,8 +33,8 @@ from dataplane.model import ObjectInfo
 from dataplane.store import direct
 from dataplane.store.base import LAST, NotInOrderError, Page
 from dataplane.store.clients import Client, client, may_renew
-from dataplane.store.obstore_faults import Fault, has_answer, has_no_range, is_mute, mapped
-from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong
+from dataplane.store.obstore_faults import has_answer, has_no_range, is_mute, mapped
+from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong, unmet
 from dataplane.store.race import current_race
 from dataplane.store.refusals import shortened
 from dataplane.store.urls import folder_of, key_of, scheme_of
@@ -229,7 +229,7 @@ class ObstoreStore:
             renews = self._was_served and may_renew(self._base, os.environ)
             fault = mapped(cause, url, self._base, span, may_renew=renews)
             if isinstance(fault, DatasetChangedError):
-                fault = self._changed(url, etag, fault)
+                fault = unmet(self, url, etag)
             # A traceback would show obstore's message: the url with its query, the whole answer.
             raise fault from None if self._has_query(url) or has_answer(cause) else cause
         except BaseException as cause:
@@ -239,16 +239,6 @@ class ObstoreStore:
             raise StoreError(f"{url}: the client failed internally: {cause}", shard=url) from cause
         self._was_served = True
         return answer
-
-    def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Fault:
-        """The error for a failed conditional read, with the object's present etag if it can be
-        read.
-        """
-        try:
-            check_etag(self.head(url), etag)
-        except (StoreError, DatasetChangedError) as better:
-            return better
-        return fault
 
     def _is_there(self, url: str) -> bool:
         """Whether an empty object is one: obstore lists the empty "folder/" objects that consoles

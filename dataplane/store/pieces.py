@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
-from dataplane.errors import DatasetChangedError
+from dataplane.errors import DatasetChangedError, StoreError
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Filling, Store
 from dataplane.store.race import current_race
@@ -46,6 +46,21 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
             expected=etag,
             found=found.etag,
         )
+
+
+def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError:
+    """The error for a read that was refused because the object has another etag (412), with the one
+    it has now. Some servers and proxies refuse though it is the same.
+    """
+    try:
+        check_etag(store.head(url), etag)
+    except (StoreError, DatasetChangedError) as better:
+        return better
+    return StoreError(
+        f"{url}: a read of the object with the etag {etag} is refused (HTTP 412), though it has "
+        "this etag: the server, or a proxy before it, does not know If-Match. Use one that does",
+        shard=url,
+    )
 
 
 def is_strong(etag: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from awry import Awry, awry_server, etag_of
+from awry import Awry, Mood, awry_server, etag_of
 
 from dataplane.errors import DatasetChangedError, StoreError
 from dataplane.store.base import Reconnecting, Store
@@ -65,3 +65,37 @@ def test_without_etags_a_listed_object_is_the_one_that_is_read(awry: Awry) -> No
     (found,) = store.list("s3://web/")
     assert store.head(found.url) == found
     assert bytes(store.read(found.url, 5, 10, found.etag)) == BODY[5:15]
+
+
+def test_a_server_that_does_not_know_conditions_is_told_as_such(
+    awry: Awry, store: tuple[Store, str]
+) -> None:
+    opened, url = store
+    awry.altered = {"ETag": '"of the front"'}
+    found = opened.head(url)
+    for length in (1000, 200_000):
+        with pytest.raises(StoreError, match="does not know If-Match"):
+            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+
+
+def test_a_refused_condition_is_told_with_the_etag_of_now(
+    awry: Awry, store: tuple[Store, str]
+) -> None:
+    opened, url = store
+    found = opened.head(url)
+    awry.objects["web/shard.bin"] = BODY[::-1]
+    for length in (1000, 200_000):
+        with pytest.raises(DatasetChangedError) as raised:
+            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+        assert raised.value.found == etag_of(BODY[::-1])
+
+
+@pytest.mark.parametrize("etag", [etag_of(BODY), f"W/{etag_of(BODY)}"], ids=["strong", "weak"])
+def test_a_server_that_refuses_without_a_condition_is_no_change(
+    awry: Awry, store: tuple[Store, str], etag: str
+) -> None:
+    opened, url = store
+    awry.be(then=Mood.UNMET)
+    with pytest.raises(StoreError, match="412"):
+        fill(opened, url, 10, etag, memoryview(bytearray(1000)))
+    assert len(awry.seen) <= 3
