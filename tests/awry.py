@@ -47,6 +47,7 @@ class Mood(enum.Enum):
     NO_TOKEN = "a list goes on after this page, and does not say where"
     AGAIN = "pages of a list are all the first one"
     UNORDERED = "a list goes from the last key to the first, and starts at no other"
+    HINTED = "103 Early Hints, and then the answer"
     HANG = "nothing, until the server closes"
     STALL = "half of the body, then nothing until the server closes"
     DRIP = "the last bytes of the body one by one"
@@ -233,6 +234,10 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         headers = {"ETag": etag_of(body), "Content-Length": str(len(part))}
         if status == 206:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+        if mood is Mood.HINTED:
+            self.send_response_only(103)
+            self.send_header("Link", "</style.css>; rel=preload")
+            self.end_headers()
         self._head(status, headers)
         if self.command == "HEAD":
             return

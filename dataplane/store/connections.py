@@ -68,6 +68,12 @@ class _Answer(http.client.HTTPResponse):
         # Reads of more than its buffer go past it, straight into the destination.
         self.fp = io.BufferedReader(_Arriving(sock, patience))
 
+    def _read_status(self) -> tuple[str, int, str]:
+        """Of what may come before an answer, http.client skips only 100 (Continue)."""
+        version, status, reason = super()._read_status()  # type: ignore[misc]
+        is_early = http.HTTPStatus.SWITCHING_PROTOCOLS < status < http.HTTPStatus.OK
+        return version, http.HTTPStatus.CONTINUE if is_early else status, reason
+
 
 class _Arriving(io.RawIOBase):
     """What a socket receives."""

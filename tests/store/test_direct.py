@@ -59,6 +59,23 @@ def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> N
     assert len(awry.open) <= 2, "one of obstore's, one of ours"
 
 
+def test_an_object_that_is_stored_compressed_is_read_in_one_request(awry: Awry) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.altered = {"Content-Encoding": "gzip"}
+    awry.be()
+    assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+    assert len(awry.seen) == 1
+
+
+def test_a_range_that_the_server_compresses_is_not_taken_for_the_bytes(awry: Awry) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.altered = {"Content-Encoding": "gzip", "Content-Length": "5000"}
+    with pytest.raises(TruncatedRead):
+        _fill(store, etag)
+
+
 @pytest.mark.parametrize(
     ("mood", "error", "asked"),
     [

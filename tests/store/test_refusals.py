@@ -18,7 +18,7 @@ from dataplane.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
-from dataplane.store.base import Store
+from dataplane.store.base import Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.pieces import fill
 from dataplane.store.policy import UrlPolicy
@@ -51,10 +51,12 @@ def _place(awry: Awry, way: str) -> tuple[Store, str]:
 
 
 @pytest.fixture(params=WAYS)
-def ask(request: pytest.FixtureRequest, awry: Awry) -> Ask:
+def ask(request: pytest.FixtureRequest, awry: Awry) -> Iterator[Ask]:
     """Asks for a range in one of the ways that there are."""
     store, url = _place(awry, request.param)
-    return lambda: _fill(store, url, 1000 if request.param == "s3" else 200_000)
+    yield lambda: _fill(store, url, 1000 if request.param == "s3" else 200_000)
+    assert isinstance(store, Reconnecting)
+    store.reconnect()  # closes its idle connections
 
 
 def _fill(store: Store, url: str = URL, length: int = 1000) -> None:
@@ -168,6 +170,12 @@ def test_a_server_that_ignores_ranges_is_told_as_such(awry: Awry, ask: Ask) -> N
     awry.be(then=Mood.WHOLE)
     with pytest.raises(StoreError, match=r"ignores Range|must support ranges"):
         ask()
+
+
+def test_what_comes_before_an_answer_is_skipped(awry: Awry, ask: Ask) -> None:
+    awry.be(then=Mood.HINTED)
+    ask()
+    assert len(awry.seen) == 1
 
 
 def test_credentials_that_expire_in_a_file_are_read_from_it_again(
