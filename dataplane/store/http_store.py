@@ -38,12 +38,13 @@ from dataplane.store.connections import Connections, TimedConnection
 from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong, unmet
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.refusals import refusal
+from dataplane.store.refusals import refusal, shortened
 from dataplane.store.unreachable import unreachable, why_of
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _IDLE_MAX = 16
+_HOST_MAX = 253
 _SPAN = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 
@@ -158,10 +159,13 @@ class HttpStore:
         try:
             target = urllib.parse.urljoin(at, location)
             parts = urllib.parse.urlsplit(target)
-            _ = parts.port, (parts.hostname or "").encode("idna")
+            host = (parts.hostname or "").encode("idna")
+            _ = parts.port
         except ValueError:
             raise StoreError(f"{url} redirects to what is not a url", shard=url) from None
-        scheme = target.partition("://")[0].lower()
+        if not location or len(host) > _HOST_MAX:
+            raise StoreError(f"{url} redirects to what is not a url", shard=url)
+        scheme = shortened(parts.scheme)
         if scheme not in ("http", "https") or (at.startswith("https:") and scheme == "http"):
             raise StoreDenied(f"{url} redirects to {scheme}, which is not followed", shard=url)
         try:

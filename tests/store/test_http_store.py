@@ -107,9 +107,19 @@ def test_a_range_beyond_the_end_has_its_error(awry: Awry) -> None:
         store.read(_url(awry), len(BODY), 10, etag_of(BODY))
 
 
-@pytest.mark.parametrize("location", ["http://[", "http://h:99999/", "http://a..b/"])
+@pytest.mark.parametrize(
+    "location", ["http://[", "http://h:99999/", "http://a..b/", f"http://{'a.' * 3000}/", ""]
+)
 def test_a_redirect_to_what_is_no_url_has_its_error(awry: Awry, location: str) -> None:
     awry.altered = {"Location": location}
     awry.be(Mood.ELSEWHERE)
     with pytest.raises(StoreError, match="redirects to what is not a url"):
+        _head(awry)
+    assert len(awry.seen) == 1
+
+
+def test_a_redirect_to_another_scheme_shows_no_more_than_that(awry: Awry) -> None:
+    awry.altered = {"Location": f"data:{'x' * 3000}"}
+    awry.be(Mood.ELSEWHERE)
+    with pytest.raises(StoreDenied, match="redirects to data, which is not followed"):
         _head(awry)
