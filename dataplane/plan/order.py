@@ -213,10 +213,11 @@ class Order:
         Raises:  ConfigError: no such block.
         """
         blocks = np.asarray(blocks, np.int64)
+        # As eviction asks for every block: of one number, numpy finds the least in 3 us.
+        if len(blocks) == 1 and 0 <= (one := blocks.item()) < self.block_count:
+            alone = self._span_of(one)
+            return np.array(alone[:1], np.int64), np.array(alone[1:], np.int64)
         self._check(blocks, self.block_count, "block")
-        if len(blocks) == 1:  # as eviction asks for every block
-            one = self._span_of(blocks.item())
-            return np.array(one[:1], np.int64), np.array(one[1:], np.int64)
         start, stop = self._placed(blocks)
         lanes = self.lanes
         head, head_place = self._lane_of(start)

@@ -64,7 +64,8 @@ class WalkPosition(NamedTuple):
 
     def spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """The first and the last position at which each block of the dataset may be needed."""
-        first, last = self.order.block_span(np.array(blocks, np.int64) + self.first_block)
+        numbers = [block + self.first_block for block in blocks]
+        first, last = self.order.block_span(np.array(numbers, np.int64))
         return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
