@@ -58,10 +58,9 @@ _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 _BARE_REDIRECT = "redirect without LOCATION"
 # How a store, and then a plain http server, answers a ranged read with status 200.
 _WHOLE = ("NotPartial", "RangeNotSupported")
+_EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 # The store does not know these credentials any more; others may be there by now.
-_OUTDATED = frozenset(
-    {"ExpiredToken", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
-)
+_OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 Fault = StoreError | DatasetChangedError
 
@@ -245,7 +244,7 @@ def _denied(url: str, said: _Said, *, may_renew: bool) -> StoreError:
             shard=url,
         )
     advice = "check the credentials, their right to read and list this bucket, and the region"
-    if said.code in _OUTDATED:
+    if said.code in _EXPIRED:
         advice = (
             "renew the credentials. Keys in the environment of a process stay as they are: for "
             "long jobs, use a profile (AWS_PROFILE) or the role of the machine"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from awry import Awry, Mood, awry_server, etag_of
 from fake_clock import Time
+from servers import S3Server
 
 from dataplane.errors import (
     ShardNotFound,
@@ -212,6 +213,15 @@ def test_credentials_of_the_environment_that_expire_are_an_error_at_once(awry: A
     with pytest.raises(StoreDenied, match="renew the credentials"):
         _fill(store)
     assert len(awry.seen) == 1
+
+
+def test_a_key_that_the_store_never_knew_is_not_to_be_renewed(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**s3_server.environment(), "AWS_ACCESS_KEY_ID": "nobody"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreDenied, match=r"InvalidAccessKeyId: .*: check the credentials"):
+        open_store("s3://bucket").head(URL)
 
 
 def test_a_machine_without_a_role_has_no_credentials(
