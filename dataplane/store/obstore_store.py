@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import obstore
 import obstore.exceptions
-from obstore.store import S3Store
+from obstore.store import GCSStore, S3Store
 from typing_extensions import Buffer
 
 from dataplane.errors import (
@@ -96,7 +96,8 @@ class ObstoreStore:
         """As `base.Paged.has_pages`. obstore asks Azure for the whole list, whatever the offset,
         and S3's directory buckets know none.
         """
-        return isinstance(self._client, S3Store) and not self._base.endswith("--x-s3")
+        is_able = isinstance(self._client, S3Store | GCSStore)
+        return is_able and not self._base.endswith("--x-s3")
 
     def page(self, prefix: str, after: str) -> Page:
         """As `base.Paged.page`."""

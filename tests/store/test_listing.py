@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from awry import Awry, Mood, awry_server
+from dataplane_bench.certificates import make
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
 from dataplane.model import ObjectInfo
-from dataplane.store.base import Page
+from dataplane.store.base import Page, Paged
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.listing import PAGES_AT_ONCE, KeyRange, Listing, listed
 from dataplane.store.policy import UrlPolicy
@@ -132,6 +135,22 @@ def test_a_list_is_that_of_one_request_after_the_other(
     found = list(store.list(f"s3://bucket/{prefix}"))
     assert [one.url for one in found] == urls_of(awry, f"s3://bucket/{prefix}")
     assert found == list(open_store("s3://bucket").list(f"s3://bucket/{prefix}"))
+
+
+def test_google_lists_from_any_key_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {f"bucket/many/{i:05d}": b"x" for i in range(4321)}
+    with awry_server(objects, make(tmp_path)) as google:
+        nobody = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        account = {"gcs_base_url": google.endpoint, "disable_oauth": True, **nobody}
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        monkeypatch.setenv("SSL_CERT_FILE", google.environment()["SSL_CERT_FILE"])
+        store = open_store("gs://bucket")
+        assert isinstance(store, Paged)
+        assert store.has_pages()
+        page = store.page("gs://bucket/many/", "gs://bucket/many/0299")
+        assert [one.url for one in page.objects] == [f"gs://{name}" for name in objects][2990:3990]
+        found = [one.url for one in Retrying(store, "gs://bucket").list("gs://bucket/many/")]
+        assert found == [f"gs://{name}" for name in objects]
 
 
 def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -> None:
