@@ -14,6 +14,7 @@ from dataplane.rpc import messages, tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler import events
 from dataplane.scheduler.elsewhere import COMING_MAX
+from dataplane.scheduler.giving_up import SILENT_S, GiveUpSlab
 from dataplane.scheduler.records import KnownMaker, SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
@@ -71,6 +72,8 @@ class Makers:
         """The share of slabs that cannot be made, since their data is damaged."""
         self._names: dict[int, tuple[str, ...]] = {}
         self._orders: dict[int, events.MakeElsewhere] = {}
+        self._asked_at: dict[int, float] = {}
+        self._given_up: set[int] = set()
         self._until: dict[str, float] = {}
         self._streak: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
@@ -123,6 +126,7 @@ class Makers:
         mark = bytes([effect.number % 251]) * size
         memory[at : at + size] = mark
         self._orders[effect.number] = effect
+        self._asked_at[effect.number] = run.now
         task = run.scheduler._tasks._assembling[effect.number]
         stream_id = task.stream.stream_id
 
@@ -133,11 +137,23 @@ class Makers:
 
         return ended
 
+    def give_up(self, effect: GiveUpSlab) -> None:
+        """Nobody waits for this slab any more. All of it may be here by then."""
+        run, order = self._run, self._orders[effect.number]
+        task = run.scheduler._tasks._assembling[effect.number]
+        asked_for_s = run.now - self._asked_at[effect.number]
+        assert asked_for_s >= SILENT_S, "elsewhere 5: it is not silent"
+        others = {*self._names.get(order.delivery_id, ())} - {order.maker}
+        can_make = any(run.now >= self._until.get(name, 0.0) for name in others)
+        has_own = run.scheduler._elsewhere.has_workers and not task.is_light
+        assert has_own or can_make, "elsewhere 5: nobody else can make it"
+        self._given_up.add(effect.number)
+
     def _ended(
         self, effect: events.MakeElsewhere, into: memoryview, stream_id: int
     ) -> events.SlabAssembled:
         chance, number = self._run.chance, effect.number
-        gone = self._gone[effect.maker]
+        gone = max(self._gone[effect.maker], 0.9 * (number in self._given_up))
         if chance.random() < gone * (self._gone[effect.hedge] if effect.hedge else 1.0):
             into[:] = bytes(len(into))
             self.failed += 1

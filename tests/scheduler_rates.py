@@ -21,6 +21,7 @@ from dataplane.rpc.making import StepRange
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 
@@ -65,6 +66,9 @@ class Node:
         """Batches, by who has made them; "" are the own workers."""
         self.orders: list[events.MakeElsewhere] = []
         self.stalls: list[events.Stalled] = []
+        self.given_up: list[float] = []
+        """When slabs were given up."""
+        self._asked: dict[int, events.MakeElsewhere] = {}
         self.is_short: list[bool] = []
         """At each look."""
         self.trainer_s = 0.0
@@ -144,6 +148,7 @@ class Node:
                 else:
                     result = NeighbourGone(f"{effect.maker} is gone")
                 ended = events.SlabAssembled(effect.number, result, 0.0, made_by=effect.maker)
+                self._asked[effect.number] = effect
                 self._later(maker.ends(effect, self.now), ended)
             case events.AssembleSlab():
                 count = len(effect.plan.batches)
@@ -156,7 +161,17 @@ class Node:
                 self._take(slab_id)
             case events.Stalled():
                 self.stalls.append(effect)
+            case GiveUpSlab():
+                return self._give_up(effect.number)
         return []
+
+    def _give_up(self, number: int) -> list[events.Event]:
+        order = self._asked[number]
+        self.given_up.append(self.now)
+        self.made[order.maker] -= order.steps.count
+        self._due = [each for each in self._due if getattr(each[2], "number", 0) != number]
+        heapq.heapify(self._due)
+        return [events.SlabAssembled(number, NeighbourGone(f"{order.maker} is silent"), 0.0)]
 
     def _take(self, slab_id: int) -> None:
         self._later(self.now, events.Released(1, [slab_id]))

@@ -23,13 +23,13 @@ from dataplane.model import Stream
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.scheduler.records import Delivery
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
 
 STALL_S = 1000.0
-PACES = ((0.0001, 0.001), (0.01, 0.05), (0.5, 5.0))
-"""Seconds that something takes: fast, usual and slow."""
+PACES = ((0.0001, 0.001), (0.01, 0.05), (0.5, 5.0))  # seconds: fast, usual and slow
 _ACTS_MAX = 20_000
 
 
@@ -131,9 +131,8 @@ class Run:
                 case events.AllPlanned():
                     assert not self._consumer(effect.stream_id).planned
                     self._consumer(effect.stream_id).planned = not effect.has_failed
-                    assert effect.has_failed == (
-                        isinstance(event, events.Planned) and event.error is not None
-                    )
+                    has_failed = isinstance(event, events.Planned) and event.error is not None
+                    assert effect.has_failed == has_failed
                 case events.Note():
                     self.notes.append(effect)
                     told = ("blocks ", "the block arena is smaller", "the disk ")
@@ -145,6 +144,8 @@ class Run:
                         self.outside.later(effect, sent)
                 case events.MakeElsewhere():
                     self.outside.later(effect, self.makers.asked(effect))
+                case GiveUpSlab():
+                    self.makers.give_up(effect)
                 case events.ClearRestartIndexes():
                     self.outside.part(effect.region)[:] = bytes(effect.region.length)
                 case _:

@@ -84,6 +84,8 @@ class Reader(Node):
         super().__init__(count, 60.0, 30.0, tls=tls)
         self.slots = Arena.create("slots", SLOTS * SLOT_BYTES)
         self.reads: list[fetches.SlabRead] = []
+        self.numbers: list[int] = []
+        """Of all orders."""
 
     def order(
         self,
@@ -116,7 +118,7 @@ class Reader(Node):
             self.reads.append(read)
             end.set_result(read)
 
-        self.fetchers.read_slab(order, self.slots.fd, report)
+        self.numbers.append(self.fetchers.read_slab(order, self.slots.fd, report))
         async with asyncio.timeout(TIMEOUT_S):
             return await end
 

@@ -162,6 +162,8 @@ class Reads:
             self._disk.begin(body)
         elif isinstance(body, fetches.ReadSlab):
             self._slabs.begin(body)
+        elif isinstance(body, fetches.EndSlab):
+            self._slabs.give_up(body.number)
         elif isinstance(body, fetches.AttachDelivery):
             self._slabs.attach(body.arena_id, *descriptors)
         elif isinstance(body, fetches.DetachDelivery):

@@ -6,7 +6,8 @@ Invariants:
    decide about slabs alone.
 3. A slab that is late is asked for at a second maker, into other memory; the first whole answer
    counts (`store/race.py`). It is asked for twice within a budget, but without one if the first
-   maker has answered nobody since: it may be gone. If one of the two fails, the other one counts.
+   maker has answered nobody for as long: it may be gone. If one of the two fails, the other one
+   counts. If nobody needs it any more, or others shall make it, it ends at once.
 4. At most _SPARE_MAX slabs are in memory that is not the node's.
 """
 
@@ -57,10 +58,16 @@ class _Making(Struct, eq=False):
     second: Race = field(default_factory=Race)
     is_hedged: bool = False
     is_hedge_over: bool = False
-    is_dropped: bool = False
-    """Nobody needs it: its arena was detached."""
+    why_dropped: DataplaneError | None = None
+    """Nobody waits for it any more."""
     error: DataplaneError | None = None
     """Of the first maker, while the second one may still send the slab."""
+
+    def drop(self, why: DataplaneError) -> None:
+        """End both requests that are under way."""
+        self.why_dropped = why
+        self.first.cut_off()
+        self.second.cut_off()
 
 
 class _Found(Struct, frozen=True):
@@ -108,9 +115,17 @@ class MadeSlabs:
         with self._lock:
             dropped = [e for e in self._making.values() if e.order.arena_id == arena_id]
         for making in dropped:
-            making.is_dropped = True
-            making.first.cut_off()
-            making.second.cut_off()
+            making.drop(ClosedError(f"the delivery arena {arena_id} was closed"))
+
+    def give_up(self, number: int) -> None:
+        """Others make this slab: end it, unless all of it is here."""
+        with self._lock:
+            making = self._making.get(number)
+        if making is not None:
+            peer = making.order.maker.node_id
+            silent_s = time.monotonic() - making.began
+            why = f"the node {peer} has sent no slab for {silent_s:.1f} s"
+            making.drop(NeighbourGone(why, peer=peer))
 
     def begin(self, order: ReadSlab) -> None:
         """Have this slab made, and read it."""
@@ -137,12 +152,14 @@ class MadeSlabs:
 
     def _is_to_hedge(self, making: _Making, now: float) -> bool:
         order = making.order
-        if order.hedge is None or making.is_hedged or making.is_dropped:
+        if order.hedge is None or making.is_hedged or making.why_dropped:
             return False
         late_s = self._hedging.late_s(order.into.length)
-        if now - making.began < (LATE_S if math.isinf(late_s) else late_s):
+        late_s = LATE_S if math.isinf(late_s) else late_s
+        if now - making.began < late_s:
             return False
-        is_silent = self._answered_at.get(order.maker.address, -math.inf) < making.began
+        # It may have answered others after it was asked for this one, and be gone since.
+        is_silent = now - self._answered_at.get(order.maker.address, -math.inf) >= late_s
         return is_silent or self._hedging.spend(order.into.length)
 
     def _serve(self, making: _Making) -> None:
@@ -218,16 +235,16 @@ class MadeSlabs:
 
         def hold(sock: socket.socket) -> None:
             race.hold(sock)
-            if making.is_dropped:
-                raise _closed(order)
+            if making.why_dropped is not None:
+                raise making.why_dropped
 
         try:
             answer, note = self._lines.read_slab(maker, ask, place, hold, race.claim)
         except NeighbourGone:
             if race.is_over:
                 raise EndedEarlyError from None
-            if making.is_dropped:
-                raise _closed(order) from None
+            if making.why_dropped is not None:
+                raise making.why_dropped from None
             raise
         finally:
             race.release()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
@@ -21,6 +21,7 @@ from dataplane.rpc import fetches, making, tasks
 from dataplane.rpc.convert import decode, encode
 from dataplane.rpc.messages import Layout
 from dataplane.scheduler import events
+from dataplane.scheduler.giving_up import GiveUpSlab
 
 
 class SlabReads(Protocol):
@@ -28,8 +29,13 @@ class SlabReads(Protocol):
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> None:
-        """Have a slab made, and read it into this arena; `report` is called later, once."""
+    ) -> int:
+        """Have a slab made, and read it into this arena; `report` is called later, once. Returns
+        the number of the order.
+        """
+
+    def end_slab(self, number: int) -> None:
+        """Report the end of this order soon, with an error unless the slab is here."""
 
     def detach_arena(self, arena_id: int) -> None:
         """Nothing is read into this arena any more."""
@@ -59,6 +65,12 @@ class Delegating:
     ) -> None:
         self._reads, self._neighbours, self._tell, self._made = reads, neighbours, tell, made
         self._deliveries: dict[int, _Delegated] = {}
+        self._orders: dict[int, int] = {}
+        """Their numbers, by those of the slab tasks."""
+
+    def effects(self) -> dict[type, Callable[[Any], None]]:
+        """What is carried out here."""
+        return {events.MakeElsewhere: self.make, GiveUpSlab: self.give_up}
 
     def open(self, delivery: DeliveryArena) -> None:
         """Slabs may be made of this delivery from now on, which the scheduler knows."""
@@ -116,9 +128,14 @@ class Delegating:
             effect.delivery_id,
             effect.slab,
         )
-        self._reads.read_slab(
+        self._orders[effect.number] = self._reads.read_slab(
             order, known.delivery.arena.fd, lambda read: self._read(effect, known, read)
         )
+
+    def give_up(self, effect: GiveUpSlab) -> None:
+        """Wait for this slab no longer."""
+        if (number := self._orders.get(effect.number)) is not None:
+            self._reads.end_slab(number)
 
     def _learn(self, known: _Delegated) -> None:
         job = known.delivery.job
@@ -132,6 +149,7 @@ class Delegating:
     def _read(
         self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
     ) -> None:
+        del self._orders[effect.number]
         result = _result(effect, known.delivery.column_count, read)
         self._made(known.delivery, result)
         started = time.monotonic() - read.took_s

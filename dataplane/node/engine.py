@@ -91,7 +91,7 @@ class Engine:
             events.DecodeBlock: self._decode,
             events.ClearRestartIndexes: self._clear_restart_indexes,
             events.AssembleSlab: self._assemble,
-            events.MakeElsewhere: self.delegating.make,
+            **self.delegating.effects(),
             events.ExtractRows: self._extract,
             events.CopyKept: self._copy,
             events.Send: self._send,

@@ -113,9 +113,13 @@ class Fetcher:
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> None:
+    ) -> int:
         """As `SlabReads.read_slab`."""
-        self.origin.read_slab(order, arena_fd, report)
+        return self.origin.read_slab(order, arena_fd, report)
+
+    def end_slab(self, number: int) -> None:
+        """As `SlabReads.end_slab`."""
+        self.origin.end_slab(number)
 
     def detach_arena(self, arena_id: int) -> None:
         """As `SlabReads.detach_arena`."""

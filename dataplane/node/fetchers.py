@@ -151,14 +151,20 @@ class Fetchers:
         self.start()
         self._dispatch()
 
-    def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> None:
+    def read_slab(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> int:
         """Have a maker make a slab, and read it into this arena; the order gets its number here.
         `report` is called, later, when its memory is no longer written. The descriptor stays the
         caller's, and open until `detach_arena`.
         """
-        self._slabs.add(replace(order, number=next(self._numbers)), arena_fd, report)
+        order = replace(order, number=next(self._numbers))
+        self._slabs.add(order, arena_fd, report)
         self.start()
         self._dispatch()
+        return order.number
+
+    def end_slab(self, number: int) -> None:
+        """As `SlabReads.end_slab`; nothing happens while its fetcher cannot hear."""
+        self._slabs.end(number, self._fetchers)
 
     def detach_arena(self, arena_id: int) -> None:
         """No more slabs are read into this arena. Those that are waited for are reported soon, most

@@ -23,8 +23,11 @@ class RangeSource(Protocol):
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> None:
+    ) -> int:
         """As `SlabReads.read_slab`."""
+
+    def end_slab(self, number: int) -> None:
+        """As `SlabReads.end_slab`."""
 
     def detach_arena(self, arena_id: int) -> None:
         """As `SlabReads.detach_arena`."""

@@ -94,6 +94,14 @@ class SlabOrders(Generic[F]):
             if self._give(fetcher, self._waiting[0]):
                 self._waiting.popleft()
 
+    def end(self, number: int, fetchers: Sequence[F]) -> None:
+        """Others make this slab: its order ends soon. It may wait for a fetcher, or that may have
+        no room for a message: then nothing happens.
+        """
+        for each in fetchers:
+            if number in each.slabs.orders and each.can_hear:
+                self._send(each, fetches.EndSlab(number), ())
+
     def heard(self, fetcher: F, end: fetches.SlabRead) -> None:
         """A fetcher has ended an order."""
         slab = fetcher.slabs.orders.pop(end.number, None)

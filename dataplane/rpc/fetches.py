@@ -234,6 +234,12 @@ class ReadSlab(Struct, frozen=True):
     into: Region
 
 
+class EndSlab(Struct, frozen=True):
+    """End a ReadSlab: its makers are silent, and others make the slab."""
+
+    number: int
+
+
 class SlabRead(Struct, frozen=True):
     """The end of a ReadSlab: its memory is no longer written. The maker of this name has sent
     `length` bytes, and an encoded Assembled as a note.
@@ -262,7 +268,9 @@ class DetachDelivery(Struct, frozen=True):
 
 DiskBody = ReadKept | WriteKept | ScanKept
 ReadBody = ReadRange | CopyPreamble | DiskBody
-ToFetcherBody = StartFetching | ReadBody | StorePause | ReadSlab | AttachDelivery | DetachDelivery
+ToFetcherBody = (
+    StartFetching | ReadBody | StorePause | ReadSlab | EndSlab | AttachDelivery | DetachDelivery
+)  # fmt: skip
 FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound
 
 

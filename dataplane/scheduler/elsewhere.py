@@ -10,13 +10,14 @@ Invariants:
 3. A node without workers has every slab made elsewhere; any other only while it is short of them,
    and only slabs that are not shared with other consumers.
 4. However many makers there are, few are considered for one dp_rank, others for each of them.
+5. A maker that is silent for long is given up if others can make the task, and only then.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -26,6 +27,7 @@ from dataplane.rpc import tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
 from dataplane.scheduler.events import MakeElsewhere, MakersKnown, SlabAssembled
+from dataplane.scheduler.giving_up import GiveUpSlab, is_silent
 from dataplane.scheduler.records import KnownMaker, Moment, SlabPhase, SlabTask
 
 HUNGRY_LOOKS = 4
@@ -67,6 +69,8 @@ class Elsewhere:
         self._nobody = KnownMaker("")
         self._makers: dict[str, KnownMaker] = {}
         self._of_delivery: dict[int, _Makers] = {}
+        self._asked: dict[int, SlabTask] = {}
+        """Those that other nodes make now, by number."""
         self._hungry = self._calm = 0
         self._made_here = self._made_elsewhere = 0
         self.is_short = not self.has_workers
@@ -149,6 +153,7 @@ class Elsewhere:
         task.stamps.wanted = task.stamps.wanted or self._time.now
         hedge = self._soonest([one for one in self._usable(task) if one is not maker], task)
         maker.asked += len(task.plan.batches)
+        self._asked[task.number] = task
         coming = _coming(task)
         for one in (task, *coming):
             if not one.is_told:
@@ -171,6 +176,7 @@ class Elsewhere:
         slab that was cut, or is too large for a slot, stays with the maker that was asked.
         """
         maker, count = task.maker, len(task.plan.batches)
+        self._asked.pop(task.number, None)
         assert maker is not None
         now, result = self._time.now, event.result
         if maker.name:
@@ -188,6 +194,20 @@ class Elsewhere:
             self._made_here += 0 if maker.name else result.batch_count
             self._made_elsewhere += result.batch_count if maker.name else 0
         return isinstance(result, NeighbourGone)
+
+    def given_up(self) -> Iterator[GiveUpSlab]:
+        """The tasks whose makers are silent, and which others can make."""
+        for task in self._asked.values():
+            assert task.maker is not None
+            known = (self._own, *itertools.islice(self._of(task).values(), _LOOKED_AT_MAX))
+            usual_s = min((one.seconds for one in known if one.seconds), default=0.0)
+            is_late = is_silent(task.maker, task, usual_s, self._time.now)
+            if is_late and self._has_another(task):
+                yield GiveUpSlab(task.number)
+
+    def _has_another(self, task: SlabTask) -> bool:
+        has_own = self.has_workers and not task.is_light
+        return has_own or any(one is not task.maker for one in self._usable(task))
 
     def why_none(self, task: SlabTask) -> str:
         """What a task waits for other nodes for, for people; "" if it does not."""

@@ -3,8 +3,7 @@
 The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
 For each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows, CopyKept,
 LendBlock and KeepBlock it reports the end exactly once, as the event Planned, BlockFetched,
-BlockDecoded, SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. All times are seconds of
-one monotonic clock.
+BlockDecoded, SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. Times are monotonic.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Collation, Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
 from dataplane.scheduler.disk_events import DiskEvent, KeepBlock
+from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.scheduler.walk import NO_PACKS, BlockPacks, Plan, Walk
 
 # -- events ------------------------------------------------------------------------------------
@@ -396,5 +396,5 @@ class Note(Struct, frozen=True):
 Effect = (
     PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | MakeElsewhere
     | ExtractRows | CopyKept | LendBlock | OnlyDecoded | RefuseAsk | Send | Stalled | AllPlanned
-    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock
+    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock | GiveUpSlab
 )  # fmt: skip

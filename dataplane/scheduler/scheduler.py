@@ -217,6 +217,8 @@ class Scheduler:
         look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
         before, self._workers = self._workers.count, self._workers.after(look)
         self._elsewhere.look(look, self._workers)
+        for given_up in self._elsewhere.given_up():
+            self._do(given_up)
         if (count := self._workers.count) != before:
             self._do(events.Note("workers", {"count": count, "before": before}))
             self._do(events.ResizePool(count))

@@ -45,6 +45,13 @@ def test_a_maker_that_answers_others_is_hedged_within_the_budget(slabs: MadeSlab
     assert [slabs._is_to_hedge(making(), late) for _ in range(3)] == [True, True, False]
 
 
+def test_a_maker_that_has_answered_and_is_silent_since_needs_no_budget(slabs: MadeSlabs) -> None:
+    slabs._answered_at[FIRST.address] = 12.0
+    assert not slabs._is_to_hedge(making(), 12.0 + 0.99 * LATE_S)
+    for _ in range(9):
+        assert slabs._is_to_hedge(making(), 12.0 + LATE_S)
+
+
 def test_no_slab_is_late_before_a_fifth_of_a_second(slabs: MadeSlabs) -> None:
     for _ in range(RULE.reads_min):
         slabs._hedging.ended(LENGTH, 0.001)

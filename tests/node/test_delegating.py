@@ -19,6 +19,7 @@ from dataplane.node.delivery import DelegatedJob, DeliveryArena
 from dataplane.rpc import fetches, making, messages, tasks
 from dataplane.rpc.convert import decode, encode
 from dataplane.scheduler import events
+from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.weights import MixHistory, ShareChange
 
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
@@ -33,11 +34,16 @@ class Reads:
     def __init__(self) -> None:
         self.orders: list[tuple[fetches.ReadSlab, Callable[[fetches.SlabRead], None]]] = []
         self.detached: list[int] = []
+        self.given_up: list[int] = []
 
     def read_slab(
         self, order: fetches.ReadSlab, _fd: int, report: Callable[[fetches.SlabRead], None]
-    ) -> None:
+    ) -> int:
         self.orders.append((order, report))
+        return 40 + len(self.orders)
+
+    def end_slab(self, number: int) -> None:
+        self.given_up.append(number)
 
     def detach_arena(self, arena_id: int) -> None:
         self.detached.append(arena_id)
@@ -177,3 +183,15 @@ def test_makers_come_and_go(delegated: Delegated) -> None:
     assert delegated.reads.orders[0][0].maker == newer
     delegated.delegating.drop(delegated.delivery.delivery_id)
     assert delegated.reads.detached == [delegated.delivery.delivery_id]
+
+
+def test_a_slab_is_given_up_by_the_number_of_its_order_until_that_has_ended(
+    delegated: Delegated,
+) -> None:
+    delegated.make()
+    delegated.delegating.give_up(GiveUpSlab(7))
+    assert delegated.reads.given_up == [41]
+    _, report = delegated.reads.orders.pop()
+    report(fetches.SlabRead(41, NeighbourGone("silent", peer="maker")))
+    delegated.delegating.give_up(GiveUpSlab(7))
+    assert delegated.reads.given_up == [41]

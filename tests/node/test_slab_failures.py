@@ -157,6 +157,35 @@ def test_if_the_first_maker_fails_the_second_one_counts_and_if_both_fail_the_fir
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("is_hedged", [False, True])
+def test_a_slab_that_is_given_up_ends_at_once_and_is_not_written(is_hedged: bool) -> None:
+    async def play() -> None:
+        async with reader() as at, makers(2) as (first, second):
+            await at.know_how_long_slabs_take(first.maker())
+            for maker in (first, second):
+                maker.answer = lambda _: None
+            hedge = second.maker() if is_hedged else None
+            order, asked = at.order(first.maker(), hedge), len(first.asked)
+            read = asyncio.ensure_future(at.end_of_slab(order))
+            await first.until(lambda: len(first.asked) > asked)
+            if is_hedged:
+                await second.until(lambda: second.asked)
+            before = at.slot_bytes()
+            at.fetchers.end_slab(at.numbers[-1])
+            end = await read
+            assert isinstance(end.error, NeighbourGone)
+            assert end.error.peer == "node-1"
+            assert "has sent no slab for" in str(end.error)
+            first.give_slab(first.asked[-1])
+            await first.until(lambda: len(first.given) == len(first.asked))
+            assert at.slot_bytes() == before
+            at.fetchers.end_slab(at.numbers[-1])  # it has ended
+            first.answer = first.give_slab
+            assert (await at.slab(first.maker())).error is None
+
+    asyncio.run(play())
+
+
 def test_a_slow_first_maker_may_still_win() -> None:
     async def play() -> None:
         async with reader() as at, makers(2) as (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import pytest
@@ -17,6 +18,7 @@ from dataplane.scheduler.elsewhere import (
     HUNGRY_LOOKS,
     Elsewhere,
 )
+from dataplane.scheduler.giving_up import SILENT_S
 from dataplane.scheduler.records import KnownMaker, Moment
 
 _BUSY = Utilization(2.0, 1.0, is_awaited=True)
@@ -230,3 +232,37 @@ def test_the_rest_of_a_slab_that_was_cut_is_asked_of_the_same_maker() -> None:
     rests = [(by_step[one.steps.first], by_step.get(one.steps.first + 1)) for one in cut]
     assert len(rests) > 3
     assert all(rest in {maker, None} for maker, rest in rests)
+
+
+def _stop(node: Node, name: str) -> None:
+    """From now on it sends nothing."""
+    node.makers[name].seconds = node.makers[name].free_at = 1e9
+    node.makers[name].made.clear()
+    node._due = [each for each in node._due if getattr(each[2], "made_by", "") != name]
+    heapq.heapify(node._due)
+
+
+def test_what_a_silent_maker_was_asked_for_is_made_by_the_own_workers() -> None:
+    node = Node({"a": 0.02}, own_s=0.02)
+    node.run(10)
+    _stop(node, "a")
+    assert _made_in(node, 10)[""] > 200
+    assert min(node.given_up) < 10 + SILENT_S + 1.0
+
+
+def test_what_the_only_maker_was_asked_for_is_made_by_one_that_comes_after_that() -> None:
+    node = Node({"a": 0.02})
+    node.run(10)
+    _stop(node, "a")
+    node.run(40)
+    assert not node.given_up, "nobody else can make it"
+    node.makers["b"] = type(node.makers["a"])(0.02)
+    node.known("a", "b")
+    assert _made_in(node, 10)["b"] > 200
+
+
+def test_a_maker_that_is_slow_but_alive_is_not_given_up() -> None:
+    node = Node({"a": 1.5, "b": 1.0})
+    node.run(300)
+    assert not node.given_up
+    assert node.made["a"] > 150

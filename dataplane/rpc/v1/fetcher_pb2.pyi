@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToFetcher(_message.Message):
-    __slots__ = ("start_fetching", "read_range", "copy_preamble", "store_pause", "read_slab", "attach_delivery", "detach_delivery", "read_kept", "write_kept", "scan_kept")
+    __slots__ = ("start_fetching", "read_range", "copy_preamble", "store_pause", "read_slab", "attach_delivery", "detach_delivery", "read_kept", "write_kept", "scan_kept", "end_slab")
     START_FETCHING_FIELD_NUMBER: _ClassVar[int]
     READ_RANGE_FIELD_NUMBER: _ClassVar[int]
     COPY_PREAMBLE_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class ToFetcher(_message.Message):
     READ_KEPT_FIELD_NUMBER: _ClassVar[int]
     WRITE_KEPT_FIELD_NUMBER: _ClassVar[int]
     SCAN_KEPT_FIELD_NUMBER: _ClassVar[int]
+    END_SLAB_FIELD_NUMBER: _ClassVar[int]
     start_fetching: StartFetching
     read_range: ReadRange
     copy_preamble: CopyPreamble
@@ -29,7 +30,8 @@ class ToFetcher(_message.Message):
     read_kept: ReadKept
     write_kept: WriteKept
     scan_kept: ScanKept
-    def __init__(self, start_fetching: _Optional[_Union[StartFetching, _Mapping]] = ..., read_range: _Optional[_Union[ReadRange, _Mapping]] = ..., copy_preamble: _Optional[_Union[CopyPreamble, _Mapping]] = ..., store_pause: _Optional[_Union[StorePause, _Mapping]] = ..., read_slab: _Optional[_Union[ReadSlab, _Mapping]] = ..., attach_delivery: _Optional[_Union[AttachDelivery, _Mapping]] = ..., detach_delivery: _Optional[_Union[DetachDelivery, _Mapping]] = ..., read_kept: _Optional[_Union[ReadKept, _Mapping]] = ..., write_kept: _Optional[_Union[WriteKept, _Mapping]] = ..., scan_kept: _Optional[_Union[ScanKept, _Mapping]] = ...) -> None: ...
+    end_slab: EndSlab
+    def __init__(self, start_fetching: _Optional[_Union[StartFetching, _Mapping]] = ..., read_range: _Optional[_Union[ReadRange, _Mapping]] = ..., copy_preamble: _Optional[_Union[CopyPreamble, _Mapping]] = ..., store_pause: _Optional[_Union[StorePause, _Mapping]] = ..., read_slab: _Optional[_Union[ReadSlab, _Mapping]] = ..., attach_delivery: _Optional[_Union[AttachDelivery, _Mapping]] = ..., detach_delivery: _Optional[_Union[DetachDelivery, _Mapping]] = ..., read_kept: _Optional[_Union[ReadKept, _Mapping]] = ..., write_kept: _Optional[_Union[WriteKept, _Mapping]] = ..., scan_kept: _Optional[_Union[ScanKept, _Mapping]] = ..., end_slab: _Optional[_Union[EndSlab, _Mapping]] = ...) -> None: ...
 
 class FromFetcher(_message.Message):
     __slots__ = ("read_ended", "store_pause", "store_seen", "shard_trouble", "slab_read", "kept_found")
@@ -288,6 +290,12 @@ class SlabRead(_message.Message):
     node_id: str
     cpu_s: float
     def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., note: _Optional[bytes] = ..., length: _Optional[int] = ..., took_s: _Optional[float] = ..., node_id: _Optional[str] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+
+class EndSlab(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class AttachDelivery(_message.Message):
     __slots__ = ("arena_id",)
