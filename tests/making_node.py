@@ -28,7 +28,7 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.making import Making
-from dataplane.node.opener import DatasetOpener
+from dataplane.node.opener import DatasetOpener, software_of
 from dataplane.node.orders import Orders
 from dataplane.node.pool import WorkerPool
 from dataplane.node.slab_sizes import slab_sizes
@@ -135,6 +135,7 @@ class MakerNode:
         self.spec: JobSpec
         self.dataset: Dataset
         self.collated: CollatedColumns | None = None
+        self.software = ""
         self._specs: tuple[ColumnSpec, ...] = ()
 
     def _open(self, source: DatasetSource, _view: View, _given: Manifest | None) -> Manifest:
@@ -148,12 +149,14 @@ class MakerNode:
         opened = await self.opener.job(self.request)
         self.spec, (self.dataset,) = opened.spec, opened.datasets
         self.collated, self._specs = opened.collated, opened.columns
+        self.software = software_of(opened, "")
         self.opener.forget_unread(self.dataset)
 
     def wanted(self, first: int, count: int = 1, **others: Any) -> MakeSlab:
         """A request for these steps."""
         place = {"epoch": 0, "cursor": 0, "dp_rank": 0, "dp_size": 1, "step_stride": 1}
-        fields = place | {"slot_bytes": SLOT_BYTES, "opening": None} | others
+        of_node = {"slot_bytes": SLOT_BYTES, "opening": None, "software": self.software}
+        fields = place | of_node | others
         return MakeSlab(digest=self.spec.digest(), steps=StepRange(first, count), **fields)
 
     def ask(

@@ -28,6 +28,11 @@ def as_a_file_says(columns: Columns) -> dict[str, Any]:
     return {"ids": [[len(text)] * times for text in columns["txt"].to_pylist()]}
 
 
+def same(columns: Columns) -> Columns:
+    """What it gets."""
+    return columns
+
+
 def twice(columns: Columns) -> Columns:
     """One column, doubled."""
     return {**columns, "row": pa.array(2 * columns["row"].to_numpy())}

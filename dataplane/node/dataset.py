@@ -31,7 +31,7 @@ from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.leaves import value_type
-from dataplane.transforms.made_columns import with_mapped
+from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_mapped
 from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.transforms.row_filter import reads_columns
@@ -92,6 +92,12 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         """How many columns its batches have."""
         pack = self.message.view.pack
         return len(self.columns.specs if pack is None else packed_columns(self.columns.specs, pack))
+
+    @property
+    def mapped(self) -> MappedColumns | None:
+        """What its map makes, if it has one."""
+        schema = self.message.schema if self.message.view.map else b""
+        return mapped_in(pa.ipc.read_schema(pa.py_buffer(schema))) if schema else None
 
     def path(self, block: int) -> str | None:
         """The local file with the block, if the shard is one."""

@@ -114,7 +114,7 @@ class Delegating:
                 at.step_stride,
                 effect.steps,
                 effect.slot_bytes,
-                job.pixels,
+                job.software,
                 effect.coming,
                 mix=at.mix,
             )

@@ -22,12 +22,12 @@ from dataplane.transforms.made_columns import CollatedColumns
 
 class DelegatedJob(Struct, frozen=True):
     """What a node has to know to make slabs of a job for another one: how to open it, the digest of
-    its spec and its changes, and the software that decodes its images, "" without any.
+    its spec and its changes, and the software that makes its batches (`opener.software_of`).
     """
 
     opening: OpenJob
     digest: str
-    pixels: str
+    software: str
 
 
 class DeliveryArena(Struct, eq=False):
@@ -81,7 +81,7 @@ class DeliveryArena(Struct, eq=False):
 
 
 def delegated_job(
-    request: OpenJob, spec: JobSpec, pixels: str, *, has_workers: bool
+    request: OpenJob, spec: JobSpec, software: str, *, has_workers: bool
 ) -> DelegatedJob | None:
     """What other nodes need to make slabs of this job; None if its urls are signed, since these are
     for nobody else.
@@ -97,7 +97,7 @@ def delegated_job(
             field="url",
         )
     digest = changes_of(request.entries).job_digest(spec.slabs_digest)
-    return None if signed else DelegatedJob(request, digest, pixels)
+    return None if signed else DelegatedJob(request, digest, software)
 
 
 def delivery_bytes_max(config: NodeConfig) -> int:

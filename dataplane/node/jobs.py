@@ -34,6 +34,7 @@ from dataplane.node.opener import (
     check_blocks,
     check_names,
     pixels_of,
+    software_of,
 )
 from dataplane.node.places import NodePlaces
 from dataplane.node.policy import OpenManifest
@@ -270,7 +271,8 @@ class Jobs:
         )  # fmt: skip
         delivery = self._deliveries.get(key)
         if delivery is None:
-            job = delegated_job(request, spec, pixels, has_workers=has_workers)
+            software = software_of(opened, pixels)
+            job = delegated_job(request, spec, software, has_workers=has_workers)
             layout = plan_slots(self._config.delivery_bytes_per_rank, sizes.slot_bytes)
             arena = delivery_memory(self._config, layout, sizes.batch_bytes)
             number = next(self.opener.numbers)

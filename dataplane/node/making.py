@@ -6,7 +6,7 @@ that it asks for as it would make them for a trainer here.
 Invariants:
 1. Every ask is answered exactly once (asked_stream.py, 1); none waits until a dataset is open.
 2. A slab depends only on what is asked for: the spec that is resolved here has the digest that the
-   asker names, and images are decoded by the same software.
+   asker names, and images are decoded by the same software, and functions have the same code.
 3. The slabs of all askers of a job are in one arena for each size of slots, which takes no more
    memory than that of one rank. It is closed once nothing of it is read.
 4. A job that nobody asks for is closed, and nothing of it is left.
@@ -35,7 +35,14 @@ from dataplane.node.datasets import shown
 from dataplane.node.engine import Engine
 from dataplane.node.making_places import MakingPlace, MakingPlaces
 from dataplane.node.mixing import requests_of
-from dataplane.node.opener import DatasetOpener, OpenedJob, check_blocks, check_names, pixels_of
+from dataplane.node.opener import (
+    DatasetOpener,
+    OpenedJob,
+    check_blocks,
+    check_names,
+    pixels_of,
+    software_of,
+)
 from dataplane.node.orders import Orders
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
@@ -62,10 +69,10 @@ _trace = Trace("making")
 
 
 class _Opened(Struct, frozen=True):
-    """A job that was opened; `pixels` names the software that decodes images here."""
+    """A job that was opened; `software` makes its batches here."""
 
     job: OpenedJob
-    pixels: str
+    software: str
     changes: Changes
 
 
@@ -256,7 +263,8 @@ class Making:
             for dataset in opened.datasets:
                 check_blocks(dataset, self._config.block_arena_bytes)
             changes = changes_of(opening.entries)
-            return _Opened(opened, await pixels_of(opened.spec), changes)
+            software = software_of(opened, await pixels_of(opened.spec))
+            return _Opened(opened, software, changes)
         finally:
             for dataset in opened.datasets:
                 self._opener.forget_unread(dataset)  # until it is read
@@ -274,13 +282,15 @@ class Making:
         mix = mix_of(opened.job.spec, wanted.mix)
         spec = with_mix(opened.job.spec, mix)
         samples = sample_count_of(spec, opened.job.manifests, wanted.epoch)
-        if wanted.pixels != opened.pixels:
+        if wanted.software != opened.software:
             raise SpecMismatch(
-                f"images are decoded by {opened.pixels or 'nothing'} here, and by "
-                f"{wanted.pixels or 'nothing'} on the node that asks: install the same version",
-                field="pixels",
-                expected=wanted.pixels,
-                found=opened.pixels,
+                f"batches are made by {opened.software or 'nothing'} here, and by "
+                f"{wanted.software or 'nothing'} on the node that asks: install the same version "
+                "of the software that decodes images, and of the modules of map= and collate=, and "
+                "start the node again",
+                field="software",
+                expected=wanted.software,
+                found=opened.software,
             )
         at = Stream(
             wanted.epoch,

@@ -115,6 +115,12 @@ class OpenedJob(Struct, frozen=True):
         return delivered_columns(self.datasets[0].columns.specs, self.spec)
 
     @property
+    def codes(self) -> tuple[str, ...]:
+        """Hashes of the files that define its functions."""
+        made = [*(one.mapped for one in self.datasets), self.collated]
+        return tuple(one.code for one in made if one is not None)
+
+    @property
     def names_sources(self) -> bool:
         """Whether batches say which source each sample is of."""
         return self.spec.mixture is not None and bool(self.spec.mixture.source_column)
@@ -358,6 +364,13 @@ def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
         ramp=shuffle.ramp,
         view=canonical_view(request.view),
     )
+
+
+def software_of(job: OpenedJob, pixels: str) -> str:
+    """What makes the batches of a job here, beside its spec: the software that decodes images, and
+    the code of its functions; "" if there are neither.
+    """
+    return " ".join(filter(None, (pixels, *job.codes)))
 
 
 async def pixels_of(spec: JobSpec) -> str:

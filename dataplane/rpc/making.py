@@ -27,7 +27,7 @@ class StepRange(Struct, frozen=True):
 class MakeSlab(Struct, frozen=True):
     """Make the slab of these steps; those in `coming` will be asked for next. `slot_bytes` is the
     size of the slot that the slab goes to. `opening` is for a maker that does not know the job.
-    `mix` is that of the stream.
+    `mix` is that of the stream; `software` makes batches on the node that asks.
     """
 
     digest: str
@@ -38,7 +38,7 @@ class MakeSlab(Struct, frozen=True):
     step_stride: int
     steps: StepRange
     slot_bytes: int
-    pixels: str = ""
+    software: str = ""
     coming: tuple[StepRange, ...] = ()
     opening: OpenJob | None = None
     mix: MixHistory | None = None

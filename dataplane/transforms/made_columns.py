@@ -52,11 +52,12 @@ class MappedColumns(Struct, frozen=True):
 
 class CollatedColumns(Struct, frozen=True):
     """What a collate function makes of batches, as a worker found out over the first one, and the
-    bytes that it takes for each sample, about.
+    bytes that it takes for each sample, about. `code` is a hash of the file that defines it.
     """
 
     specs: tuple[ColumnSpec, ...]
     row_bytes: int
+    code: str = ""
 
 
 def with_mapped(schema: pa.Schema, mapped: MappedColumns | None) -> pa.Schema:

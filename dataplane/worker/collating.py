@@ -136,7 +136,7 @@ class CollateGather:
         returned = called(function, columns, generator, at)
         if wanted:
             return _as_before(returned, wanted, at)
-        return [_found(returned, batch.rows, at)]
+        return [_found(returned, batch.rows, function.code, at)]
 
     def _given(self, room: int) -> Iterator[_Given]:
         """What the function gets, batch after batch: as many as fit into this room are gathered
@@ -257,7 +257,7 @@ def _texts(spec: ColumnSpec, column: Column, given: _Given) -> list[Any]:
 # -- what it returns ---------------------------------------------------------------------------
 
 
-def _found(returned: Mapping[str, object], rows: int, at: CalledAt) -> _Array:
+def _found(returned: Mapping[str, object], rows: int, code: str, at: CalledAt) -> _Array:
     """What was returned for the first batch, as text."""
     arrays = {name: _array(given, name, at) for name, given in returned.items()}
     specs = tuple(
@@ -265,7 +265,7 @@ def _found(returned: Mapping[str, object], rows: int, at: CalledAt) -> _Array:
         for name, array in arrays.items()
     )
     size = sum(aligned(array.nbytes) for array in arrays.values())
-    told = msgspec.json.encode(CollatedColumns(specs, size // max(rows, 1) + 1))
+    told = msgspec.json.encode(CollatedColumns(specs, size // max(rows, 1) + 1, code))
     return np.frombuffer(told, np.uint8)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,22 @@ from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, MakerNode, Pieces, ma
 from msgspec.structs import replace
 
 from dataplane.errors import StoreDenied
-from dataplane.model import Stream
+from dataplane.model import ColumnOptions, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S
 from dataplane.node.making import TRY_AGAIN_S
 from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc.making import MakeSlab, StepRange
+from dataplane.units import IMPORT_PATH_VARIABLE
 from dataplane.worker.forking import fork_server
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_fork_server(run_mark: str) -> Iterator[None]:
-    """It takes half a second to start."""
-    with fork_server.held():
-        yield
+    """It takes half a second to start. Its workers find the modules of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(IMPORT_PATH_VARIABLE, json.dumps(sys.path))
+        with fork_server.held():
+            yield
 
 
 @pytest.mark.timeout(100)
@@ -34,7 +39,7 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
     ("others", "why"),
     [
         ({"digest": "0" * 32}, "of digest 00000000"),
-        ({"pixels": "another decoder"}, "another decoder on the node"),
+        ({"software": "another decoder"}, "another decoder on the node"),
         ({"slot_bytes": 0}, "not whole pages"),
         ({"slot_bytes": 4097}, "not whole pages"),
         ({"slot_bytes": 1 << 50}, "lower slab_bytes"),
@@ -67,6 +72,33 @@ def test_what_cannot_be_made_is_refused_and_logged_once(
 
     play(scene, parquet, tmp_path)
     assert caplog.text.count("is not made") + caplog.text.count("no slabs of") <= 1
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("view", "columns"),
+    [
+        (View(collate="user_functions:noisy_x"), ColumnOptions(columns=("x",))),
+        (View(map="user_functions:same"), ColumnOptions()),
+    ],
+    ids=["collate", "map"],
+)
+def test_a_node_whose_function_has_other_code_makes_nothing(
+    parquet: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    view: View,
+    columns: ColumnOptions,
+) -> None:
+    async def scene(node: MakerNode) -> None:
+        code = node.software
+        assert len(code) == 16
+        other = node.wanted(0, software="0" * 16)
+        assert await node.answer(node.ask(other)) == REFUSED
+        assert f"made by {code} here, and by {'0' * 16} on the node that asks" in caplog.text
+        assert of(await node.slab(node.wanted(0))).batch_count == 1
+
+    play(scene, parquet, tmp_path, view=view, column_options=columns)
 
 
 @pytest.mark.timeout(100)

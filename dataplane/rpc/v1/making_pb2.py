@@ -26,7 +26,7 @@ from dataplane.rpc.v1 import local_pb2 as dataplane_dot_rpc_dot_v1_dot_local__pb
 from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/making.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xc4\x02\n\x08MakeSlab\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06pixels\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\x04\x12\x0f\n\x07\x64p_size\x18\x06 \x01(\x04\x12\x13\n\x0bstep_stride\x18\x07 \x01(\x04\x12*\n\x05steps\x18\x08 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StepRange\x12\x12\n\nslot_bytes\x18\t \x01(\x04\x12+\n\x06\x63oming\x18\n \x03(\x0b\x32\x1b.dataplane.rpc.v1.StepRange\x12*\n\x07opening\x18\x0b \x01(\x0b\x32\x19.dataplane.rpc.v1.OpenJob\x12)\n\x03mix\x18\x0c \x01(\x0b\x32\x1c.dataplane.rpc.v1.MixHistory\")\n\tStepRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/making.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xc6\x02\n\x08MakeSlab\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x10\n\x08software\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\x04\x12\x0f\n\x07\x64p_size\x18\x06 \x01(\x04\x12\x13\n\x0bstep_stride\x18\x07 \x01(\x04\x12*\n\x05steps\x18\x08 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StepRange\x12\x12\n\nslot_bytes\x18\t \x01(\x04\x12+\n\x06\x63oming\x18\n \x03(\x0b\x32\x1b.dataplane.rpc.v1.StepRange\x12*\n\x07opening\x18\x0b \x01(\x0b\x32\x19.dataplane.rpc.v1.OpenJob\x12)\n\x03mix\x18\x0c \x01(\x0b\x32\x1c.dataplane.rpc.v1.MixHistory\")\n\tStepRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.making_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MAKESLAB']._serialized_start=112
-  _globals['_MAKESLAB']._serialized_end=436
-  _globals['_STEPRANGE']._serialized_start=438
-  _globals['_STEPRANGE']._serialized_end=479
+  _globals['_MAKESLAB']._serialized_end=438
+  _globals['_STEPRANGE']._serialized_start=440
+  _globals['_STEPRANGE']._serialized_end=481
 # @@protoc_insertion_point(module_scope)

@@ -9,9 +9,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MakeSlab(_message.Message):
-    __slots__ = ("digest", "pixels", "epoch", "cursor", "dp_rank", "dp_size", "step_stride", "steps", "slot_bytes", "coming", "opening", "mix")
+    __slots__ = ("digest", "software", "epoch", "cursor", "dp_rank", "dp_size", "step_stride", "steps", "slot_bytes", "coming", "opening", "mix")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    PIXELS_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -23,7 +23,7 @@ class MakeSlab(_message.Message):
     OPENING_FIELD_NUMBER: _ClassVar[int]
     MIX_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    pixels: str
+    software: str
     epoch: int
     cursor: int
     dp_rank: int
@@ -34,7 +34,7 @@ class MakeSlab(_message.Message):
     coming: _containers.RepeatedCompositeFieldContainer[StepRange]
     opening: _local_pb2.OpenJob
     mix: _types_pb2.MixHistory
-    def __init__(self, digest: _Optional[str] = ..., pixels: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., step_stride: _Optional[int] = ..., steps: _Optional[_Union[StepRange, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., coming: _Optional[_Iterable[_Union[StepRange, _Mapping]]] = ..., opening: _Optional[_Union[_local_pb2.OpenJob, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., software: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., step_stride: _Optional[int] = ..., steps: _Optional[_Union[StepRange, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., coming: _Optional[_Iterable[_Union[StepRange, _Mapping]]] = ..., opening: _Optional[_Union[_local_pb2.OpenJob, _Mapping]] = ..., mix: _Optional[_Union[_types_pb2.MixHistory, _Mapping]] = ...) -> None: ...
 
 class StepRange(_message.Message):
     __slots__ = ("first", "count")
