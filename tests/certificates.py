@@ -41,6 +41,7 @@ class Authority:
         name: str,
         *,
         uri: str = "",
+        begins: dt.timedelta = -dt.timedelta(days=2),
         lasts: dt.timedelta = dt.timedelta(hours=1),
         trusts: Authority | None = None,
         address: str = "127.0.0.1",
@@ -57,7 +58,7 @@ class Authority:
             names.append(x509.UniformResourceIdentifier(uri))
         usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         built = (
-            _builder(_name(name), self.certificate.subject, key.public_key(), lasts)
+            _builder(_name(name), self.certificate.subject, key.public_key(), lasts, begins)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
             .sign(self.key, hashes.SHA256())
@@ -84,7 +85,11 @@ def _name(name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, lasts: dt.timedelta
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    lasts: dt.timedelta,
+    begins: dt.timedelta = -dt.timedelta(days=2),
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
@@ -93,6 +98,6 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=2))
+        .not_valid_before(now + begins)
         .not_valid_after(now + lasts)
     )

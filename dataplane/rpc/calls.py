@@ -191,7 +191,13 @@ class CoordinatorClient:
                 error = AccessDenied(
                     f"{self.address}: {error}. {self._security.advice()}", **error.nouns
                 )
-            raise error from failure
+            raise self._told(error) from failure
+
+    def _told(self, error: DataplaneError) -> DataplaneError:
+        """The error, with what is wrong with our own certificate: the other side just hangs up."""
+        tls = None if self._security is None else self._security.tls
+        complaint = tls.complaint() if tls is not None and isinstance(error, PeerLost) else ""
+        return PeerLost(f"{error}. {complaint}", **error.nouns) if complaint else error
 
     async def _renew(self) -> None:
         """Use a new channel if the certificates have changed: gRPC cannot replace those of a

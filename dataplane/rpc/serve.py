@@ -165,6 +165,8 @@ class GrpcServer:
         if tls is None and not is_loopback(address):
             what = "open to the network without TLS: tokens and calls cross it in plain text"
             _trace.failed(what, address=address.target, by="--insecure")
+        if tls is not None and (complaint := tls.complaint()):
+            _trace.failed("no client will connect", address=address.target, why=complaint)
         try:
             if tls is None:
                 port = self._server.add_insecure_port(address.target)

@@ -26,6 +26,7 @@ _DETAILS_LENGTH_MAX = 512
 _NOUNS_MAX = 8
 _CONNECTING, _HUNG_UP = "failed to connect", "Socket closed"
 _NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
+_NOT_AT_THIS_TIME = ("certificate has expired", "certificate is not yet valid")
 
 # The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
 _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
@@ -72,10 +73,16 @@ def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
         return sent
     code, details = failure.code(), failure.details() or "no details"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        if _NOT_TRUSTED in details and any(one in details for one in _NOT_AT_THIS_TIME):
+            return errors.PeerLost(
+                f"the certificate of what answers at {peer} is not valid now, by the clock of this "
+                f"host: renew it there, or set the clock ({details})",
+                peer=peer,
+            )
         if _NOT_TRUSTED in details:
             return errors.PeerLost(
-                f"what answers at {peer} has a certificate that is not trusted here, for another "
-                f"name, or out of date: give --tls-ca the CA of the coordinator, and address it by "
+                f"what answers at {peer} has a certificate that is not trusted here, or for "
+                f"another name: give --tls-ca the CA of the coordinator, and address it by "
                 f"a name that its certificate has ({details})",
                 peer=peer,
             )

@@ -10,6 +10,7 @@ they are being replaced one by one, those read last stay in use.
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import ssl
 import time
@@ -20,6 +21,7 @@ from functools import partial
 from msgspec import Struct
 
 from dataplane.errors import ConfigError
+from dataplane.security.validity import why_not_valid
 from dataplane.security.watched import Watched, content
 
 _FILE_BYTES_MAX = 1 << 20
@@ -62,6 +64,17 @@ class Certificates:
         changes.
         """
         return self._pems.current()
+
+    def complaint(self) -> str:
+        """What to do about the own certificate if nobody trusts it at this time; else ""."""
+        own = self.current()[0].cert
+        why = "" if own is None else why_not_valid(own, dt.datetime.now(dt.UTC))
+        if not why:
+            return ""
+        return (
+            f"The certificate of this process, {self.files.cert}, is not valid now: {why}. Renew "
+            "it, or set this host's clock"
+        )
 
 
 def is_any_of(uris: Sequence[str], peers: Sequence[str]) -> bool:

@@ -53,6 +53,9 @@ def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):
     old = Authority.made().write(tmp_path, "old", lasts=dt.timedelta(hours=-1))
     found = examined(*given, *tls(old))
     assert "it has ended" in found["tls_cert"][1]
+    days = dt.timedelta(days=1)
+    new = Authority.made().write(tmp_path, "new", begins=days, lasts=100 * days)
+    assert "it begins at" in examined(*given, *tls(new))["tls_cert"][1]
     assert "chmod" in found["tls_key"][1]
     assert "tls_peers" in found["clients"][1]
     assert "none beyond this host" in found["neighbours"][0]

@@ -97,6 +97,38 @@ def test_a_client_whose_certificate_is_not_right_is_refused(tmp_path, kind):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("begins", "lasts", "said"),
+    [(-48, -1, r"client\.crt, is not valid now: it ended at 2"), (1, 9, r"now: it begins at 2")],
+)
+def test_a_client_is_told_that_its_own_certificate_is_not_valid_now(tmp_path, begins, lasts, said):
+    ca, hour = Authority.made(), dt.timedelta(hours=1)
+    server = secured(ca.write(tmp_path, "server"))
+    client = ca.write(tmp_path, "client", begins=begins * hour, lasts=lasts * hour)
+
+    async def main():
+        async with serving(server) as address:
+            with pytest.raises(PeerLost, match=said):
+                await asked(address, secured(client))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("begins", "lasts"), [(-48, -1), (1, 9)])
+def test_a_server_with_a_certificate_that_is_not_valid_now_says_so(tmp_path, caplog, begins, lasts):
+    ca, hour = Authority.made(), dt.timedelta(hours=1)
+    server = ca.write(tmp_path, "server", begins=begins * hour, lasts=lasts * hour)
+    client = ca.write(tmp_path, "client")
+
+    async def main():
+        async with serving(secured(server)) as address:
+            assert "server.crt, is not valid now" in caplog.text
+            with pytest.raises(PeerLost, match="not valid now, by the clock of this host"):
+                await asked(address, secured(client))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["of another CA", "expired"])
 def test_a_server_whose_certificate_is_not_right_gets_no_token(tmp_path, kind):
     ca, other = Authority.made(), Authority.made("others")
@@ -107,7 +139,7 @@ def test_a_server_whose_certificate_is_not_right_gets_no_token(tmp_path, kind):
 
     async def main():
         async with serving(secured(server)) as address:
-            with pytest.raises(PeerLost, match=r"not trusted here.*--tls-ca"):
+            with pytest.raises(PeerLost, match=r"not trusted here.*--tls-ca|not valid now"):
                 await asked(address, secured(client))
 
     asyncio.run(main())

@@ -104,11 +104,14 @@ def _certificates(security: Security) -> Iterator[Check]:
         if pem is None:
             continue
         first = x509.load_pem_x509_certificates(pem)[0]
-        left = first.not_valid_after_utc - dt.datetime.now(dt.UTC)
+        now = dt.datetime.now(dt.UTC)
+        left = first.not_valid_after_utc - now
         uris = _uris(first) if name == "tls_cert" else []
         found = ", ".join([f"until {first.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", *uris])
         late = "it has ended: renew it" if left < dt.timedelta(0) else "it ends soon: renew it"
-        yield Check(name, found, late if left < _SOON else "")
+        if now < first.not_valid_before_utc:
+            late = f"it begins at {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC: check the clock"
+        yield Check(name, found, late if left < _SOON or now < first.not_valid_before_utc else "")
 
 
 def _uris(certificate: object) -> list[str]:
