@@ -38,7 +38,7 @@ from msgspec import Struct, field
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, ShardNotFound, StoreError
 from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
@@ -341,6 +341,11 @@ def _outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
         work()
     except EndedEarlyError:
         raise
+    except ShardNotFound as error:
+        again = "restore it, or begin a new run without it"
+        return ShardNotFound(
+            f"{error}; it was there when the dataset was indexed: {again}", **error.nouns
+        )
     except DataplaneError as error:
         return error
     except BaseException as error:  # noqa: BLE001 - also a library's panic: the node waits

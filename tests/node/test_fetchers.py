@@ -68,6 +68,7 @@ def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
             assert (changed.expected, changed.found) == ('"another"', etag)
             missing = await at.read(etag, url=f"s3://{bucket}/nothing")
             assert isinstance(missing, ShardNotFound)
+            assert "it was there when the dataset was indexed" in str(missing)
             assert missing.shard == f"s3://{bucket}/nothing"
             assert len(at.fetchers.pids) == 1
 
