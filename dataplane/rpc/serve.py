@@ -6,6 +6,7 @@ While it drains, its health is NOT_SERVING and new calls are rejected.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -210,11 +211,21 @@ def _refuse_if_taken(address: TcpAddress) -> None:
             probe.listen(1)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen at {address.target}: {error.strerror}. Is another service on port "
-                f"{address.port}? Stop it, choose another port, or use port 0 for a free one",
+                f"cannot listen at {address.target}: {error.strerror}. {_advice(error, address)}",
                 address=address.target,
                 port=address.port,
             ) from error
+
+
+def _advice(error: OSError, address: TcpAddress) -> str:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{address.host} is no address of this host: `ip address` lists its own"
+    if error.errno == errno.EACCES:
+        return "Ports below 1024 are for root: choose a higher one"
+    return (
+        f"Is another service on port {address.port}? Stop it, choose another port, or use port 0 "
+        "for a free one"
+    )
 
 
 def _clear_socket_path(path: Path) -> None:

@@ -180,6 +180,14 @@ def test_a_second_service_gets_an_error_about_its_port_or_the_database_owner(
             assert f"(process {process.pid})" in told
 
 
+def test_an_address_of_another_host_is_told_as_such(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    assert run(["serve", "--coordinator", "--listen", "192.0.2.1:7077", "--insecure"]) == 2
+    told = capsys.readouterr().err
+    assert "192.0.2.1 is no address of this host" in told
+    assert "another service" not in told
+
+
 def test_every_address_is_no_name_for_trainers(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
     assert run(["serve", "--listen", "0.0.0.0:0", "--insecure", *SMALL]) == 2

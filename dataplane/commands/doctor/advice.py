@@ -54,7 +54,7 @@ def verdict(bound: Bound, found: Statistics) -> str:
     else:
         what += f" The trainer waits for {bound.waited_share:.0%} of its time."
         step_ms = (found.elapsed_s - found.consumed_s) / found.batches * 1e3
-        what += f"  If steps took {step_ms:,.1f} ms longer would not wait at all."
+        what += f" If steps took {step_ms:,.1f} ms longer, it would not wait at all."
     without = bound.samples_per_s_without
     if without is None:
         return what
