@@ -47,6 +47,8 @@ _LATE_MAX = 3
 """So many times in a row another maker may be faster than the one that was asked first."""
 _WEIGHT = 0.25
 """Of the newest slab in the time that a maker takes for a batch."""
+_SLOWER_MOST = 8.0
+"""How many times as slow as it is thought to be one slab may show a maker to be."""
 _AWAITED = 0.5
 _EARLIER, _FASTER = 0.95, 0.125
 """How much faster it is thought to be after each slab that it had early, down to this part of the
@@ -72,6 +74,7 @@ class KnownMaker(Struct, eq=False):
     failures: int = 0
     late_count: int = 0
     left_alone_until: float = 0.0
+    has_made: bool = False
     why: str = ""
     """What it failed with last."""
 
@@ -89,10 +92,15 @@ class KnownMaker(Struct, eq=False):
 
     def ended(self, count: int, now: float, waited_s: float) -> None:
         """It has made so many batches. If they were awaited only for a small part of the time since
-        the ones before, it had them early, and may well be faster than it was used.
+        the ones before, it had them early, and may well be faster than it was used. The first slab
+        says nothing, since the maker opens and reads the dataset for it; nor does a single late one
+        say much: whom nobody asks, since it seems slow, cannot show that it is not.
         """
         took = max(now - self.since, 0.0) / count
-        if not self.seconds or waited_s >= _AWAITED * took * count:
+        took = min(took, _SLOWER_MOST * self.seconds) if self.seconds else took
+        if not self.has_made:
+            self.has_made = True
+        elif not self.seconds or waited_s >= _AWAITED * took * count:
             self.seconds += (took - self.seconds) * (_WEIGHT if self.seconds else 1.0)
         else:
             least = min(self.seconds, took * _FASTER)

@@ -59,6 +59,30 @@ def test_a_new_maker_gets_its_part_at_once() -> None:
     assert made["b"] == pytest.approx(made["a"], rel=0.3)
 
 
+def _known(*took_s: float) -> KnownMaker:
+    """A maker that took so long for each slab."""
+    maker, now = KnownMaker("a"), 10.0
+    for each in took_s:
+        maker.begin(BATCHES, now)
+        maker.tell(BATCHES, now)
+        now += each
+        maker.batches = maker.told = 0
+        maker.ended(BATCHES, now, each)
+    return maker
+
+
+def test_the_first_slab_of_a_maker_says_nothing_about_the_others() -> None:
+    assert _known(4.0).expected_s(0.01, 14.0) == 0.01, "it has opened the dataset"
+    assert _known(4.0, 0.04).seconds == pytest.approx(0.01)
+    assert _known(4.0, 4.0).seconds == pytest.approx(1.0)
+
+
+def test_one_late_slab_does_not_make_a_maker_slow() -> None:
+    usual = [0.04] * 10
+    assert _known(*usual, 4.0).seconds < 0.03
+    assert _known(*usual, *[0.4] * 10).seconds > 0.09, "it became slower"
+
+
 def test_a_maker_that_was_slow_once_is_tried_again() -> None:
     node = Node({"a": 0.04, "b": 5.0})
     node.run(30)
