@@ -2,7 +2,7 @@
 
 obstore has one exception for nearly everything, with the details in its text: the HTTP status, the
 store's own error code, and the kind of a broken connection. This is the one place that reads that
-text. obstore >= 0.8 writes it so; the conformance suite would notice a change.
+text. obstore >= 0.9.4 writes it so; the conformance suite would notice a change.
 
 An error shows the code and the message of a store's answer, and no more of it: S3 sends the session
 token back that it refuses.
