@@ -10,8 +10,8 @@ from typing_extensions import Buffer
 
 from dataplane.model import ObjectInfo
 
-LAST = "\U0010ffff"
-"""A character after all that keys have."""
+LAST = "\U0010ffff" * 256
+"""After all keys, which have 1024 bytes at most."""
 
 
 class NotInOrderError(Exception):
@@ -92,9 +92,9 @@ class Paged(Protocol):
     def has_pages(self) -> bool:
         """Whether it can do so, as far as is known."""
 
-    def page(self, prefix: str, after: str) -> Page:
+    def page(self, prefix: str, after: str | None) -> Page:
         """The first objects whose urls start with `prefix`, and come after the url `after` (any
-        text that starts with `prefix`); if both are equal, an object with that very url, too.
+        text that starts with `prefix`), if there is one.
 
         Raises:  NotInOrderError: the store does not list in url order.  As `Store.list`.
         """

@@ -13,6 +13,9 @@ Invariants:
 2. No range is cut while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages read
    were of no use. A list of one page takes one request.
 3. A page that fails is asked for again alone.
+4. Not every server lists in the order of its keys: some list a folder before its longer namesakes.
+   So what one range stopped at must be what the next one began with. Then together they are what a
+   list of one page after the other gives, wherever the server began at a cut.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from dataplane.model import ObjectInfo
-from dataplane.store.base import LAST, Page
+from dataplane.store.base import LAST, NotInOrderError, Page
 
 PAGES_AT_ONCE = 16
 _WASTED = 0.2
@@ -45,9 +49,12 @@ class KeyRange(Struct, eq=False):
 
     after: str
     until: str
-    first: str = ""
+    found: list[ObjectInfo] = field(default_factory=list)
     pages: int = 0
-    """How many pages were read of it; `first` is the first key of the first."""
+    """How many pages were read of it that are not its last."""
+    first: str = ""
+    next: str = ""
+    """The first key after its start, and the first after its end; no text if there is none."""
     leap: float = _LEAP
     """As far as this many pages may be cut off at once, where nobody knows the end."""
     is_open: bool = True
@@ -120,10 +127,10 @@ class Listing:
     """Which page to ask for next, and what has come. Keys are what follows the prefix in urls."""
 
     def __init__(self, prefix: str) -> None:
-        self.found: list[ObjectInfo] = []
         self._prefix = prefix
         self._spelling = Spelling()
-        self._due = [KeyRange("", LAST)]
+        self._ranges = [KeyRange("", LAST)]
+        self._due = self._ranges[:]
         self._asked: list[KeyRange] = []
         self._useful = self._wasted = 0.0
 
@@ -138,7 +145,9 @@ class Listing:
         """Take the page that follows the `after` of a range."""
         keys = [one.url[len(self._prefix) :] for one in page.objects]
         count = bisect_right(keys, asked.until)
-        self.found += page.objects[:count]
+        asked.found += page.objects[:count]
+        asked.first = asked.first if asked.pages else next(iter(keys), "")
+        asked.next = next(iter(keys[count:]), "")
         useful = count / len(keys) if keys else 0.0
         self._useful += useful
         self._wasted += 1.0 - useful
@@ -148,9 +157,18 @@ class Listing:
         self._asked.remove(asked)
         if count == len(keys) and not page.is_last:
             self._spelling.learn(keys)
-            asked.after, asked.first = keys[-1], asked.first or keys[0]
-            asked.pages, asked.doubt = asked.pages + 1, max(1.0, asked.doubt / _DOUBT)
+            asked.after, asked.doubt = keys[-1], max(1.0, asked.doubt / _DOUBT)
+            asked.pages += 1
             self._due.append(asked)
+
+    def found(self) -> list[ObjectInfo]:
+        """All that has come, in url order.
+
+        Raises:  NotInOrderError: a range does not begin where the one before it stopped.
+        """
+        if any(one.next != following.first for one, following in pairwise(self._ranges)):
+            raise NotInOrderError(f"{self._prefix}: a list goes on elsewhere than it stopped")
+        return [info for one in self._ranges for info in one.found]
 
     def _cut(self) -> KeyRange | None:
         """Cut the range that seems the longest."""
@@ -170,6 +188,7 @@ class Listing:
         leap = longest.leap * _LEAP
         rest = KeyRange(cut, longest.until, leap=leap, is_open=longest.is_open, cut_from=longest)
         longest.until = cut
+        self._ranges.insert(self._ranges.index(longest) + 1, rest)
         return rest
 
     def _pages_left(self, asked: KeyRange) -> float:
@@ -189,14 +208,16 @@ class Listing:
         return "/".join(parts[:bad])[len(self._prefix) :]
 
 
-def listed(prefix: str, ask: Callable[[str], Page]) -> list[ObjectInfo]:
+def listed(prefix: str, ask: Callable[[str | None], Page]) -> list[ObjectInfo]:
     """Every object below the prefix, in url order. `ask` gives the page after an url, or the first
-    one after the prefix itself; it is called by several threads.
+    one; it is called by several threads.
+
+    Raises:  NotInOrderError: the store does not list in url order.  Errors of `ask`.
     """
     listing = Listing(prefix)
     taken = listing.due()
     assert taken is not None
-    listing.answered(taken, ask(prefix))
+    listing.answered(taken, ask(None))
     asked: dict[Future[Page], KeyRange] = {}
     threads: ThreadPoolExecutor | None = None
     try:
@@ -205,7 +226,7 @@ def listed(prefix: str, ask: Callable[[str], Page]) -> list[ObjectInfo]:
                 threads = threads or ThreadPoolExecutor(PAGES_AT_ONCE, "listing")
                 asked[threads.submit(ask, f"{prefix}{taken.after}")] = taken
             if not asked:
-                return sorted(listing.found, key=lambda one: one.url)
+                return listing.found()
             for done in wait(asked, return_when=FIRST_COMPLETED).done:
                 listing.answered(asked.pop(done), done.result())
     finally:

@@ -99,26 +99,27 @@ class ObstoreStore:
         is_able = isinstance(self._client, S3Store | GCSStore)
         return is_able and not self._base.endswith("--x-s3")
 
-    def page(self, prefix: str, after: str) -> Page:
+    def page(self, prefix: str, after: str | None) -> Page:
         """As `base.Paged.page`."""
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/") or None
-        start = after[len(self._base) + 1 :] if after != prefix else self._before(prefix)
+        start = self._before(prefix) if after is None else after[len(self._base) + 1 :]
         while True:
             listed = self._ask(prefix, lambda: self._next(folder, start))  # noqa: B023 - called now
             found = [self._info(f"{self._base}/{meta['path']}", meta) for meta in listed]
-            shown = [
+            there = [
                 info
                 for info in found
-                if info.url.startswith(prefix) and (info.size_bytes or self._is_there(info.url))
+                if info.size_bytes or (info.url.startswith(prefix) and self._is_there(info.url))
             ]
-            urls = [after if after != prefix else "", *(info.url for info in shown)]
+            urls = [f"{self._base}/{start or ''}", *(info.url for info in there)]
             if not all(map(lt, urls, urls[1:])):
-                raise NotInOrderError(f"{self._base}: what follows {after} is not in url order")
+                raise NotInOrderError(f"{urls[0]}: what follows is not in url order")
+            shown = [info for info in there if info.url.startswith(prefix)]
             is_last = len(listed) < LIST_PAGE or found[-1].url > f"{prefix}{LAST}"
             if shown or is_last:
                 return Page(shown, is_last)
             if start is not None and listed[-1]["path"] <= start:
-                raise NotInOrderError(f"{self._base}: what follows {start} ends before it")
+                raise NotInOrderError(f"{urls[0]}: what follows ends before it")
             start = listed[-1]["path"]
 
     def head(self, url: str) -> ObjectInfo:
@@ -199,7 +200,8 @@ class ObstoreStore:
         or there is no such key.
         """
         key = prefix[len(self._base) + 1 :]
-        if key[-1:] in ("", "/", " ") or not key.isascii():
+        is_plain = key.isascii() and key.isprintable() and not key.endswith(" ")
+        if not is_plain or _has_odd_part(key):
             return None
         before = "." if key[-1] == "0" else chr(ord(key[-1]) - 1)  # no "/"
         return f"{key[:-1]}{before}~"
@@ -258,7 +260,7 @@ class ObstoreStore:
         key = key_of(url)
         if self._is_http:
             return urllib.parse.unquote(key)
-        if any(segment in ("", ".", "..") for segment in key.split("/")):
+        if _has_odd_part(key):
             raise StoreError(
                 f"{url}: a key with an empty, '.' or '..' part cannot be read; copy the object to "
                 "another name",
@@ -276,6 +278,10 @@ class ObstoreStore:
             )
         # Lists have times to the millisecond, answers about one object to the second.
         return ObjectInfo(url, meta["size"], etag or f"{NO_ETAG}{int(modified)}-{meta['size']}")
+
+
+def _has_odd_part(key: str) -> bool:
+    return any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _client_of_query(request_timeout_s: float, url: str) -> Client:

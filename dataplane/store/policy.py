@@ -169,7 +169,7 @@ class PolicedStore:
         """As `base.Paged.has_pages`."""
         return isinstance(self._inner, Paged) and self._inner.has_pages()
 
-    def page(self, prefix: str, after: str) -> Page:
+    def page(self, prefix: str, after: str | None) -> Page:
         """As `base.Paged.page`."""
         assert isinstance(self._inner, Paged)
         self._policy.check_names([prefix])

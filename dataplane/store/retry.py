@@ -123,8 +123,9 @@ class Retrying:
         """End all waits for the store."""
         self._gate.close()
 
-    def _page(self, inner: Paged, prefix: str, after: str) -> Page:
-        return self._call(f"listing {prefix}", prefix, lambda: inner.page(prefix, after))
+    def _page(self, inner: Paged, prefix: str, after: str | None) -> Page:
+        what = f"listing {prefix}" + (f" after {after}" if after is not None else "")
+        return self._call(what, prefix, lambda: inner.page(prefix, after))
 
     def _call(self, what: str, url: str, attempt: Callable[[], T]) -> T:
         now = self._clock.now()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,13 @@ from hypothesis import strategies as st
 
 from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
 from dataplane.model import ObjectInfo
-from dataplane.store.base import Page, Paged
+from dataplane.store.base import NotInOrderError, Page, Paged
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.listing import PAGES_AT_ONCE, KeyRange, Listing, listed
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.retry import Retrying
 
+Ask = Callable[[Sequence[str], str | None, int], Page]
 PREFIX = "s3://bucket/many/"
 SHAPES = {
     "numbers": [f"shard-{i:06d}.tar" for i in range(20_000)],
@@ -34,44 +37,83 @@ SHAPES = {
 }
 
 
-def page_of(urls: Sequence[str], after: str, size: int) -> Page:
-    first = bisect_right(urls, after) if after != PREFIX else 0
+def page_of(urls: Sequence[str], after: str | None, size: int) -> Page:
+    return page_from(urls, 0 if after is None else bisect_right(urls, after), size)
+
+
+def page_from(urls: Sequence[str], first: int, size: int) -> Page:
     return Page(
         [ObjectInfo(url, 1, "e") for url in urls[first : first + size]], len(urls) - first < size
     )
 
 
 def rounds_and_pages(
-    urls: Sequence[str], size: int, random_: random.Random | None
+    urls: Sequence[str], size: int, random_: random.Random | None, ask: Ask = page_of
 ) -> tuple[int, int]:
     """List these in rounds, in each of which the pages that were asked for come in, or some of
     them; return how many rounds and pages it took. Each url is found once.
     """
     listing = Listing(PREFIX)
-    asked: list[tuple[KeyRange, str]] = []
+    asked: list[tuple[KeyRange, str | None]] = []
     rounds = pages = 0
     while True:
         while len(asked) < PAGES_AT_ONCE and (due := listing.due()) is not None:
-            asked.append((due, due.after))
+            asked.append((due, f"{PREFIX}{due.after}" if rounds else None))
         if not asked:
-            assert sorted(one.url for one in listing.found) == urls
+            assert [one.url for one in listing.found()] == sorted(urls)
             return rounds, pages
         rounds += 1
         if random_ is not None:
             random_.shuffle(asked)
         for _ in range(len(asked) if random_ is None else random_.randint(1, len(asked))):
             one, after = asked.pop()
-            listing.answered(one, page_of(urls, PREFIX + after, size))
+            listing.answered(one, ask(urls, after, size))
             pages += 1
 
 
 @given(
-    st.sets(st.text("0189abz/-.é", min_size=1, max_size=8), max_size=300),
+    st.sets(st.text("0189abz/-.é~\U0001f600\U0010ffff", max_size=8), max_size=300),
     st.integers(1, 20),
     st.randoms(use_true_random=False),
 )
 def test_each_key_is_listed_once(keys: set[str], size: int, random_: random.Random) -> None:
     rounds_and_pages(sorted(PREFIX + key for key in keys), size, random_)
+
+
+def by_folder(url: str) -> list[str]:
+    return url.split("/")
+
+
+def page_by_folder(urls: Sequence[str], after: str | None, size: int) -> Page:
+    """As SeaweedFS gives it: a folder comes before its longer namesakes. As a store refuses it."""
+    first = 0 if after is None else bisect_right(urls, by_folder(after), key=by_folder)
+    page = page_from(urls, first, size)
+    if any(one >= other for one, other in pairwise([after or "", *(o.url for o in page.objects)])):
+        raise NotInOrderError
+    return page
+
+
+@given(
+    st.sets(st.text("0123/-", min_size=1, max_size=8), max_size=300),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_no_key_is_lost_where_a_server_has_another_order(
+    keys: set[str], size: int, random_: random.Random
+) -> None:
+    urls = sorted((PREFIX + key for key in keys), key=by_folder)
+    with contextlib.suppress(NotInOrderError):
+        rounds_and_pages(urls, size, random_, page_by_folder)
+
+
+@pytest.mark.parametrize("folder", range(1, 10))
+def test_ranges_that_do_not_follow_each_other_are_no_list(folder: int) -> None:
+    # The folder fills whole pages, all in order, and comes before the cut that it is to come after.
+    names = [f"{i}-{j:04d}" for i in range(10) for j in range(300)]
+    names += [f"{folder}/{j:04d}" for j in range(300)]
+    urls = sorted((PREFIX + name for name in names), key=by_folder)
+    with pytest.raises(NotInOrderError):
+        rounds_and_pages(urls, 100, None, page_by_folder)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,6 +195,22 @@ def test_google_lists_from_any_key_on(tmp_path: Path, monkeypatch: pytest.Monkey
         assert found == [f"gs://{name}" for name in objects]
 
 
+@pytest.mark.parametrize("prefix", ["man", "é"])
+def test_a_page_that_ends_in_the_prefix_itself_is_read_once(
+    awry: Awry, store: Retrying, prefix: str
+) -> None:
+    before = [f"bucket/{prefix[:-1]}{chr(ord(prefix[-1]) - 1)}~~{i:04d}" for i in range(999)]
+    after = [f"bucket/{prefix}~{i:04d}" for i in range(2000)]
+    awry.objects = dict.fromkeys([*before, f"bucket/{prefix}", *after], b"x")
+    url = f"s3://bucket/{prefix}"
+    assert [one.url for one in store.list(url)] == urls_of(awry, url)
+
+
+@pytest.mark.parametrize("prefix", ["a//x", "//x", "a\x01", "a\x01x", "many/\n"])
+def test_a_prefix_that_no_key_has_is_listed(awry: Awry, store: Retrying, prefix: str) -> None:
+    assert not list(store.list(f"s3://bucket/{prefix}"))
+
+
 def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -> None:
     assert len(list(store.list(f"{PREFIX}1200"))) == 10
     assert len(awry.seen) == 1
@@ -171,13 +229,14 @@ def test_a_list_that_fails_for_good_ends(awry: Awry, store: Retrying) -> None:
         store.list(PREFIX)
     awry.be(*[Mood.WELL] * 5, then=Mood.INTERNAL)
     hasty = Retrying(open_store("s3://bucket"), "s3://bucket", budget_s=0.3)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable, match=f"listing {PREFIX} after {PREFIX}.+: gave up"):
         hasty.list(PREFIX)
 
 
 def test_a_server_without_order_is_listed_page_by_page(awry: Awry, store: Retrying) -> None:
     awry.be(then=Mood.UNORDERED)
     assert [one.url for one in store.list(PREFIX)] == urls_of(awry, PREFIX)
+    assert [one.url for one in store.list(f"{PREFIX}0")] == urls_of(awry, f"{PREFIX}0")
 
 
 def test_a_server_that_starts_at_no_other_key_is_refused(awry: Awry, store: Retrying) -> None:
@@ -197,8 +256,8 @@ def test_each_page_is_checked_against_what_may_be_opened(awry: Awry) -> None:
 def test_the_first_error_ends_a_list_of_many_pages() -> None:
     urls = sorted(PREFIX + key for key in SHAPES["numbers"])
 
-    def ask(after: str) -> Page:
-        if after > f"{PREFIX}shard-01":
+    def ask(after: str | None) -> Page:
+        if after and after > f"{PREFIX}shard-01":
             raise StoreDenied("no")
         return page_of(urls, after, 100)
 
