@@ -31,6 +31,10 @@ _SHARES = frozenset({"sample", "split_from", "split_to"})
 _ROWS = _SHARES | {"where", "limit", "pack"}
 _ABOUT_ROWS = _ROWS | {"dataset"}
 _SHOWN_LENGTH_MAX = 120
+_OLD_SHARDS = (
+    "give the loader the shards that the dataset had when the state was saved, such as a list of "
+    "their urls; with other shards, begin a run without this state"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,10 @@ class RunState:
         if not self._has_as_many(job):
             counts = str(self.sample_count), str(job.sample_count)
             yield _Problem(
-                "dataset", *counts, f"the dataset had {counts[0]} samples and now has {counts[1]}"
+                "dataset",
+                *counts,
+                f"the dataset had {counts[0]} samples and now has {counts[1]}",
+                _OLD_SHARDS,
             )
         elif self.dataset is None or self.dataset.content == job.dataset.content:
             return
@@ -230,6 +237,7 @@ class RunState:
                 if self.mix is None
                 else "a source of the mixture is a different one: it has other shards (their names "
                 "below their common folder, their order, sizes, blocks, or schema)",
+                _OLD_SHARDS,
             )
         elif not dataset_moved:
             yield _Problem(

@@ -217,6 +217,7 @@ def test_another_dataset_is_refused_even_with_dataset_moved():
     fewer = structs.replace(job(), sample_count=59)
     error = refusal(RunState.of(job(), 0, 0), fewer, dataset_moved=True)
     assert "the dataset had 60 samples and now has 59" in str(error)
+    assert "a list of their urls" in str(error)
 
 
 @pytest.mark.parametrize(

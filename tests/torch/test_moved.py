@@ -72,6 +72,16 @@ def test_a_copy_with_new_modification_times_needs_dataset_moved(
     dataset.close()
 
 
+def test_a_dataset_that_grew_resumes_over_the_shards_that_it_had(train: Path) -> None:
+    state, rest = taken(train)
+    had = sorted(train.glob("*/*"))
+    (train / "part=3").mkdir()
+    pq.write_table(pa.table({"i": range(300, 400)}), train / "part=3" / "0.parquet")
+    with pytest.raises(SpecMismatch, match=r"had 300 .* now has 400.*a list of their urls"):
+        resumed(train, state)
+    assert resumed(had, state) == rest
+
+
 def test_rewritten_shards_are_refused_even_with_dataset_moved(train: Path, tmp_path: Path) -> None:
     state, _ = taken(train)
     table = pa.table({"i": range(100)})
