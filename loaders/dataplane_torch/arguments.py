@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -37,6 +38,7 @@ from dataplane_torch.topology import topology_of
 
 _SEED_MAX = (1 << 64) - 1
 _NAME_MAX = 200
+_ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
@@ -279,8 +281,11 @@ def _urls(given: object) -> tuple[str, ...]:
 
 
 def _absolute(url: str) -> str:
-    """Make a path absolute, since the node opens it from another working directory."""
-    if "://" in url or url.startswith("/"):
+    """Make a path absolute, since the node opens it from another working directory. Of an url with
+    a slash too few, the node says what was meant.
+    """
+    is_url = "://" in url or (_ONE_SLASH.match(url) and not os.path.lexists(url))
+    if is_url or url.startswith("/"):
         return url
     slash = "/" if url.endswith("/") else ""
     return os.path.abspath(os.path.expanduser(url)) + slash  # noqa: PTH100, PTH111 - may be a glob

@@ -215,6 +215,16 @@ def test_what_is_not_there_is_reported_by_name(shards) -> None:
         iter(loader)
 
 
+def test_a_url_with_a_slash_too_few_is_told_what_was_meant(shards) -> None:
+    with (
+        DataLoader("s3:/bucket/train", batch_size=4) as loader,
+        pytest.raises(ConfigError, match=r"'s3:/bucket/train'.* did you mean s3://bucket/train\?"),
+    ):
+        next(iter(loader))
+    with DataLoader(f"file:{shards}", batch_size=4) as loader:
+        assert next(iter(loader))["i"].tolist() == [0, 1, 2, 3]
+
+
 def test_what_one_consumer_writes_into_a_batch_no_other_sees(shards) -> None:
     with DataLoader(shards, 16, columns=["i"]) as loader:
         first, second, whole = iter(loader), iter(loader), []
