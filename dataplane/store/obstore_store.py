@@ -180,7 +180,9 @@ class ObstoreStore:
             before, last = len(found), max(found, default=None)
             for page in obstore.list(self._client, folder, offset=last, chunk_size=LIST_PAGE):
                 count = len(found)
-                found.update((meta["path"], meta) for meta in page)
+                for meta in page:
+                    # The "folder/" that has the path of an object comes after it.
+                    found.setdefault(meta["path"], meta)
                 if len(found) == count:
                     raise StoreError(
                         f"{self._base}: the store lists {page[0]['path']} and what follows it "

@@ -211,6 +211,13 @@ def test_a_prefix_that_no_key_has_is_listed(awry: Awry, store: Retrying, prefix:
     assert not list(store.list(f"s3://bucket/{prefix}"))
 
 
+def test_a_folder_of_a_console_does_not_stand_for_the_object_with_its_name(
+    awry: Awry, store: Retrying
+) -> None:
+    awry.objects = {"bucket/many/a": b"x", "bucket/many/a/": b"", "bucket/many/b/": b""}
+    assert [(one.url, one.size_bytes) for one in store.list(PREFIX)] == [(f"{PREFIX}a", 1)]
+
+
 def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -> None:
     assert len(list(store.list(f"{PREFIX}1200"))) == 10
     assert len(awry.seen) == 1
