@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,20 @@ def test_a_failure_keeps_what_was_counted(dataset: Path, cache: Path) -> None:
     manifest, given = index_dataset(dataset), {"cache_dir": str(cache)}
     expected = counts(manifest, "text == 'x' and id > 20")
 
+    some_are_kept = threading.Event()
+
+    def told(progress: IndexProgress) -> None:
+        if progress.shards_done >= 3:
+            some_are_kept.set()
+
     def fails(shard: StoredShard, order: tasks.CountRows, size: int) -> Int64:
         if "007" in shard.url:
+            assert some_are_kept.wait(60)
             raise CorruptShard("no", shard=shard.url)
         return here(shard, order, size)
 
     with pytest.raises(CorruptShard):
-        counts(manifest, "text == 'x' and id > 20", count_rows=fails, **given)
+        counts(manifest, "text == 'x' and id > 20", count_rows=fails, progress=told, **given)
     (log,) = (cache / "counts").rglob("*.log")
     log.write_bytes(log.read_bytes()[:-3])  # as a kill may leave it
     store = Counted()
