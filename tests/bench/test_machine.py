@@ -28,7 +28,7 @@ def test_cpu_of_our_descendants_counts_as_ours_even_after_they_end():
     before, before_of_nobody = look(), look(own=())
     subprocess.run([sys.executable, "-c", SPIN], check=True)
     after, after_of_nobody = look(), look(own=())
-    assert after.own_s - before.own_s >= 0.3
+    assert after.own_s - before.own_s >= 0.29  # ticks of 10 ms
     assert before_of_nobody.own_s == after_of_nobody.own_s == 0.0
     assert after.busy_s - before.busy_s >= 0.25
     assert before.total_s < after.total_s

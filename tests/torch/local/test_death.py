@@ -26,15 +26,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 # A trainer that prints the pids of its workers, then loads until it is killed.
 _TRAINER = """
-import sys, threading, warnings; warnings.simplefilter("ignore")
+import os, sys, threading, warnings; warnings.simplefilter("ignore")
 import torch
 from dataplane_torch import DataLoader
 from local_datasets import Samples
 context, persistent, hangs = sys.argv[1], sys.argv[2] == "yes", sys.argv[3]
+told, tells = os.pipe()  # a worker that was forked says that it hangs
 
 class Hanging(Samples):
     def __getitem__(self, i):
         if hangs == "worker" and i >= 8:
+            os.write(tells, b"!")
             threading.Event().wait()
         return super().__getitem__(i)
 
@@ -49,6 +51,7 @@ if __name__ == "__main__":
         for batch in iterator:
             pass
     elif hangs == "worker":
+        os.read(told, 1)
         iterator.close()
 """
 
