@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import os
 import tempfile
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 from dataplane_bench.model import BenchCase
 from dataplane_bench.s3 import REGION
 from dataplane_bench.workloads.storage import s3_storage
+from msgspec import structs
 
 from dataplane.index.processes import open_manifest
 from dataplane.rpc.messages import DatasetSource
@@ -77,7 +77,7 @@ def _write(folder: Path, shard_count: int, format_name: str) -> None:
 
 def _index(url: str, shard_count: int) -> None:
     with tempfile.TemporaryDirectory(prefix="indexes-") as cache, _Children() as children:
-        settings = dataclasses.replace(default_node_config(), cache_dir=cache)
+        settings = structs.replace(default_node_config(), cache_dir=cache)
         wall_s, own_s = time.monotonic(), time.process_time()
         manifest = open_manifest(
             settings, Stores(is_settled=True).connect, DatasetSource((f"{url}/",))

@@ -11,7 +11,6 @@ weights of a mixture.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
@@ -171,7 +170,7 @@ class MixAt(Struct, frozen=True):
 
 def order_key(spec: JobSpec, dataset: DatasetIdentity) -> str:
     """What a skip holds for: all that decides which row stands at each position."""
-    return dataclasses.replace(spec, global_batch=1).rows_digest(dataset.layout)
+    return structs.replace(spec, global_batch=1).rows_digest(dataset.layout)
 
 
 def dataset_of(spec: JobSpec, identity: DatasetIdentity | None) -> DatasetIdentity:

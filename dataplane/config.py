@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import NODEFAULT, Struct, field, structs
 
 from dataplane.mixture import MixtureSpec, SourceSpec
 from dataplane.model import (
@@ -33,8 +34,7 @@ _FACT_LENGTH_MAX = 40
 _STALL_SHARE = 0.75
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True):
     """Everything that decides which samples a job yields, in which order and form. Compared at
     every join.
 
@@ -112,9 +112,9 @@ class JobSpec:
         """16 hex digits over everything that decides which rows of a dataset with this layout stand
         in which global batches, but for the weights of a mixture. The form of the columns does not.
         """
-        view = dataclasses.replace(self.view, map="", collate="")
+        view = structs.replace(self.view, map="", collate="")
         fields = _digested(
-            dataclasses.replace(
+            structs.replace(
                 self,
                 fingerprint=layout,
                 view=view,
@@ -163,8 +163,8 @@ class JobSpec:
         )
 
 
-def _first_fields(cls: Any, count: int) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(cls)[:count])
+def _first_fields(cls: type[Struct], count: int) -> frozenset[str]:
+    return frozenset(cls.__struct_fields__[:count])
 
 
 # The fields that each class had when digests that contain it were first saved. They are part of
@@ -201,21 +201,19 @@ _CHANGING: Mapping[type, frozenset[str]] = {
 
 
 def _digested(value: Any) -> Any:
-    """A value as a digest sees it: dataclasses as dicts, without later fields at their default."""
+    """A value as a digest sees it: Structs as dicts, without later fields at their default."""
     if isinstance(value, tuple):
         return [_digested(part) for part in value]
-    if not dataclasses.is_dataclass(value):
+    if not isinstance(value, Struct):
         return value
     first = _FIRST_FIELDS.get(type(value), frozenset())
     changing = _CHANGING.get(type(value), frozenset())
     if isinstance(value, MixtureSpec) and value.tokens:
         changing |= {"length"}  # it follows from the shares
-    fields = [field for field in dataclasses.fields(value) if field.name not in changing]
-    found = {field: getattr(value, field.name) for field in fields}
     return {
-        field.name: _digested(part)
-        for field, part in found.items()
-        if field.name in first or part != _default_of(field)
+        name: _digested(part)
+        for name, default in _defaults_of(value).items()
+        if name not in changing and ((part := getattr(value, name)) != default or name in first)
     }
 
 
@@ -244,15 +242,15 @@ def _fact(value: Any) -> Fact:
 
 
 def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for each in dataclasses.fields(value):
-        part, default = getattr(value, each.name), _default_of(each)
-        if each.name == "mixture":
+    for name, default in _defaults_of(value).items():
+        part = getattr(value, name)
+        if name == "mixture":
             yield from _mixture_options(part)
-        elif dataclasses.is_dataclass(default):
+        elif isinstance(default, Struct):
             yield from _options(part)
         else:
-            yield each.name, (part, default)
-        if isinstance(value, JobSpec) and each.name == "transforms":
+            yield name, (part, default)
+        if isinstance(value, JobSpec) and name == "transforms":
             yield "bad_images", (REPLACE if value.replaces_images else RAISE, RAISE)
 
 
@@ -266,16 +264,23 @@ def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[A
     yield "max_passes", (tuple(source.passes_max for source in of.sources), ())
     yield "source_views", (tuple(source.view for source in of.sources), ())
     left_out = {"sources", "schedule", "changes", *(("length",) if of.tokens else ())}
-    for each in dataclasses.fields(of):
-        if each.name not in left_out:
-            yield f"mixture.{each.name}", (getattr(of, each.name), _default_of(each))
+    for name, default in _defaults_of(of).items():
+        if name not in left_out:
+            yield f"mixture.{name}", (getattr(of, name), default)
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    """The declared default, or MISSING, which equals no value."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _defaults_of(value: Struct) -> Mapping[str, Any]:
+    cls: Any = type(value)  # mypy holds that `type[object]` has no hash
+    return _defaults(cls)
+
+
+@functools.cache
+def _defaults(cls: Any) -> Mapping[str, Any]:
+    """The declared default of each field, or NODEFAULT, which equals no value."""
+    return {
+        each.name: each.default if each.default_factory is NODEFAULT else each.default_factory()
+        for each in structs.fields(cls)
+    }
 
 
 def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) -> str:
@@ -286,15 +291,14 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
         other = by_column.get(image.column)
         fields = [
             f"{name}={value}"
-            for name, value in dataclasses.asdict(image).items()
+            for name, value in structs.asdict(image).items()
             if name != "column" and (other is None or value != getattr(other, name))
         ]
         shown += [f"{image.column}: {', '.join(fields)}"] if fields else []
     return "; ".join(shown) or "none"
 
 
-@dataclass(frozen=True, slots=True)
-class PeerTls:
+class PeerTls(Struct, frozen=True):
     """What data connections are encrypted with: paths of PEM files, and the URIs that certificates
     of other nodes may have; () for all.
     """
@@ -305,8 +309,7 @@ class PeerTls:
     peers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
+class NodeConfig(Struct, frozen=True):
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
     workers, and up to `worker_count_max` if more of them help. Each may take
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -101,8 +100,7 @@ class SourceUrls(Struct, frozen=True):
     format: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(Struct, frozen=True):
     """A job: its dataset, its spec, how far it was, and its entries. `dataset` is None if that is
     unknown. `urls` are those of all sources of a mixture, and `sources` says which one has which;
     it is empty if that is unknown.
@@ -128,8 +126,8 @@ class Ledger:
     def to_lines(self) -> str:
         """The ledger as JSON lines."""
         about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
-        for field in fields(self)[:-1]:
-            about[field.name] = msgspec.to_builtins(getattr(self, field.name))
+        for name in self.__struct_fields__[:-1]:
+            about[name] = msgspec.to_builtins(getattr(self, name))
         first = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
         return "".join(f"{line}\n" for line in (first, *(one.line for one in self.entries)))
 
@@ -144,7 +142,7 @@ class Ledger:
             first, *lines = map(json.loads, filter(None, text.split("\n")))
             version = first.pop("ledger")
             if version == LEDGER_VERSION:
-                known = {field.name: first[field.name] for field in fields(cls)[:-1]}
+                known = {name: first[name] for name in cls.__struct_fields__[:-1]}
                 entries = [LedgerEntry.of_plain(line) for line in lines]
                 return msgspec.convert({**known, "entries": entries}, cls)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

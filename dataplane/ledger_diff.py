@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -30,7 +29,7 @@ from dataplane.model import ColumnOptions
 
 _START = LedgerPosition(0, 0)
 _FORM = {
-    *(field.name for field in dataclasses.fields(ColumnOptions)),
+    *ColumnOptions.__struct_fields__,
     *("transforms", "bad_images", "map", "collate", "fingerprint", "weights", "schedule"),
 }
 """Options that decide no rows, or are compared otherwise."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from dataplane.model import Exhausted, View
 from dataplane.weights import MixHistory, ScheduledShares, ShareChange
 
 
-@dataclass(frozen=True, slots=True)
-class SourceSpec:
+class SourceSpec(Struct, frozen=True):
     """One source of a mixture. `share` is its share of the samples in units of 2**-32 when the job
     begins, and `passes_max` how often one epoch may read it, 0 for no limit.
     """
@@ -23,8 +23,7 @@ class SourceSpec:
     view: View = field(default_factory=View)
 
 
-@dataclass(frozen=True, slots=True)
-class MixtureSpec:
+class MixtureSpec(Struct, frozen=True):
     """The datasets that a job mixes. `length` is that of an epoch in samples, 0 for one that
     follows from `exhausted`; `batch` consecutive samples are of one source. `source_column` is the
     column that names the source of each sample by its index; "" for none. `tokens` is the length as

@@ -165,16 +165,14 @@ def _value_bytes(dtype: str) -> int:
     return int(bits) // 8 if bits else 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepSpec:
+class StepSpec(Struct, frozen=True):
     """An image step without fields in `ImageSpec`: its name and its parameters."""
 
     name: str
     numbers: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSpec:
+class ImageSpec(Struct, frozen=True):
     """How each encoded image of one column becomes pixels [height, width, 3] or [3, height, width].
 
     This is the form in which a list of image steps is sent and saved; `steps_of` in
@@ -205,8 +203,7 @@ class ImageSpec:
     replaces: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StackSpec:
+class StackSpec(Struct, frozen=True):
     """Columns joined into one, [B, columns] in this order, with this dtype; "" keeps theirs."""
 
     name: str
@@ -218,8 +215,7 @@ PACK_OUTPUTS = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 PAD_OUTPUTS = ("lengths",)
 
 
-@dataclass(frozen=True, slots=True)
-class PackSpec:
+class PackSpec(Struct, frozen=True):
     """Rows of tokens ("documents") joined into samples of equal length, with little padding.
 
     `column` is a list column of integers, `length` the tokens of a pack. `carry` are other list
@@ -251,8 +247,7 @@ ColumnLength = tuple[str, int]
 """A column's name, and a number of values."""
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnOptions:
+class ColumnOptions(Struct, frozen=True):
     """A job's options for its columns: which it wants, and in which form.
 
     `columns` are leaf columns in batch order; () means all. `lists` is the form of list columns.
@@ -279,8 +274,7 @@ class ColumnOptions:
     codes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """Which rows of a dataset a job has, and which functions change them; by default all, as they
     are stored.
 

@@ -8,14 +8,14 @@ settings only through this file.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 from dataplane import trace, units
 from dataplane.arena.slots import arena_bytes_min, slot_bytes_of
@@ -40,8 +40,7 @@ WORKER_BYTES_MIN = 256 * MIB
 """A worker takes about 100 MiB once it has imported everything it may need."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(Struct, frozen=True):
     """One setting's value and its source: a flag, a variable, a file, or "default"."""
 
     setting: Setting
@@ -49,8 +48,7 @@ class Resolved:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(Struct, frozen=True):
     """The settings that a TOML file holds, checked."""
 
     path: Path
@@ -236,10 +234,10 @@ def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[s
     slab, delivery = found["slab_bytes"], found["delivery_bytes_per_rank"]
     size, room = int(str(slab.value)), int(str(delivery.value))
     if slab.source == "default":
-        found["slab_bytes"] = dataclasses.replace(slab, value=min(size, slot_bytes_of(room)))
+        found["slab_bytes"] = structs.replace(slab, value=min(size, slot_bytes_of(room)))
     elif delivery.source == "default" and arena_bytes_min(size) <= machine.memory_bytes // 8:
         room = max(room, arena_bytes_min(size))
-        found["delivery_bytes_per_rank"] = dataclasses.replace(delivery, value=room)
+        found["delivery_bytes_per_rank"] = structs.replace(delivery, value=room)
     return found
 
 
@@ -319,8 +317,9 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     start; needed, budget.
     """
     values = {name: resolved.value for name, resolved in settings.items()}
-    fields = {field.name for field in dataclasses.fields(NodeConfig)}
-    chosen: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
+    chosen: dict[str, Any] = {
+        name: values[name] for name in NodeConfig.__struct_fields__ if name in values
+    }
     machine = this_machine()
     is_chosen = {name: found.source != "default" for name, found in settings.items()}
     config = NodeConfig(
@@ -369,7 +368,7 @@ def default_node_config() -> NodeConfig:
         )
     if settings["log_level"].source == "default":
         # An embedded node writes to the trainer's own stderr.
-        config = dataclasses.replace(config, log_level="warning")
+        config = structs.replace(config, log_level="warning")
     return config
 
 

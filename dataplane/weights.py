@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledShares:
+class ScheduledShares(Struct, frozen=True):
     """Shares that a schedule gives in advance, from this step on. Steps count from the first one of
     the job, through all of its epochs.
     """
@@ -22,8 +22,7 @@ class ScheduledShares:
     shares: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShareChange:
+class ShareChange(Struct, frozen=True):
     """From the first round on that begins at this position of an epoch or later, other shares."""
 
     epoch: int
@@ -36,8 +35,7 @@ class ShareChange:
         return self.epoch, self.position
 
 
-@dataclass(frozen=True, slots=True)
-class MixHistory:
+class MixHistory(Struct, frozen=True):
     """All shares of a job, each from where it takes effect, the first of them from the start. Past
     and planned ones are alike. `length` is that of an epoch in samples, 0 for none.
     """

@@ -9,7 +9,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from dataplane_torch import DataLoader
 from dataplane_torch.tensors import Decoder
 from foreign_values import difference, leaf_types, leaves, needs_fill
+from msgspec import structs
 
 from dataplane.client.stream import Batches
 from dataplane.errors import ConfigError, DataplaneError
@@ -112,7 +113,7 @@ def _batches(
     chosen = [schema.field(name) for name in columns or schema.names]
     kinds = leaf_types(pa.schema(chosen))
     fills = tuple((name, 0.0) for name, kind in kinds if needs_fill(kind))
-    plan = plan_stacked(schema, replace(options, fill_null=fills), url)
+    plan = plan_stacked(schema, structs.replace(options, fill_null=fills), url)
     check_fills(plan.leaves)
     check_nulls(plan.leaves, manifest.nulls, [url])
     format_, decoder = registry.by_name(manifest.format), Decoder(plan.specs)

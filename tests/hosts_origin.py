@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from hosts_service import BUCKET, DELIVERY_MIB, SLAB_BYTES, Job, Shape
+from msgspec import structs
 
 from dataplane.commands.plan_reads import predicted_reads
 from dataplane.config import JobSpec
@@ -59,7 +60,7 @@ class Plan:
         the first epochs, with so many ranks.
         """
         shape = self.shape
-        config = replace(
+        config = structs.replace(
             default_node_config(), block_arena_bytes=int(shape.arena.removesuffix("MiB")) << 20,
             slab_bytes=SLAB_BYTES, delivery_bytes_per_rank=DELIVERY_MIB << 20, cache_bytes=0,
         )  # fmt: skip

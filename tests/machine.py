@@ -1,8 +1,7 @@
 """A coordinator's state machine with a clock and a disk, for its tests."""
 
-import dataclasses
-
 from membership import SPEC, VERSION, beat, progress
+from msgspec import structs
 
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Keep, Tick, key_of
@@ -64,4 +63,4 @@ class Machine:
 
 def other(**changes):
     """The usual spec, changed."""
-    return dataclasses.replace(SPEC, **changes)
+    return structs.replace(SPEC, **changes)

@@ -5,7 +5,6 @@ what it is given. Its clock is moved by the test.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -13,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
@@ -298,7 +297,7 @@ async def maker_node(
     url: str, folder: Path, *, workers: int = 1, stall_s: float = 60.0, **request: Any
 ) -> AsyncIterator[MakerNode]:
     """A running one; slabs of this job are wanted."""
-    config = dataclasses.replace(
+    config = structs.replace(
         default_node_config(),
         block_arena_bytes=8 * MIB,
         delivery_bytes_per_rank=MIB,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.transforms.steps.kind import Crops, Floats, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import Size, pair
 
 
-@dataclass(frozen=True, slots=True)
-class RandomCrop:
+class RandomCrop(Struct, frozen=True):
     """A random part of this size, in the resolution of the image as it was resized."""
 
     size: Size

@@ -5,17 +5,16 @@ is in random_solarize.c.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.transforms.steps.kind import AnyStep, Bytes, Floats, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import numbers
 
 
-@dataclass(frozen=True, slots=True)
-class RandomSolarize:
+class RandomSolarize(Struct, frozen=True):
     """Inverts all values from `threshold` on, of 0 to 255, in the share `p` of all images."""
 
     threshold: float

@@ -7,7 +7,6 @@ workers and digests name none of its fields, so a new field touches none of them
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from dataplane.model import ColumnOptions, StackSpec
 from dataplane.transforms.options import ARGUMENTS, column_options, in_order
 
 ROOT = Path(__file__).resolve().parents[1]
-FIELDS = [field.name for field in dataclasses.fields(ColumnOptions)]
+FIELDS = list(ColumnOptions.__struct_fields__)
 DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
 # What people write options into, each in its own way: a loader's arguments, flags of commands.
 OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")

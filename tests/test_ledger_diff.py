@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from dataplane.changes import Skip, Tombstone, skip_payload, tombstone_payload
 from dataplane.cli import run
@@ -105,7 +105,7 @@ def test_options_and_datasets_differ_from_the_first_step_on_and_forms_do_not():
         ({"column_options": ColumnOptions(columns=("a",))}, []),
         ({"fingerprint": "g"}, []),
     ):
-        found = ledger_differences(first, ledger_of([], dataclasses.replace(SPEC, **change)))
+        found = ledger_differences(first, ledger_of([], structs.replace(SPEC, **change)))
         assert sorted(one.what for one in found) == names
         assert all((one.epoch, one.step) == (0, 0) for one in found)
     (found,) = ledger_differences(first, ledger_of([], dataset=DatasetIdentity("c", "m")))
@@ -115,7 +115,7 @@ def test_options_and_datasets_differ_from_the_first_step_on_and_forms_do_not():
 def mixed(*changes: ShareChange) -> JobSpec:
     sources = (SourceSpec("web", "f", 3), SourceSpec("code", "g", 1))
     history = MixHistory((ShareChange(0, 0, (3, 1)), *changes))
-    return dataclasses.replace(SPEC, mixture=MixtureSpec(sources).with_history(history))
+    return structs.replace(SPEC, mixture=MixtureSpec(sources).with_history(history))
 
 
 def test_weights_differ_from_the_first_change_on_that_only_one_run_has():
@@ -152,7 +152,7 @@ def test_the_command_names_the_first_step_and_what_made_it_differ(tmp_path, caps
 @pytest.mark.parametrize("payload", ["[]", '{"global_batch": 4, "last_change": "x"}'])
 def test_a_damaged_entry_is_refused(payload):
     entry = LedgerEntry(1, "start", LedgerPosition(0, 0), payload, "me", 0.0)
-    damaged = dataclasses.replace(ledger_of([]), entries=(entry,))
+    damaged = structs.replace(ledger_of([]), entries=(entry,))
     with pytest.raises(Exception, match="damaged") as caught:
         ledger_differences(damaged, ledger_of([]))
     assert type(caught.value).__name__ == "ConfigError"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.client.statistics import Statistics
 
@@ -33,8 +34,7 @@ class Stage(enum.Enum):
     CONSUMER = "consumer"
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share for which each
     stage was busy, averaged over all workers.
 

@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, structs
 
 from dataplane.changes import NO_GAPS, Gaps
 from dataplane.errors import ConfigError
@@ -23,8 +23,7 @@ from dataplane.units import whole
 _HEX_DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RowsDigest:
+class RowsDigest(Struct, frozen=True):
     """`base` covers all ranges before the present one, the positions from `begin` to `end` of an
     epoch. `order` names what decides their rows. All three are 16 hex digits, or "".
     """
@@ -54,7 +53,7 @@ class RowsDigest:
         found = self
         for begin, end in gaps.pieces(gaps.live(self.end), gaps.live(cursor)):
             found = found.continued(self.order, self.epoch, begin)
-            found = dataclasses.replace(found, end=end)
+            found = structs.replace(found, end=end)
         return found
 
     def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:

@@ -7,8 +7,6 @@ first slab. Nothing is measured afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from dataplane.client.waits import stages_waited_for
@@ -17,8 +15,7 @@ from dataplane.rpc.messages import JobOpened, StageTimes
 _US_A_S = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class FirstBatch:
+class FirstBatch(Struct, frozen=True):
     """The stages of the first batch, one after the other, in seconds; all 0.0 until it arrived.
 
     `node_s`: until the node answered, which an embedded one does once it has started. `index_s`:

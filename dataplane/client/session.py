@@ -8,7 +8,6 @@ member opens the job again.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import multiprocessing.util
 import os
@@ -142,7 +141,7 @@ class Session:
         if self.mixes_applied:
             last = LedgerMark.of(self._mix_entries[max(self.mixes_applied)])
             mark = last if mark is None or mark.seq < last.seq else mark
-        return dataclasses.replace(
+        return structs.replace(
             state, epoch=epoch, cursor=cursor, sample_count=sample_count, mix=self.mix, mark=mark
         ).normalised(job.spec, gaps)
 
@@ -158,7 +157,7 @@ class Session:
         return Ledger(
             self.request.job_id,
             tuple(map(unsigned, source.urls)),
-            dataclasses.replace(job.spec, mixture=mixed),
+            structs.replace(job.spec, mixture=mixed),
             job.sample_count,
             self.request.topology.dp_size,
             source.format,
@@ -185,7 +184,7 @@ class Session:
         """The sum over all streams so far, in this process."""
         with self._counting:
             found = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
-        return dataclasses.replace(found, first_batch=self._first_batch)
+        return structs.replace(found, first_batch=self._first_batch)
 
     def slab_arrived(self, asked: float, times: StageTimes) -> None:
         """A slab that was requested at `asked`, in time.monotonic(), is here. Records the first."""

@@ -7,12 +7,10 @@ covers the dataset's urls, and a dataset keeps its identity in another bucket or
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataplane.changes import NO_GAPS, Gaps
 from dataplane.client.digest import RowsDigest
@@ -37,8 +35,7 @@ _OLD_SHARDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(Struct, frozen=True):
     """The position of a run: all ranks together have consumed `cursor` samples of `epoch`.
 
     `options` are the job's options that differ from their default (see `JobSpec.facts`). They and
@@ -111,7 +108,7 @@ class RunState:
         left = left_of(self.sample_count, self.cursor, gaps)
         if not self.cursor or step_count(left, spec.global_batch, spec.end):
             return self
-        return dataclasses.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
+        return structs.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
 
     @classmethod
     def from_dict(cls, saved: object) -> RunState:
@@ -296,8 +293,8 @@ def _shown(value: object) -> str:
     if _is_hash(value):
         return f"another value (hash {str(value)[1:]})"
     text = str(value) if value not in ((), "") else "not given"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [(each, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    if isinstance(value, Struct):
+        parts = [(each, getattr(value, each.name)) for each in structs.fields(value)]
         text = ", ".join(f"{each.name}={part}" for each, part in parts if part != each.default)
     return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}…"
 

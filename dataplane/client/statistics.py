@@ -6,9 +6,9 @@ waited during its last stages, and the wait is attributed to these, from the las
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.client.first_batch import NOT_YET, FirstBatch
 from dataplane.client.waits import Waits, stages_waited_for
@@ -17,8 +17,7 @@ from dataplane.rpc.messages import Slab
 _US_A_S = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Struct, frozen=True):
     """What a loader did so far, over the slabs that its trainer has finished. Times are in seconds.
 
     The time of the trainer's loop is the sum of `waited_s`, spent in the loader, and `consumed_s`,
@@ -82,9 +81,7 @@ class Statistics:
 
 
 _SUMMED = tuple(
-    field.name
-    for field in dataclasses.fields(Statistics)
-    if field.name not in ("worker_count", "first_batch")
+    name for name in Statistics.__struct_fields__ if name not in ("worker_count", "first_batch")
 )
 
 

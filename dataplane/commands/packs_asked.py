@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from dataplane.errors import ConfigError
 
@@ -49,4 +50,4 @@ class PacksAsked:
         from dataplane.transforms.pack_options import pack_of_text
 
         name = function_name(self.map_name, "map")
-        return dataclasses.replace(rows, pack=pack_of_text(self.text), map=name)
+        return structs.replace(rows, pack=pack_of_text(self.text), map=name)

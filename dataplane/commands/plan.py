@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
@@ -197,7 +198,7 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
 
 def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
     """The job, as a node would get it, with all columns, or those of packs."""
-    return dataclasses.replace(
+    return structs.replace(
         spec,
         seed=order.seed,
         shuffle=order.shuffle,

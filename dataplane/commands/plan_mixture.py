@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings
@@ -174,7 +175,7 @@ def _opened(
     config, whole, views = node_config(settings), [], {}
     if view.map:
         imported_map(view.map)  # from where the node will look for it
-        config = dataclasses.replace(config, allowed_functions=view.map)
+        config = structs.replace(config, allowed_functions=view.map)
     for name, source in asked.mixture.sources.items():
         views[name] = _view(view, source.own_options())
         form, rows = source.format or format_name, rows_only(views[name])
@@ -216,12 +217,12 @@ def _view(view: View, own: Mapping[str, Any]) -> View:
     from dataplane.transforms.view_options import view_of
 
     said, none = view_of(**own), View()
-    names = [one.name for one in dataclasses.fields(View)]
-    mine = {name: getattr(said, name) for name in names}
-    mine = {name: value for name, value in mine.items() if value != getattr(none, name)}
+    mine = {
+        name: value for name, value in structs.asdict(said).items() if value != getattr(none, name)
+    }
     if "split" in own:
         mine |= {"split_from": said.split_from, "split_to": said.split_to}
-    return dataclasses.replace(view, **mine)
+    return structs.replace(view, **mine)
 
 
 def _lines(found: MixtureExplanation) -> list[tuple[str, str, str]]:

@@ -11,10 +11,10 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane import background
@@ -52,8 +52,7 @@ T = TypeVar("T")
 LEASE_S_MIN = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorConfig:
+class CoordinatorConfig(Struct, frozen=True):
     """One coordinator. A crash may lose progress that is younger than `progress_flush_s`, which the
     next heartbeat restores; joins and leaves are never lost. `key_file` has the secret of the keys
     of neighbours, and is created if it does not exist; "": a secret of this process.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -96,7 +95,7 @@ class Job(Struct, frozen=True):
         mixture = self.spec.mixture
         if mixture is None or self.mix is None:
             return self.spec
-        return dataclasses.replace(self.spec, mixture=mixture.with_history(self.mix))
+        return structs.replace(self.spec, mixture=mixture.with_history(self.mix))
 
 
 class Member(Struct, frozen=True):

@@ -17,7 +17,7 @@ import sqlite3
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,7 @@ def _read(cls: type[Record], body: str) -> Record:
 def _gather_column_options(spec: dict[str, Any]) -> None:
     """In rows of older versions each option of columns is a field of the spec."""
     if "column_options" not in spec:
-        names = {field.name for field in fields(ColumnOptions)}.intersection(spec)
+        names = set(ColumnOptions.__struct_fields__).intersection(spec)
         spec["column_options"] = {name: spec.pop(name) for name in names}
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
@@ -19,7 +18,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataplane.formats import registry
 from dataplane.index.count_journal import CountJournal
@@ -60,8 +59,8 @@ class _Stretch(Struct, frozen=True):
 
 def view_name(view: View) -> str:
     """What the counts of a view are stored under, beside the dataset's manifest: 32 hex digits."""
-    rows = dataclasses.replace(rows_only(view), limit=0)
-    return digest(COUNT_VERSION, dataclasses.asdict(rows))
+    rows = structs.replace(rows_only(view), limit=0)
+    return digest(COUNT_VERSION, structs.asdict(rows))
 
 
 def counted(
@@ -78,7 +77,7 @@ def counted(
     Shapes:  result: int64[blocks].
     Raises:  ConfigError: the condition does not suit the columns.  As `IndexProcesses.count`.
     """
-    run = _Run(manifest, dataclasses.replace(view, limit=0), connect, count_rows, progress)
+    run = _Run(manifest, structs.replace(view, limit=0), connect, count_rows, progress)
     if not cache_dir:
         return run.counts(None)
     journal = CountJournal(cache_dir, run.name())

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
@@ -29,7 +30,7 @@ def canonical_view(view: View) -> View:
     Raises:  ConfigError: its condition or its shares are wrong.
     """
     check_shares(view)
-    return dataclasses.replace(view, where=canonical_where(view.where or None))
+    return structs.replace(view, where=canonical_where(view.where or None))
 
 
 def viewed(

@@ -13,6 +13,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from dataplane import collector
 
 if TYPE_CHECKING:
@@ -87,7 +89,6 @@ async def _embedded(
     descriptor: int, stderr_fd: int | None, opening: tuple[bytes, Scout | None] | None
 ) -> int:
     import asyncio
-    import dataclasses
 
     from dataplane import background
     from dataplane.errors import DataplaneError
@@ -104,7 +105,7 @@ async def _embedded(
     # Ctrl-C at a terminal is meant for the trainer; the node exits after its last trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        config = dataclasses.replace(default_node_config(), embedded=True)
+        config = structs.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
         pool.start()

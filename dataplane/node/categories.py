@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from dataplane import background
 from dataplane.arena.slab_layout import TEXTS, texts
@@ -145,7 +144,7 @@ class CategoryReader:
         told = {"columns": list(columns), "samples": manifest.sample_count}
         _trace.noted("finding the values of columns", **told)
         rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
-        spec = dataclasses.replace(spec, global_batch=rows)
+        spec = structs.replace(spec, global_batch=rows)
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
         reading = self._reads.slabs(dataset, spec, order)
         async with contextlib.aclosing(reading) as slabs:

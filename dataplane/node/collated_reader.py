@@ -11,11 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError
@@ -72,7 +71,7 @@ class CollatedReader:
         check_allowed(self._config, "collate", name)
         check_has_workers(self._config, "collate", name)
         rows = min(-(-spec.global_batch // dp_size), first.manifest.sample_count)
-        own = dataclasses.replace(
+        own = structs.replace(
             first.spec,
             shuffle=False,
             lanes=1,
@@ -80,7 +79,7 @@ class CollatedReader:
             ramp=0,
             global_batch=rows,
             end=End.RAGGED,
-            view=dataclasses.replace(first.spec.view, collate=name),
+            view=structs.replace(first.spec.view, collate=name),
             mixture=spec.mixture,
         )
         key = own, first.manifest.urls

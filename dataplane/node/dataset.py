@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from dataplane.config import JobSpec
@@ -298,7 +297,7 @@ def _message(
         pack=packed,
         column_options=spec.column_options,
         memory_bytes=memory_bytes,
-        view=dataclasses.replace(spec.view, collate=""),
+        view=structs.replace(spec.view, collate=""),
         finds_columns=found.finds_columns,
         seed=spec.seed if is_random else 0,
     )

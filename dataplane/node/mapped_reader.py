@@ -11,9 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import numpy as np
+from msgspec import structs
 
 from dataplane.arena.slab_layout import texts
 from dataplane.config import JobSpec, NodeConfig
@@ -55,7 +55,7 @@ class MappedReader:
         self._check(spec)
         key = (
             manifest.fingerprint,
-            dataclasses.replace(view, collate="", pack=None),
+            structs.replace(view, collate="", pack=None),
             manifest.urls,
         )
         return await self._found.of(key, lambda: self._read(manifest, spec))
@@ -71,7 +71,7 @@ class MappedReader:
             )
 
     async def _read(self, manifest: Manifest, spec: JobSpec) -> MappedColumns:
-        view = dataclasses.replace(spec.view, collate="", pack=None)
+        view = structs.replace(spec.view, collate="", pack=None)
         own = JobSpec(manifest.fingerprint, seed=spec.seed, view=view)
         dataset = await asyncio.to_thread(
             dataset_of,

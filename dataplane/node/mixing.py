@@ -6,12 +6,12 @@ hosts, so that a job may be resumed on any number.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from msgspec import structs
 from msgspec.structs import replace
 
 from dataplane.config import JobSpec
@@ -118,7 +118,7 @@ def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
         return spec
     mixed, batch = mixed_of(spec, counts), spec.global_batch
     changes = scheduled(mixed, (), (0, 0), mixture.schedule, batch, spec.end)
-    return dataclasses.replace(spec, mixture=dataclasses.replace(mixture, changes=changes))
+    return structs.replace(spec, mixture=structs.replace(mixture, changes=changes))
 
 
 def shares_of(

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dataplane.changes import Tombstone
 from dataplane.config import JobSpec

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 
 from dataplane.errors import ConfigError
 from dataplane.model import View
@@ -62,9 +63,9 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     """
     assert view.pack is not None
     # These change no counts.
-    pack = replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
-    recipe = {**asdict(replace(view, collate="", pack=pack)), "seed": seed if view.map else 0}
-    recipe["code"] = code
+    pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
+    recipe = structs.asdict(structs.replace(view, collate="")) | {"pack": structs.asdict(pack)}
+    recipe |= {"seed": seed if view.map else 0, "code": code}
     text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -8,10 +8,10 @@ own file in steps/; this module knows none of them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from dataplane.config import RAISE, REPLACE
 from dataplane.errors import ConfigError

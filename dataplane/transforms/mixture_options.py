@@ -8,8 +8,9 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import Exhausted, MixUnit, View
@@ -32,8 +33,7 @@ _ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split")
 _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """One dataset of a mixture: its urls, and how much of it is read.
 
     `weight` is its share, in any unit that all sources have. `passes` says instead how often an

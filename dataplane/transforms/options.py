@@ -5,7 +5,6 @@ Pure, and without arrays: a trainer links it.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import inspect
 import numbers
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from dataplane.errors import ConfigError
 from dataplane.model import (
@@ -87,13 +87,13 @@ ARGUMENTS: Final = tuple(inspect.signature(column_options).parameters)
 
 def in_order(options: ColumnOptions) -> ColumnOptions:
     """Mappings sorted by name, so that equal jobs are equal; `columns` keep their order."""
-    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+    given = structs.asdict(options)
     by_name: dict[str, Any] = {
         name: tuple(sorted(value, key=lambda one: getattr(one, "name", one)))
         for name, value in given.items()
         if isinstance(value, tuple) and name != "columns"
     }
-    return dataclasses.replace(options, **by_name)
+    return structs.replace(options, **by_name)
 
 
 def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
@@ -102,7 +102,7 @@ def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
     if not named:
         return options
     others = [name for name in names if name not in named]
-    return dataclasses.replace(options, columns=(*options.columns, *others))
+    return structs.replace(options, columns=(*options.columns, *others))
 
 
 def only(columns: Sequence[str]) -> ColumnOptions:
@@ -117,7 +117,7 @@ def to_find_values(columns: Sequence[str]) -> ColumnOptions:
 
 def alone(options: ColumnOptions, name: str) -> ColumnOptions:
     """The options, reduced to one column."""
-    return dataclasses.replace(options, columns=(name,))
+    return structs.replace(options, columns=(name,))
 
 
 def _columns(given: Sequence[str] | None) -> tuple[str, ...]:

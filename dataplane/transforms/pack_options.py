@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.errors import ConfigError
 from dataplane.model import PACK_OUTPUTS, PAD_OUTPUTS, LongPolicy, PackPolicy, PackSpec
@@ -22,8 +24,7 @@ _PAD_MAX = (1 << 63) - 1
 _ON_COMMAND_LINES: Final = ("length", "policy", "long", "multiple", "documents")
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(Struct, frozen=True):
     """Samples of `length` tokens, each made of several rows of the list column `column`.
 
     `policy` is "best_fit", which puts whole rows side by side and pads what is left of a pack, or

@@ -5,9 +5,9 @@ and which columns a block then has. Pure, and without arrays: a trainer links it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, StackSpec
@@ -16,8 +16,7 @@ from dataplane.transforms.dtypes import dtype_name
 _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Struct, frozen=True):
     """Columns in this order, as one tensor of this dtype (a name, or torch's); "" keeps the dtype
     that they all have.
     """

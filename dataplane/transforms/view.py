@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
@@ -16,8 +16,7 @@ COLOURS: Final = 3
 _SIDE_MAX = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class PixelView:
+class PixelView(Struct, frozen=True):
     """The form of every image of a column.
 
     `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of

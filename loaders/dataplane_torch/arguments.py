@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch.utils.data import Dataset
 
 from dataplane.client import identity
@@ -127,7 +126,7 @@ def job_of(given: Arguments) -> JobToOpen:
         shuffle=bool(given.shuffle),
         mixes=mixture is not None and mixture.unit != MixUnit.BATCH,
     )
-    view = dataclasses.replace(view, pack=pack)
+    view = structs.replace(view, pack=pack)
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
     if given.timeout < 0:
         raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
@@ -177,7 +176,7 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
 def _view(options: UrlOptions) -> View:
     given: Mapping[str, Any] = {**options}
     rows = view_of(**{name: given[name] for name in VIEW_ARGUMENTS})
-    return dataclasses.replace(
+    return structs.replace(
         rows,
         map=function_name(options["map"], "map"),
         collate=function_name(options["collate"], "collate"),
@@ -240,7 +239,7 @@ def _mixture(
     for name, source in mixture.sources.items():
         try:
             own = _view(cast("UrlOptions", {**options, **source.own_options()}))
-            views[name] = dataclasses.replace(own, pack=pack)
+            views[name] = structs.replace(own, pack=pack)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", **error.nouns) from error
     return mixture.asked(urls, views, options["format"] or "")

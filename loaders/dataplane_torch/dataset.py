@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 

@@ -5,10 +5,10 @@ sequence. The batches of the job, its state and its order do not depend on them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Kind, Topology
@@ -19,8 +19,7 @@ _SIDES: Final = (".is_null", ".length")
 _AXIS: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RankParts:
+class RankParts(Struct, frozen=True):
     """`columns` are those of this rank's stage; None means all. Of those of `sequences`, the rank
     gets part `cp_rank` of `cp_size` equal parts of the axis behind the batch's.
     """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import Kind
 from dataplane.rpc.messages import DescribedColumn
@@ -16,8 +17,7 @@ from dataplane_torch.tensors import torch_dtype
 _PYTHON: Final = {Kind.STRING: "str", Kind.BYTES: "bytes", Kind.OBJECT: "objects"}
 
 
-@dataclass(frozen=True, slots=True)
-class BatchColumn:
+class BatchColumn(Struct, frozen=True):
     """One key of every batch.
 
     `stored_type` is Arrow's name for the type in the shards, "" for columns that the loader adds
@@ -69,8 +69,7 @@ class BatchColumn:
         return f" ({self.unit}{zone})" if self.unit else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(Struct, frozen=True):
     """The keys of every batch, in order. It prints as a table; `schema["name"]` is one column."""
 
     columns: tuple[BatchColumn, ...]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
 from msgspec.structs import replace
 from torch.utils.data import IterableDataset
 
@@ -190,10 +190,10 @@ class UrlJob:
         if reader is None:
             state = state_at(self._session, self._epoch, self._cursor)
             is_told = self._ended == self._epoch - 1 and not self._cursor
-            state = dataclasses.replace(state, in_last_step=state.in_last_step or is_told)
+            state = structs.replace(state, in_last_step=state.in_last_step or is_told)
         else:
             state = state_at(self._session, reader.epoch, reader.cursor)
-        return dataclasses.replace(state, digest=self._rows()).to_dict()
+        return structs.replace(state, digest=self._rows()).to_dict()
 
     def ledger(self) -> str:
         """The job's ledger as JSON lines, at the position of this run."""

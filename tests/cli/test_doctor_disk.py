@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from dataplane.commands.doctor.disk import disk
 from dataplane.config import NodeConfig
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 def config(folder: Path, cache_bytes: int) -> NodeConfig:
     settings = {"cache_dir": str(folder), "cache_bytes": cache_bytes}
-    return dataclasses.replace(default_node_config(), **settings)
+    return structs.replace(default_node_config(), **settings)
 
 
 def test_nothing_is_said_of_a_disk_that_is_not_used(tmp_path: Path) -> None:

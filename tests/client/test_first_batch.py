@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +53,7 @@ def test_statistics_of_a_part_or_a_sum_keep_the_first_batch():
 
 @pytest.mark.parametrize("stage", NOT_YET.stages())
 def test_the_longest_stage_is_named_with_one_advice(stage):
-    slow = dataclasses.replace(FirstBatch(node_s=0.1), **{f"{stage}_s": 0.9})
+    slow = structs.replace(FirstBatch(node_s=0.1), **{f"{stage}_s": 0.9})
     named = stage.replace("_", " ")
     told = start.advice(slow)
     assert told.startswith(f"The first batch waited most for {named} (")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import replace
 
 import pytest
 from manifests import small
 from msgspec import structs
+from msgspec.structs import replace
 
 from dataplane import config
 from dataplane.client.state import RunState
@@ -54,7 +53,7 @@ def job(manifest=None, spec=SPEC) -> JobOpened:
 
 def changed(**options) -> JobSpec:
     """The same job with other options, those of columns among them."""
-    of_columns = {f.name for f in dataclasses.fields(ColumnOptions)} & options.keys()
+    of_columns = set(ColumnOptions.__struct_fields__) & options.keys()
     given = {name: options.pop(name) for name in of_columns}
     return replace(SPEC, column_options=replace(SPEC.column_options, **given), **options)
 

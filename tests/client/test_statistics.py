@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from dataplane.client.bound import Recent, Stage, bound_of
 from dataplane.client.statistics import Statistics, Tally, sum_of
@@ -47,7 +46,7 @@ def test_a_tally_adds_up_to_the_time_of_the_loop_and_the_last_slab_counts_when_i
     found = tally.statistics()
     assert found.slabs == len(slabs)
     assert found.elapsed_s == pytest.approx(sum(w + c for _, w, c in slabs) / 1e6)
-    waits = [v for name, v in dataclasses.asdict(found).items() if name.endswith("_wait_s")]
+    waits = [v for name, v in structs.asdict(found).items() if name.endswith("_wait_s")]
     assert sum(waits) - found.disk_wait_s == pytest.approx(found.waited_s)
 
 

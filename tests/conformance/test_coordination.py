@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 
 import pytest
 from membership import SPEC, VERSION, progress
+from msgspec import structs
 from trusted import N0, OWN, TRUSTED, beat, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
@@ -128,7 +128,7 @@ def test_errors_arrive_by_class_with_sentence_and_nouns(converse):
     async def conversation(coordination: Coordination):
         await coordination.join(join(0))
         columns = ColumnOptions(tuple(map(str, range(3000))))
-        other = dataclasses.replace(SPEC, seed=2**64 - 1, column_options=columns)
+        other = structs.replace(SPEC, seed=2**64 - 1, column_options=columns)
         with pytest.raises(SpecMismatch, match="asks for seed=18446744073709551615") as caught:
             await coordination.join(join(1, spec=other))
         assert caught.value.nouns["field"] == "seed"

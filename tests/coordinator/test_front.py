@@ -1,7 +1,6 @@
 """The coordinator in this process: acknowledged writes are on disk, even if the disk fails."""
 
 import asyncio
-import dataclasses
 import logging
 
 import pytest
@@ -88,7 +87,7 @@ def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_p
         store = coordinator._journal._store
         limit(coordinator, store, 4)
         options = ColumnOptions(columns=("x" * 100_000,))
-        big = join(0, spec=dataclasses.replace(SPEC, column_options=options))
+        big = join(0, spec=structs.replace(SPEC, column_options=options))
         for _ in range(2):
             with pytest.raises(ConfigError, match="database or disk is full"):
                 await coordinator.join(big)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from machine import LEASE_S, other
 from membership import join, leave, progress
 from msgspec import structs
+from msgspec.structs import replace
 
 from dataplane.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger

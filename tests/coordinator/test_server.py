@@ -1,7 +1,6 @@
 """The server: where it listens, what it refuses, how it stops and comes back."""
 
 import asyncio
-import dataclasses
 import os
 import signal
 import socket
@@ -99,7 +98,7 @@ def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
         await kill(process)
         process, again = await start_process(database, address)
         with pytest.raises(SpecMismatch, match="asks for seed=7"):
-            await client.join(join(1, incarnation="i2", spec=dataclasses.replace(SPEC, seed=7)))
+            await client.join(join(1, incarnation="i2", spec=structs.replace(SPEC, seed=7)))
         await client.close()
         await kill(process)
 
@@ -153,7 +152,7 @@ def test_a_taken_port_is_named_with_what_to_do():
 
 def test_the_error_of_an_equal_second_service_is_about_its_address_and_not_its_file(tmp_path):
     async def main():
-        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
         server = CoordinatorServer(config, LOCAL, TRUSTED)
         address = await server.start()
         with pytest.raises(ConfigError, match="Address already in use"):
@@ -200,7 +199,7 @@ def test_an_invalid_address_is_refused(address, words):
 def test_a_store_that_cannot_be_opened_leaves_nothing_running(tmp_path):
     async def main():
         (tmp_path / "c.db").write_text("not a database, but long enough to look at" * 100)
-        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
         address = f"unix:{tmp_path}/c.sock"
         with pytest.raises(ConfigError, match="is damaged"):
             await CoordinatorServer(config, address, TRUSTED).start()
@@ -319,7 +318,7 @@ def test_what_is_no_coordinator_is_said_to_be_none():
 
 def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
     async def main():
-        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        config = structs.replace(CONFIG, database=str(tmp_path / "c.db"))
         for _ in range(2):
             server = CoordinatorServer(config, LOCAL, TRUSTED)
             client = CoordinatorClient(await server.start(), TRUSTED, identity=OWN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
 from counted import Counted
+from msgspec import structs
 from shards import parquet_bytes
 
 from dataplane.config import NodeConfig
@@ -46,7 +46,7 @@ def counts(manifest: Manifest, where: str, **given: Any) -> list[int]:
 
 
 def config(cache: Path) -> NodeConfig:
-    return dataclasses.replace(default_node_config(), cache_dir=str(cache))
+    return structs.replace(default_node_config(), cache_dir=str(cache))
 
 
 def test_counts_are_those_of_the_rows_of_each_block(dataset: Path) -> None:
@@ -177,7 +177,7 @@ def test_shares_are_counted_with_the_condition(dataset: Path, cache: Path) -> No
     parts = [viewed(manifest, view, connect, config(cache)) for view in half]
     assert sum(part.sample_count for part in parts) == 100
     assert all(part.sample_count for part in parts)
-    limited = viewed(manifest, dataclasses.replace(half[0], limit=7), connect, config(cache))
+    limited = viewed(manifest, structs.replace(half[0], limit=7), connect, config(cache))
     assert limited.sample_count == 7
     assert (
         limited.block_rows.tolist()[:-1] == parts[0].block_rows.tolist()[: limited.block_count - 1]
@@ -205,7 +205,7 @@ def test_counts_of_shares_of_a_very_large_dataset_are_kept(
     first = viewed(manifest, view, connect, config(cache))
     (kept,) = (cache / "counts").rglob("*.counts")
     written = kept.stat().st_mtime_ns
-    again = viewed(manifest, dataclasses.replace(view, limit=3), connect, config(cache))
+    again = viewed(manifest, structs.replace(view, limit=3), connect, config(cache))
     assert again.block_rows[0] == first.block_rows[0]
     assert kept.stat().st_mtime_ns == written
     kept.write_bytes(kept.read_bytes()[:-1])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from dataplane.errors import ConfigError
 from dataplane.node.cache_folder import FolderTakenError, folder_of, open_cache_folder
@@ -46,7 +46,7 @@ def test_the_folder_is_free_when_the_last_process_that_has_the_lock_is_gone(tmp_
 def test_an_embedded_node_does_without_a_folder_that_another_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = dataclasses.replace(
+    config = structs.replace(
         default_node_config(), cache_dir=str(tmp_path), cache_bytes=MIB, embedded=True
     )
     trace = Trace("node")
@@ -55,9 +55,9 @@ def test_an_embedded_node_does_without_a_folder_that_another_has(
     assert folder_of(config, trace, 0.0) is None
     assert "another node" in caplog.text
     with pytest.raises(FolderTakenError):
-        folder_of(dataclasses.replace(config, embedded=False), trace, 0.0)
+        folder_of(structs.replace(config, embedded=False), trace, 0.0)
     first.close()
-    assert folder_of(dataclasses.replace(config, cache_bytes=0), trace) is None
+    assert folder_of(structs.replace(config, cache_bytes=0), trace) is None
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import fsspec
 import pyarrow as pa
 import pytest
+from msgspec import structs
 from shards import arrow_bytes
 
 from dataplane.config import NodeConfig
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> str:
 
 def config(tmp_path: Path) -> NodeConfig:
     cache = str(tmp_path / "cache")
-    return dataclasses.replace(default_node_config(), cache_dir=cache, embedded=True)
+    return structs.replace(default_node_config(), cache_dir=cache, embedded=True)
 
 
 def ended(early: EarlyOpening) -> None:

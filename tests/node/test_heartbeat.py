@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from membership import join, node, progress
+from msgspec.structs import replace
 
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from fleet import Service, free_address
+from msgspec.structs import replace
 from raw_trainer import Trainer
 
 from dataplane.cli import run

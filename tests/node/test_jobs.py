@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,7 +56,7 @@ async def running(
     """A node's jobs, without its sockets, and a request to open one."""
     url = str(folder / "0.parquet")
     pq.write_table(pa.table({"x": range(10)}), url)
-    config = dataclasses.replace(
+    config = structs.replace(
         default_node_config(), block_arena_bytes=MIB, cache_dir=str(folder / "cache")
     )
     arena, trace = Arena.create("blocks", MIB), Trace("test")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
@@ -22,7 +21,7 @@ EXAMPLE = NodeConfig("/c", 1 << 26, 1 << 27, 1 << 24, 2, 16, 30.0, 120.0, 30.0)
     ],
 )
 def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) -> None:
-    check_allowed(dataclasses.replace(EXAMPLE, allowed_functions=allowed), "map", name)
+    check_allowed(structs.replace(EXAMPLE, allowed_functions=allowed), "map", name)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +35,11 @@ def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) ->
 def test_a_served_node_refuses_all_others(allowed: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_allowed(
-            dataclasses.replace(EXAMPLE, allowed_functions=allowed), "map", "mine.text:tokenise"
+            structs.replace(EXAMPLE, allowed_functions=allowed), "map", "mine.text:tokenise"
         )
     assert told in str(caught.value)
     assert '"mine.text:"' in str(caught.value)
 
 
 def test_an_embedded_node_calls_what_its_trainer_could() -> None:
-    check_allowed(dataclasses.replace(EXAMPLE, embedded=True), "map", "mine.text:tokenise")
+    check_allowed(structs.replace(EXAMPLE, embedded=True), "map", "mine.text:tokenise")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from membership import SPEC, join
+from msgspec import structs
 
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
@@ -23,7 +23,7 @@ from dataplane.rpc.membership import (
 )
 from dataplane.settings import default_node_config
 
-OTHER = dataclasses.replace(SPEC, seed=SPEC.seed + 1)
+OTHER = structs.replace(SPEC, seed=SPEC.seed + 1)
 
 
 class SlowCoordinator(Coordinator):
@@ -55,7 +55,7 @@ class SlowCoordinator(Coordinator):
 async def _slow(stall_timeout_s: float = 60.0) -> AsyncIterator[tuple[SlowCoordinator, NodePlaces]]:
     coordinator = SlowCoordinator()
     await coordinator.start()
-    config = dataclasses.replace(default_node_config(), stall_timeout_s=stall_timeout_s)
+    config = structs.replace(default_node_config(), stall_timeout_s=stall_timeout_s)
     places = NodePlaces(config, coordinator, "n0")
     try:
         yield coordinator, places

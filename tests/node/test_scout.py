@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from away import Away, Proxy
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from servers import S3Server
 from shards import arrow_bytes
 
@@ -103,7 +103,7 @@ def test_a_node_opens_a_dataset_with_what_its_scout_has_found(
         def answers(self, _patience_s: float) -> EarlyAnswers:
             return answers
 
-    settings = dataclasses.replace(
+    settings = structs.replace(
         default_node_config(), cache_dir=str(tmp_path), embedded=True, stall_timeout_s=1.0
     )
     with fork_server.held():

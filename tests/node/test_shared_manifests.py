@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,14 +100,14 @@ def play(scene: Callable[..., object], tmp_path: Path, count: int = 2, **changed
     async def whole() -> None:
         coordinator = Listened()
         await coordinator.start()
-        config = dataclasses.replace(default_node_config(), **changed)
+        config = structs.replace(default_node_config(), **changed)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 nodes = []
                 for number in range(count):
                     name = f"node-{number}"
                     lender = await stack.enter_async_context(lending_node(node_id=name))
-                    own = dataclasses.replace(config, cache_dir=str(tmp_path / name))
+                    own = structs.replace(config, cache_dir=str(tmp_path / name))
                     nodes.append(Node(coordinator, own, name, lender))
                     stack.callback(nodes[-1].lent.close)
                 await scene(coordinator, *nodes)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 

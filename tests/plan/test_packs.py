@@ -4,13 +4,12 @@ lost.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import loops_library
+from msgspec.structs import replace
 from plan import golden, plain
 
 from dataplane.changes import TakenDocument

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 from scheduler_run import Run
 from scheduler_simulate import simulate
 
@@ -15,7 +15,7 @@ from dataplane.scheduler.excerpts import Excerpts
 
 
 def _epoch_of_one(run: Run) -> None:
-    spec = dataclasses.replace(run.worlds[1].spec, shuffle=True, lanes=8, window=24, global_batch=8)
+    spec = structs.replace(run.worlds[1].spec, shuffle=True, lanes=8, window=24, global_batch=8)
     run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
 
 

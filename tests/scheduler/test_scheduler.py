@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from scheduler_consumers import Consumer
 from scheduler_run import STALL_S, Run
 from scheduler_scenes import several
@@ -148,7 +148,7 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
     for seed in range(12):
         run = Run(random.Random(seed), tight=False, factor=200)
         run.row_bytes = run.outside.row_bytes = 16
-        spec = dataclasses.replace(run.worlds[1].spec, global_batch=1)
+        spec = structs.replace(run.worlds[1].spec, global_batch=1)
         run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
         run.drain()
         stream = run.scheduler._streams.find(1)
@@ -166,7 +166,7 @@ def _single_rows(layout: SlotLayout) -> Consumer:
     run = Run(random.Random(3), tight=False, factor=200)
     run.row_bytes = run.outside.row_bytes = 400
     run.layout = layout
-    spec = dataclasses.replace(run.worlds[1].spec, global_batch=1)
+    spec = structs.replace(run.worlds[1].spec, global_batch=1)
     consumer = run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
     while not consumer.is_done:
         consumer.ask()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from signed_server import signed_server
 
 from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
@@ -116,7 +116,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "data" / "a.parquet")
-    config = dataclasses.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
+    config = structs.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
     yield lambda *urls, form="": opening(config, stores.connect, lambda *_: None)(
         DatasetSource(urls, form), View(), None
@@ -183,7 +183,7 @@ def test_a_manifest_in_an_allowed_folder_opens_no_shards_elsewhere(node, tmp_pat
 
 
 def test_an_embedded_node_opens_what_its_trainer_could(monkeypatch, tmp_path):
-    config = dataclasses.replace(default_node_config(), embedded=True, allowed_urls=str(tmp_path))
+    config = structs.replace(default_node_config(), embedded=True, allowed_urls=str(tmp_path))
     assert policy_of(config) is None
 
 

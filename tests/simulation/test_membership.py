@@ -2,7 +2,6 @@
 reorders; the coordinator crashes and its clock jumps. Numbers are those of coordinator/state.py.
 """
 
-import dataclasses
 import itertools
 
 import pytest
@@ -34,7 +33,7 @@ from dataplane.rpc.membership import (
 
 LEASE_S = 10.0
 NODES = ("n0", "n1", "n2")
-SPECS = tuple(dataclasses.replace(SPEC, seed=seed) for seed in range(2))
+SPECS = tuple(structs.replace(SPEC, seed=seed) for seed in range(2))
 pick = st.integers(0, 2**16)
 
 
@@ -104,7 +103,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(dp_size=st.integers(1, 3), seed=st.integers(0, 1), batch=st.sampled_from([16, 32]))
     def launch(self, dp_size, seed, batch):
-        spec = dataclasses.replace(SPECS[seed], global_batch=batch)
+        spec = structs.replace(SPECS[seed], global_batch=batch)
         self.launches.append((f"i{next(self.names)}", spec, dp_size))
         for rank in range(dp_size):
             self.open_session(len(self.launches) - 1, rank, spec)
@@ -113,7 +112,7 @@ class Membership(RuleBasedStateMachine):
     def open_session(self, which, rank, spec=None, differs=False):
         """Start a process of a launch, or start it again; now and then with another seed."""
         incarnation, own, dp_size = self.launches[which % len(self.launches)]
-        spec = dataclasses.replace(own, seed=9) if differs else own
+        spec = structs.replace(own, seed=9) if differs else own
         rank %= dp_size
         member = f"m{rank}-{incarnation}-{next(self.names)}"
         request = join(rank, dp_size, spec=spec, incarnation=incarnation, member=member)

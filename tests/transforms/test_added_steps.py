@@ -5,7 +5,6 @@ and a line in the registry.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
@@ -104,7 +103,7 @@ def made(steps: ImageSteps, images: list[bytes], by: Maker) -> np.ndarray:
 def test_it_is_declared_checked_sent_and_saved_without_a_change_elsewhere() -> None:
     plain = image_spec("jpg", [CenterCrop(8), ToLayout("CHW")])
     spec = image_spec("jpg", [CenterCrop(8), RandomSolarize(128), ToLayout("CHW")])
-    assert spec == dataclasses.replace(plain, steps=(StepSpec("RandomSolarize", (128.0, 0.5)),))
+    assert spec == structs.replace(plain, steps=(StepSpec("RandomSolarize", (128.0, 0.5)),))
     assert convert.decode(ImageSpec, convert.encode(spec)) == spec
     assert RandomSolarize(128.0, 0.5) in steps_of(spec).steps
     # The digest of a job with this step is a promise, too.
@@ -116,7 +115,7 @@ def test_it_is_declared_checked_sent_and_saved_without_a_change_elsewhere() -> N
     with pytest.raises(ConfigError, match=r"RandomSolarize, then ToDtype"):
         image_spec("jpg", [RandomSolarize(128), CenterCrop(8)])
     with pytest.raises(ConfigError, match=r"RandomSolarize: .*positional"):
-        steps_of(dataclasses.replace(plain, steps=(StepSpec("RandomSolarize", (1.0,) * 3),)))
+        steps_of(structs.replace(plain, steps=(StepSpec("RandomSolarize", (1.0,) * 3),)))
 
 
 def test_a_step_that_crops_needs_no_field_of_its_own() -> None:
@@ -135,7 +134,7 @@ def test_a_step_that_crops_needs_no_field_of_its_own() -> None:
     assert (boxes[:, :2] + boxes[:, 2:] <= [128, 256]).all()
     assert len(np.unique(boxes[:, 1])) > 10
     with pytest.raises(ConfigError, match="RandomCrop cannot come after CenterCrop"):
-        delivered([ColumnSpec("jpg", Kind.BYTES, "")], [dataclasses.replace(spec, cut=Cut.CENTER)])
+        delivered([ColumnSpec("jpg", Kind.BYTES, "")], [structs.replace(spec, cut=Cut.CENTER)])
 
 
 def test_its_python_and_its_c_change_pixels_alike(library: Maker) -> None:
@@ -199,7 +198,7 @@ def test_an_image_that_fails_is_named_by_its_row(
 
 def test_a_worker_applies_an_added_step_to_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python, between the C that decodes and the C that delivers."""
-    in_python = dataclasses.replace(random_solarize.STEP, in_c=False)
+    in_python = structs.replace(random_solarize.STEP, in_c=False)
     monkeypatch.setattr(registry, "STEPS", (*registry.STEPS[:-1], in_python))
     specs = [ColumnSpec("jpg", Kind.BYTES, "")]
     batch = pa.record_batch([pa.array(IMAGES, "large_binary")], names=["jpg"])

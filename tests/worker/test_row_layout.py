@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import arrow_columns
@@ -14,6 +13,7 @@ from arrow_columns import Leaf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
+from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import row_bytes
 from dataplane.compiled import Compiled

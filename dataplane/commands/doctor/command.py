@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
@@ -266,7 +268,7 @@ def _looked_at(
 
 def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
     """The node found the index that this command had just made. A new loader has to make it."""
-    return dataclasses.replace(first, index_s=max(first.index_s, indexing_s))
+    return structs.replace(first, index_s=max(first.index_s, indexing_s))
 
 
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
@@ -344,5 +346,5 @@ def _as_json(
         "first_batch": start.as_json(first),
         "first_batch_s": done.first_batch_s,
         "steps": done.steps,
-        "statistics": dataclasses.asdict(done.found),
+        "statistics": msgspec.to_builtins(done.found),
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.errors import ImageError
 from dataplane.model import Cut, ImageSpec
@@ -15,8 +16,7 @@ from dataplane.transforms.steps.parameters import Size, pair
 from dataplane.transforms.steps.resize import SIDES, Resize, sides
 
 
-@dataclass(frozen=True, slots=True)
-class CenterCrop:
+class CenterCrop(Struct, frozen=True):
     """The middle of every image; an int is both height and width."""
 
     size: Size

@@ -10,13 +10,12 @@ FORM                  `view` sets dtype, factors or layout; the C code and numpy
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.model import ImageSpec
@@ -24,7 +23,7 @@ from dataplane.transforms.view import PixelView
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
-AnyStep = Any  # one of the dataclasses that the registry lists
+AnyStep = Any  # one of the classes that the registry lists
 Values = TypeVar("Values")
 
 
@@ -40,8 +39,7 @@ class StepGroup(enum.IntEnum):
     FORM = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Crops:
+class Crops(Struct, frozen=True, eq=False):
     """Which part of each image becomes the result.
 
     Shapes:  whole: float64[n, 2], height and width of each image, upright.
@@ -56,8 +54,7 @@ class Crops:
     flips: Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SpecFields(Generic[Values]):
+class SpecFields(Struct, Generic[Values], frozen=True):
     """How a step is kept in fields of an `ImageSpec`. Saved digests cover these fields, so they do
     not change. New steps have no fields: they are entries of `ImageSpec.steps`.
     """
@@ -71,8 +68,7 @@ def _no_faults(step: object, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     yield from ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepKind(Generic[Values]):
+class StepKind(Struct, Generic[Values], frozen=True, kw_only=True):
     """What a file declares about its step.
 
     checked       returns the step with normalised parameters; raises ConfigError, whose text starts
@@ -120,7 +116,7 @@ class StepKind(Generic[Values]):
 def numbers_of(step: AnyStep) -> tuple[float, ...]:
     """The parameters of a step as a saved spec and C code get them: the numbers of each field."""
     found: list[float] = []
-    for each in dataclasses.fields(step):
-        value = getattr(step, each.name)
+    for name in step.__struct_fields__:
+        value = getattr(step, name)
         found += map(float, value) if isinstance(value, tuple) else [float(value)]
     return tuple(found)

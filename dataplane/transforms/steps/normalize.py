@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, SpecFields, StepGroup, StepKind
@@ -13,8 +15,7 @@ from dataplane.transforms.steps.to_dtype import ToDtype
 from dataplane.transforms.view import COLOURS, PixelView
 
 
-@dataclass(frozen=True, slots=True)
-class Normalize:
+class Normalize(Struct, frozen=True):
     """(value - mean) / std, one of each for red, green and blue, of values from 0 to 1. The result
     is float32 unless ToDtype says otherwise.
     """

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import numbers
 
 
-@dataclass(frozen=True, slots=True)
-class RandomHorizontalFlip:
+class RandomHorizontalFlip(Struct, frozen=True):
     """Mirrors the share `p` of all images."""
 
     p: float = 0.5

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import Cut, ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
@@ -22,8 +23,7 @@ _HALVINGS = 10
 _TERMS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class RandomResizedCrop:
+class RandomResizedCrop(Struct, frozen=True):
     """A random part of every image, resized: its share of the image's area is within `scale`, its
     width divided by its height within `ratio`.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
@@ -20,8 +21,7 @@ KEEPS_RATIO: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
+class Resize(Struct, frozen=True):
     """To (height, width); an int is the length of the shorter side, and a CenterCrop must follow:
     batches need images of one size.
     """

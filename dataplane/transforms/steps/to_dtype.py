@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import ImageSpec
 from dataplane.transforms.dtypes import dtype_name
@@ -13,8 +15,7 @@ from dataplane.transforms.steps.parameters import word
 from dataplane.transforms.view import DTYPES, PixelView
 
 
-@dataclass(frozen=True, slots=True)
-class ToDtype:
+class ToDtype(Struct, frozen=True):
     """uint8 is 0 to 255; float16, bfloat16 and float32 are 0 to 1. A name, or torch's dtype."""
 
     dtype: object

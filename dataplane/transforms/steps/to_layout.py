@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, SpecFields, StepGroup, StepKind
@@ -12,8 +14,7 @@ from dataplane.transforms.steps.parameters import word
 from dataplane.transforms.view import LAYOUTS, PixelView
 
 
-@dataclass(frozen=True, slots=True)
-class ToLayout:
+class ToLayout(Struct, frozen=True):
     """Tensors of [B, height, width, 3] ("HWC", the default) or [B, 3, height, width] ("CHW")."""
 
     layout: str
