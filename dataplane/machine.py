@@ -13,7 +13,7 @@ import pwd
 import resource
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -187,10 +187,10 @@ def thread_count() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def close_descriptors(keep: int) -> None:
-    """Close all descriptors of this process except the first three and that one."""
+def close_descriptors(keep: Collection[int]) -> None:
+    """Close all descriptors of this process except the first three and those."""
     for fd in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        if fd > 2 and fd != keep:
+        if fd > 2 and fd not in keep:
             with contextlib.suppress(OSError):  # the one that listed the folder
                 os.close(fd)
 

@@ -31,7 +31,15 @@ from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.inferred import is_inferred
 from dataplane.formats.nulls import aligned, node_count
 from dataplane.formats.source import read_in_threads
-from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys, version_of
+from dataplane.index.found import FoundDataset
+from dataplane.index.journal import (
+    IndexJournal,
+    dataset_name,
+    decode_index,
+    listing_key,
+    shard_keys,
+    version_of,
+)
 from dataplane.index.one_schema import check_same
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
@@ -106,6 +114,7 @@ def open_dataset(
     progress: Progress | None = None,
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
+    found: FoundDataset | None = None,
 ) -> Manifest:
     """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
 
@@ -115,6 +124,8 @@ def open_dataset(
     """
     names = _names(urls)
     saved = [name for name in names if name.endswith(suffixes.MANIFEST)]
+    if found is not None and found.manifest:
+        return Manifest.from_bytes(found.manifest, saved[0])
     if not saved:
         return index_dataset(
             names,
@@ -124,6 +135,7 @@ def open_dataset(
             progress=progress,
             connect=connect,
             index_shard=index_shard,
+            found=found,
         )
     if len(names) > 1:
         raise ConfigError(f"{saved[0]} is a whole dataset: pass only it, or pass the shards")
@@ -144,33 +156,38 @@ def index_dataset(
     progress: Progress | None = None,
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
+    found: FoundDataset | None = None,
 ) -> Manifest:
     """The manifest of the shards that `urls` name, from the cache or newly made. A cache folder of
     "" caches nothing.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard`
     is called in threads; the default parses the bytes in this process, so use it only for trusted
-    ones.
+    ones. What was `found` by another process is not listed or indexed again.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
     """
     names = _names(urls)
     with collector.resting():
-        chosen, listed = choose_shards(expand(names, connect), names, format_name)
+        if found is None:
+            chosen, listed = choose_shards(expand(names, connect), names, format_name)
+        else:
+            chosen, listed = registry.by_name(found.format), found.shards
         version = version_of(chosen)
         keys = shard_keys(version, listed)
+    known = {} if found is None else {keys[at]: decode_index(one) for at, one in found.indexes}
     run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:
-        return run.manifest(names, run.indexed(workers, {}, keys, None))
-    journal = IndexJournal(cache_dir, digest(*version, *names))
+        return run.manifest(names, run.indexed(workers, known, keys, None))
+    journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)
-        known = journal.manifest(key)
-        if known is not None:
+        finished = journal.manifest(key)
+        if finished is not None:
             collector.release(listed, keys)
-            return known
-        indexes = run.indexed(workers, journal.remembered(), keys, journal)
+            return finished
+        indexes = run.indexed(workers, known | journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes)
         journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:

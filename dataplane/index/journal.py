@@ -51,6 +51,11 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
+def dataset_name(version: Sequence[object], names: Sequence[str]) -> str:
+    """What the folder of a dataset is called: one list of urls, read as one format."""
+    return digest(*version, *names)
+
+
 def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
     """`digest(*format_, *keys)`, in steps between which other threads run."""
     hashed = hashlib.blake2b(digest_size=16)
@@ -66,7 +71,7 @@ class IndexJournal:
     """The cache of one dataset, that is, of one list of urls read as one format."""
 
     def __init__(self, cache_dir: str, dataset: str) -> None:
-        self._folder = Path(cache_dir) / "index" / dataset
+        self._folder = _folder(cache_dir, dataset)
         self._log: int | None = None
         self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
         self._frames = _Frames()
@@ -74,6 +79,11 @@ class IndexJournal:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._sweep()
             self._found = sorted(self._folder.glob("*.log"))
+
+    @staticmethod
+    def has_manifest(cache_dir: str, dataset: str, key: str) -> bool:
+        """Whether there is a finished manifest of this listing, intact or not."""
+        return (_folder(cache_dir, dataset) / f"{key}.manifest").exists()
 
     def manifest(self, key: str) -> Manifest | None:
         """The finished manifest of this listing, if there is one and it is intact."""
@@ -135,6 +145,10 @@ class IndexJournal:
         for path in self._folder.glob(".*.tmp"):
             if time.time() - written_at(path) > STALE_S:
                 path.unlink(missing_ok=True)
+
+
+def _folder(cache_dir: str, dataset: str) -> Path:
+    return Path(cache_dir) / "index" / dataset
 
 
 @contextlib.contextmanager
@@ -314,7 +328,7 @@ def keep_given(cache_dir: str, manifest: Manifest, content: Buffer) -> None:
     version, shards = version_of(registry.by_name(manifest.format)), manifest.shards
     listed = zip(shards.urls, shards.size_bytes.tolist(), shards.etags, strict=True)
     keys = shard_keys(version, (ObjectInfo(*each) for each in listed))
-    journal = IndexJournal(cache_dir, digest(*version, *manifest.urls))
+    journal = IndexJournal(cache_dir, dataset_name(version, manifest.urls))
     try:
         journal.keep(listing_key(version, keys), content)
     finally:

@@ -28,6 +28,7 @@ from typing_extensions import Buffer
 from dataplane.config import NodeConfig
 from dataplane.errors import StoreError
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.found import FoundDataset
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import Connect, StoredShard, open_dataset
 from dataplane.index.journal import decode_index
@@ -204,9 +205,10 @@ def open_manifest(
     connect: Connect,
     source: messages.DatasetSource,
     keep: KeepPreamble = _keep_nothing,
+    found: FoundDataset | None = None,
 ) -> Manifest:
-    """Open a dataset for a node: shards that are not cached are indexed in processes. `keep` gets
-    the preambles that were read for that.
+    """Open a dataset for a node: shards that are not cached are indexed in processes, unless they
+    were `found`. `keep` gets the preambles that were read for that.
 
     Raises:  as `open_dataset`.
     """
@@ -218,6 +220,7 @@ def open_manifest(
             workers=_INDEXED_AT_ONCE,
             connect=connect,
             index_shard=processes.index,
+            found=found,
         )
 
 

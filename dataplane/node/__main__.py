@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from dataplane.config import NodeConfig
     from dataplane.node.early import EarlyOpening
+    from dataplane.node.index_ahead import IndexAhead
     from dataplane.node.pool import WorkerPool
-    from dataplane.node.scout import Scout
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     parser.add_argument("--opening-fd", type=int)
     given = parser.parse_args()
-    opening = None if given.opening_fd is None else _opening(given.opening_fd)
+    ahead = None if given.opening_fd is None else _opening(given.opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
     # Before anything imports numpy or pyarrow.
@@ -48,31 +49,34 @@ def main() -> int:
         be_fork_server(given.fork_server_fd)
         return 0
     # All that it imports, a node imports too.
-    fork_server.acquire(given.stderr_fd, be_fork_server)
+    keep = () if ahead is None else ahead.descriptors
+    fork_server.acquire(given.stderr_fd, partial(be_fork_server, ahead=ahead), keep)
+    if ahead is not None:
+        ahead.sent()
     import asyncio
 
-    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, opening))
+    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, ahead))
     return 0
 
 
-def _opening(descriptor: int) -> tuple[bytes, Scout | None]:
-    """The dataset to open first, as the trainer has written it, and a scout that lists it while
-    this process imports the rest.
+def _opening(descriptor: int) -> IndexAhead:
+    """The dataset to open first, as the trainer has written it. A scout lists it while this process
+    imports the rest.
     """
     import msgspec
 
+    from dataplane.node.index_ahead import IndexAhead
     from dataplane.node.scout import scout
 
     with open(descriptor, "rb") as named:
-        content = named.read()
-    return content, scout(tuple(msgspec.json.decode(content)["urls"]))
+        source = msgspec.json.decode(named.read())
+    urls = tuple(source["urls"])
+    return IndexAhead(urls, source["format"], scout(urls))
 
 
-async def _to_the_end(
-    descriptor: int, stderr_fd: int | None, opening: tuple[bytes, Scout | None] | None
-) -> None:
+async def _to_the_end(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
-    status = await _embedded(descriptor, stderr_fd, opening)
+    status = await _embedded(descriptor, stderr_fd, ahead)
     sys.stderr.flush()
     os._exit(status)
 
@@ -85,9 +89,7 @@ def _started(stderr_fd: int | None) -> None:
         os.dup2(stderr_fd, 2)
 
 
-async def _embedded(
-    descriptor: int, stderr_fd: int | None, opening: tuple[bytes, Scout | None] | None
-) -> int:
+async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> int:
     import asyncio
 
     from dataplane import background
@@ -108,9 +110,8 @@ async def _embedded(
         config = structs.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
-        pool.start()
         try:
-            early = None if opening is None else _early(config, *opening)
+            early = None if ahead is None else _early(config, ahead)
             await _serve(config, descriptor, pool, stop, stderr_fd, early)
         finally:
             pool.close()
@@ -122,14 +123,12 @@ async def _embedded(
     return 0
 
 
-def _early(config: NodeConfig, content: bytes, scout: Scout | None) -> EarlyOpening:
+def _early(config: NodeConfig, ahead: IndexAhead) -> EarlyOpening:
     """Begin to open the dataset, while this process still imports."""
-    import msgspec
-
     from dataplane.node.early import EarlyOpening
     from dataplane.rpc.messages import DatasetSource
 
-    return EarlyOpening(config, msgspec.json.decode(content, type=DatasetSource), scout)
+    return EarlyOpening(config, DatasetSource(ahead.urls, ahead.format_name), ahead)
 
 
 async def _serve(

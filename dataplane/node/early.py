@@ -11,20 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from dataplane.config import NodeConfig
-from dataplane.index.indexing import Connect
 from dataplane.index.processes import KeepPreamble, open_manifest
 from dataplane.model import Region
+from dataplane.node.index_ahead import IndexAhead
 from dataplane.node.policy import policy_of
-from dataplane.node.scout import Scout
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
-from dataplane.store.ahead import Answered, Known
 from dataplane.store.connect import Stores
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
 
-_SCOUT_S = 1.0
-"""A scout that has not ended by then has found much to list."""
+_AHEAD_S = 1.0
+"""What is not indexed ahead by then is large."""
 
 
 class NodeStores:
@@ -46,13 +44,13 @@ class NodeStores:
 
 
 class EarlyOpening:
-    """Opens this dataset in a thread, with what a scout has found."""
+    """Opens this dataset in a thread, with what was found ahead."""
 
     def __init__(
-        self, config: NodeConfig, source: DatasetSource, scout: Scout | None = None
+        self, config: NodeConfig, source: DatasetSource, ahead: IndexAhead | None = None
     ) -> None:
         self.stores = NodeStores(config)
-        self._config, self._source, self._scout = config, source, scout
+        self._config, self._source, self._ahead = config, source, ahead
         self._lock = threading.Lock()
         self._taken = False
         self._keep: KeepPreamble | None = None
@@ -82,19 +80,17 @@ class EarlyOpening:
 
     def _open(self) -> None:
         try:
-            opened = open_manifest(self._config, self._connect(), self._source, self._remember)
+            found = None if self._ahead is None else self._ahead.found(_AHEAD_S)
+            if found is not None:
+                for at, offset, content in found.preambles:
+                    url, _, etag = found.listed[at]
+                    self._remember(url, etag, Region(offset, len(content)), content)
+            connect = self.stores.stores.connect
+            opened = open_manifest(self._config, connect, self._source, self._remember, found)
         except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
             self._opened.set_exception(error)
         else:
             self._opened.set_result(opened)
-
-    def _connect(self) -> Connect:
-        connect = self.stores.stores.connect
-        found = None if self._scout is None else self._scout.answers(_SCOUT_S)
-        if found is None:
-            return connect
-        known = Known(found)
-        return lambda url: Answered(connect(url), known)
 
     def _remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
         with self._lock:

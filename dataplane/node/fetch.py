@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -125,20 +126,25 @@ class Fetcher:
         """As `SlabReads.detach_arena`."""
         self.origin.detach_arena(arena_id)
 
-    def ahead(self, connect: Connect) -> Connect:
-        """The same, but the first call for a remote shard, from any thread, starts what reads its
-        blocks: so that is ready when the shards are listed.
+    def beginning(self) -> Callable[[str], None]:
+        """To be called, from any thread, with a url of each dataset that is opened: the first
+        remote one starts what will read its blocks, so that it is ready by then. It raises a
+        ConfigError for what is no url.
         """
-        loop, is_started = asyncio.get_running_loop(), False
+        loop, thread, has_begun = asyncio.get_running_loop(), threading.get_ident(), False
 
-        def connected(url: str) -> Store:
-            nonlocal is_started
-            if not is_started and scheme_of(normalise(url)) != "file":
-                is_started = True
-                loop.call_soon_threadsafe(self._begin, base_of(normalise(url)))
-            return connect(url)
+        def begin(url: str) -> None:
+            nonlocal has_begun
+            store = base_of(normalise(url))
+            if has_begun or scheme_of(store) == "file":
+                return
+            has_begun = True
+            if threading.get_ident() == thread:
+                self._begin(store)
+            else:
+                loop.call_soon_threadsafe(self._begin, store)
 
-        return connected
+        return begin
 
     def _begin(self, store: str) -> None:
         self.origin.start(store)

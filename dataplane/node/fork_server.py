@@ -1,5 +1,6 @@
 """The fork server of a node: imports what workers and indexing processes need, and forks them.
-What only one of the roles needs is imported when it is requested for the first time.
+What only one of the roles needs is imported when it is requested for the first time, or before
+that, while nothing else is requested.
 
 Importing takes 0.4 s of CPU once; a fork takes a millisecond, and children share the memory of
 imported modules.
@@ -20,26 +21,26 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dataplane import collector, machine
 from dataplane.errors import PeerLost
 from dataplane.formats import registry
 from dataplane.index import indexer
+from dataplane.node.index_ahead import IndexAhead
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
 
 _Main = Callable[[int, int], None]
 
 
-def _worker() -> _Main:
-    # Imported once for all workers, instead of by each when it decodes its first block: 70 ms of
-    # CPU. The node still imports its own modules meanwhile.
-    import pyarrow.compute  # noqa: F401
-
+def _formats() -> None:
     for name in registry.BUILT_IN:
         registry.by_name(name)
-    return worker.main
+
+
+def _compute() -> None:
+    import pyarrow.compute  # noqa: F401 - 30 to 50 ms of CPU
 
 
 def _fetcher() -> _Main:
@@ -57,26 +58,32 @@ def _lender() -> _Main:
 
 
 _ROLES: dict[str, Callable[[], _Main]] = {
-    "worker": _worker,
+    "worker": lambda: worker.main,
     "indexer": lambda: indexer.main,
     "fetcher": _fetcher,
     "lender": _lender,
 }
 
 
-def main(descriptor: int) -> None:
-    """Run the process. `descriptor` is its socket, which it inherits."""
+def main(descriptor: int, ahead: IndexAhead | None = None) -> None:
+    """Run the process. `descriptor` is its socket, which it inherits. `ahead` is indexed first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
     # workers meanwhile.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
-        _ForkServer(sock).run()
+        is_remote = ahead is not None and ahead.scout is not None
+        # The rest is imported once for all workers, instead of by each that needs it.
+        server = _ForkServer(sock, [*([_fetcher] if is_remote else []), _formats, _compute])
+        if ahead is not None:
+            ahead.start()
+        server.run()
 
 
 class _ForkServer:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, ahead: Sequence[Callable[[], object]]) -> None:
         self._sock = sock
+        self._ahead = [*reversed(ahead)]
         self._numbers: dict[int, int] = {}  # by process id
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -89,7 +96,10 @@ class _ForkServer:
         poll.register(self._sock, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(0 if self._ahead else None)}
+            if not ready:
+                self._ahead.pop()()
+                collector.settle()
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._collect()
@@ -119,12 +129,16 @@ class _ForkServer:
                 os.close(fd)
 
     def _collect(self) -> None:
-        while self._numbers:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if not pid:
                 return
-            number = self._numbers.pop(pid)
-            self._tell(tasks.ChildEnded(number, os.waitstatus_to_exitcode(status)))
+            number = self._numbers.pop(pid, None)
+            if number is not None:  # otherwise it indexed ahead
+                self._tell(tasks.ChildEnded(number, os.waitstatus_to_exitcode(status)))
 
     def _tell(self, body: tasks.FromForkServerBody) -> None:
         local.send(self._sock, tasks.FromForkServer(body))

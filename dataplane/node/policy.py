@@ -43,18 +43,22 @@ def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
 
 
 def opening(
-    config: NodeConfig, connect: Connect, keep: KeepPreamble, early: EarlyOpening | None = None
+    config: NodeConfig,
+    connect: Connect,
+    keep: KeepPreamble,
+    begin: Callable[[str], None] = lambda _: None,
+    early: EarlyOpening | None = None,
 ) -> OpenManifest:
     """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
     shards, which a saved manifest or a symbolic link may place elsewhere. The stores of `connect`
-    check, too. `keep` gets the preambles that are read meanwhile. `early` has begun with one of
-    them.
+    check, too. `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset,
+    and starts what will read its blocks. `early` has begun with one of them.
     """
     policy = policy_of(config)
     if early is not None:
         early.hand_on(keep)
         with contextlib.suppress(DataplaneError):
-            connect(early.url)  # starts what reads its blocks
+            begin(early.url)
 
     def whole(source: messages.DatasetSource, given: Manifest | None) -> Manifest:
         if policy is not None:
@@ -62,9 +66,8 @@ def opening(
         begun = None if early is None else early.take(source)
         if begun is not None:
             return begun.result()
-        if given is not None:
-            with contextlib.suppress(DataplaneError):
-                connect(source.urls[0])  # starts what reads its blocks
+        with contextlib.suppress(DataplaneError):
+            begin(source.urls[0])
         manifest = given or open_manifest(config, connect, source, keep)
         if policy is not None:
             policy.check_all(manifest.shards.urls)

@@ -1,9 +1,9 @@
 """Lists the dataset of the first loader in a process of its own, while the node still imports, and
 reads what indexing reads first of its first shards.
 
-A node spends half a second on imports before it can index, and a store takes that long for a few
-round trips. The scout is forked as soon as there is what it takes to ask a store: the other
-processor has nothing to do yet. What it has not found after a moment, the node asks for itself.
+A node spends a while on imports before it can index, and a store takes that long for a few round
+trips. The scout is forked as soon as there is what it takes to ask a store: the other processor has
+nothing to do yet. What it has found is indexed ahead (node/index_ahead.py), too.
 
 Invariants:
 1. It is forked from a process with one thread, before anything is imported that starts others.
@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -22,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from dataplane import machine
+from dataplane import machine, suffixes
 from dataplane.errors import DataplaneError
 from dataplane.formats.first_reads import first_reads
-from dataplane.model import ObjectInfo
-from dataplane.store.ahead import AskedAhead, EarlyAnswers
+from dataplane.index.found import SHARDS_MAX, Scouted
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.expand import expand
@@ -34,8 +34,7 @@ from dataplane.store.urls import base_of, local_path, normalise
 
 DEADLINE_S = 10
 _READS_AT_ONCE = 16
-_SHARDS_MAX = 32
-"""Whose first bytes are read: there may be a million."""
+_MANIFEST_BYTES_MAX = 64 << 20
 _TIMEOUT_S = 5.0
 
 
@@ -43,31 +42,30 @@ class Scout:
     """A running scout, and the file in which it leaves what it has found."""
 
     def __init__(self, pid: int, found_fd: int) -> None:
-        self._pid, self._found_fd = pid, found_fd
+        self._pid, self.found_fd = pid, found_fd
 
-    def answers(self, patience_s: float) -> EarlyAnswers | None:
+    def found(self, patience_s: float) -> Scouted | None:
         """What it has found, once it has ended; None if it does not end within this time, or has
-        failed. Called once.
+        failed. Other children of the node may call it, too.
         """
         try:
-            if not self._has_succeeded(patience_s):
-                return None
-            with open(self._found_fd, "rb", closefd=False) as found:
-                found.seek(0)  # the scout has moved it
-                return msgspec.msgpack.decode(found.read(), type=EarlyAnswers)
+            pidfd = os.pidfd_open(self._pid)
+            try:
+                if not select.select([pidfd], [], [], patience_s)[0]:
+                    return None
+            finally:
+                os.close(pidfd)
+            content = os.pread(self.found_fd, os.fstat(self.found_fd).st_size, 0)
+            return msgspec.msgpack.decode(content, type=Scouted)
         except (OSError, msgspec.DecodeError):
             return None
-        finally:
-            os.close(self._found_fd)
 
-    def _has_succeeded(self, patience_s: float) -> bool:
-        pidfd = os.pidfd_open(self._pid)
-        try:
-            if not select.select([pidfd], [], [], patience_s)[0]:
-                os.kill(self._pid, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
-        return os.waitpid(self._pid, 0)[1] == 0
+    def end(self) -> None:
+        """End it if it still runs. In the node itself, once."""
+        os.close(self.found_fd)
+        with contextlib.suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def scout(urls: tuple[str, ...]) -> Scout | None:
@@ -81,49 +79,54 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
     pid = os.fork()
     if pid:
         return Scout(pid, found_fd)
-    status = 1
     try:
         machine.set_process("dp-scout", dies_with_parent=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.alarm(DEADLINE_S)
-        content = msgspec.msgpack.encode(_asked(urls))
+        content = msgspec.msgpack.encode(_scouted(urls))
         with open(found_fd, "r+b", closefd=False) as found:
             found.write(content)
-        status = 0
     except BaseException:  # noqa: BLE001, S110 - the node asks again, and says what is wrong
         pass
     finally:
-        os._exit(status)
+        os._exit(0)
     return None
 
 
-def _asked(urls: tuple[str, ...]) -> EarlyAnswers:
-    answers = EarlyAnswers()
-    stores: dict[str, Store] = {}
+def _scouted(urls: tuple[str, ...]) -> Scouted:
+    @functools.cache
+    def store_of(base: str) -> Store:
+        return open_store(base, _TIMEOUT_S)
 
     def connect(url: str) -> Store:
-        base = base_of(url)
-        if base not in stores:
-            stores[base] = AskedAhead(open_store(base, _TIMEOUT_S), answers)
-        return stores[base]
+        return store_of(base_of(url))
 
-    shards = expand(urls, connect)[:_SHARDS_MAX]
-    reads = [
-        (shard, place)
-        for shard in shards
+    if len(urls) == 1 and urls[0].endswith(suffixes.MANIFEST):
+        return Scouted([], [], _manifest(connect(normalise(urls[0])), normalise(urls[0])))
+    listed = expand(urls, connect)
+    places = [
+        (at, place.offset, place.length)
+        for at, shard in enumerate(listed[:SHARDS_MAX])
         for place in first_reads(shard.url, shard.size_bytes)
         if place.length
     ]
+
+    def read(at: int, offset: int, length: int) -> tuple[int, int, bytes]:
+        shard = listed[at]
+        content = connect(shard.url).read(shard.url, offset, length, shard.etag)
+        return at, offset, bytes(content)
+
+    parts = []
     with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        asked = [
-            threads.submit(_read, connect(shard.url), shard, place.offset, place.length)
-            for shard, place in reads
-        ]
-        for each in asked:
+        for each in [threads.submit(read, *place) for place in places]:
             with contextlib.suppress(DataplaneError):
-                each.result()
-    return answers
+                parts.append(each.result())
+    return Scouted([(one.url, one.size_bytes, one.etag) for one in listed], parts)
 
 
-def _read(store: Store, shard: ObjectInfo, offset: int, length: int) -> None:
-    store.read(shard.url, offset, length, shard.etag)
+def _manifest(store: Store, url: str) -> bytes:
+    """The content of a saved one.   Raises:  DataplaneError: it cannot be read, or is too long."""
+    listed = store.head(url)
+    if not 0 < listed.size_bytes <= _MANIFEST_BYTES_MAX:
+        raise DataplaneError("the node reads it")
+    return bytes(store.read(url, 0, listed.size_bytes, listed.etag))

@@ -306,8 +306,9 @@ class NodeServer:
             scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id,
             neighbours=self._neighbours,
         )  # fmt: skip
-        connect, keep = self._fetcher.ahead(self._stores.connect), self._fetcher.remember_preamble
-        opened, tables = opening(config, connect, keep, early), self._neighbours.tables
+        keep, begin = self._fetcher.remember_preamble, self._fetcher.beginning()
+        opened = opening(config, self._stores.connect, keep, begin, early)
+        tables = self._neighbours.tables
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened, tables)
         self._neighbours.meet(self.engine, self.jobs)
         self._watchdog, address = Watchdog(self.trace), data_address(data_listener)

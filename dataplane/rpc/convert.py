@@ -1,7 +1,8 @@
 """Converts frozen values to protobuf messages and back, from the descriptors.
 
-On first use, one converter per class is made from the fields of the class and the message's
-descriptor, so that a field is named in only two places: the proto file and the frozen value.
+When a class is first sent or received, its converter is made from the fields of the class and the
+message's descriptor, so that a field is named in only two places: the proto file and the frozen
+value. An envelope has those of the bodies that have come so far.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import itertools
 import json
 import operator
 import types
-import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -181,7 +181,12 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
     converts = [(name, _field_writer(by_name[name])) for name in names]
     plain = [name for name, convert in converts if convert is _same]
     others = [(name, convert) for name, convert in converts if convert is not _same]
-    bodies = {kind: (name, _part_writer(by_name[name])) for kind, name in _bodies(cls)}
+    bodies = dict(_bodies(cls))
+    converters: dict[_Class, _Convert] = {}
+
+    def body_converter(kind: _Class) -> _Convert:
+        found = converters[kind] = _part_writer(by_name[bodies[kind]])
+        return found
 
     def write(value: Any) -> dict[str, Any]:
         fields = {name: getattr(value, name) for name in plain}
@@ -192,8 +197,8 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
             kind = type(value.body)
             if isinstance(value.body, errors.DataplaneError):
                 kind = errors.DataplaneError
-            name, convert = bodies[kind]
-            fields[name] = convert(value.body)
+            convert = converters.get(kind) or body_converter(kind)
+            fields[bodies[kind]] = convert(value.body)
         return fields
 
     return write
@@ -277,12 +282,11 @@ def _reader(cls: _Class) -> Callable[[Any], Any]:
     if issubclass(cls, errors.DataplaneError):
         return error_from_proto
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
-    hints = typing.get_type_hints(cls)
     names = _field_names(cls)
     reads = [
         _body_reader(cls)
         if name == _ENVELOPE
-        else _field_reader(by_name[name], _optional(hints[name]))
+        else _field_reader(by_name[name], cls.__annotations__[name].endswith("| None"))
         for name in names
     ]
     if len(names) > 1 and all(isinstance(read, operator.attrgetter) for read in reads):
@@ -291,18 +295,18 @@ def _reader(cls: _Class) -> Callable[[Any], Any]:
     return lambda message: cls(*[read(message) for read in reads])
 
 
-def _optional(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
-
-
 def _body_reader(cls: _Class) -> Callable[[Any], Any]:
-    reads = {name: _reader(kind) for kind, name in _bodies(cls)}
+    bodies = {name: kind for kind, name in _bodies(cls)}
+    readers: dict[str, Callable[[Any], Any]] = {}
 
     def read(message: Any) -> Any:
         name = message.WhichOneof(_ENVELOPE)
         if name is None:
             raise errors.ConfigError(f"an empty {cls.__name__} message")
-        return reads[name](getattr(message, name))
+        reader = readers.get(name)
+        if reader is None:
+            reader = readers[name] = _reader(bodies[name])
+        return reader(getattr(message, name))
 
     return read
 

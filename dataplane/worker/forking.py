@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -128,7 +128,9 @@ class _Fork(Struct, frozen=True):
 class _Server:
     """One fork server, and the thread that receives its messages."""
 
-    def __init__(self, stderr_fd: int | None, main: Main | None = None) -> None:
+    def __init__(
+        self, stderr_fd: int | None, main: Main | None = None, keep: Sequence[int] = ()
+    ) -> None:
         self.is_lost = False
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
@@ -140,7 +142,7 @@ class _Server:
                 self._process: _Process = (
                     _executed(theirs, stderr_fd)
                     if main is None or machine.thread_count() > 1
-                    else _forked(theirs, stderr_fd, main)
+                    else _forked(theirs, stderr_fd, main, keep)
                 )
             except BaseException:
                 self._sock.close()
@@ -239,7 +241,7 @@ def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[by
     )
 
 
-def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
+def _forked(sock: socket.socket, stderr_fd: int | None, main: Main, keep: Sequence[int]) -> _Fork:
     """A fork server in a fork of this process, which has one thread."""
     pid = os.fork()
     if pid:
@@ -249,7 +251,7 @@ def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
         machine.set_process("dp-fork-server")
         if stderr_fd is not None:
             os.dup2(stderr_fd, 2)
-        machine.close_descriptors(keep=sock.fileno())
+        machine.close_descriptors(keep=(sock.fileno(), *keep))
         main(sock.detach())
         status = 0
     except BaseException:  # noqa: BLE001 - the child must not continue as a second node
@@ -268,16 +270,18 @@ class _Shared:
         self._stderr_fd: int | None = None
         self._server: _Server | None = None
 
-    def acquire(self, stderr_fd: int | None = None, main: Main | None = None) -> None:
+    def acquire(
+        self, stderr_fd: int | None = None, main: Main | None = None, keep: Sequence[int] = ()
+    ) -> None:
         """Hold the fork server; the first holder starts it, with this stderr. If `main` is given,
         which runs a fork server on an inherited socket, and this process has only one thread, the
-        fork server is forked from this process.
+        fork server is forked from this process, and inherits the descriptors `keep`.
         """
         with self._changing:
             self._holder_count += 1
             if self._server is None:
                 self._stderr_fd = stderr_fd
-                self._server = _Server(stderr_fd, main)
+                self._server = _Server(stderr_fd, main, keep)
 
     def release(self) -> None:
         """Release the fork server; the last holder ends it."""

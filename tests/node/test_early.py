@@ -20,7 +20,6 @@ from dataplane.node.early import EarlyOpening
 from dataplane.node.policy import opening
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
-from dataplane.store.base import Store
 from dataplane.store.local import LocalStore
 from dataplane.worker.forking import fork_server
 
@@ -58,14 +57,9 @@ def test_what_was_begun_is_taken_once_and_is_what_opening_gives(
     folder: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     settings, source = config(tmp_path_factory.mktemp("cache")), DatasetSource((folder,))
-    early, connected = EarlyOpening(settings, source), list[str]()
-
-    def connect(url: str) -> Store:
-        connected.append(url)
-        return LocalStore()
-
-    opened = opening(settings, connect, lambda *_: None, early)
-    assert connected == [folder]  # or nobody would start what reads the blocks
+    early, begun = EarlyOpening(settings, source), list[str]()
+    opened = opening(settings, lambda _: LocalStore(), lambda *_: None, begun.append, early)
+    assert begun == [folder]  # or nobody would start what reads the blocks
     assert early.take(DatasetSource((folder,), "arrow")) is None
     assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
     assert early.take(source) is None
@@ -77,8 +71,9 @@ def test_the_mistake_of_a_dataset_is_told_to_who_asks_for_it(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     settings, source = config(tmp_path), DatasetSource((str(tmp_path / "empty"),))
     early = EarlyOpening(settings, source)
+    opened = opening(settings, lambda _: LocalStore(), lambda *_: None, early=early)
     with pytest.raises(ShardNotFound, match="empty"):
-        opening(settings, lambda _: LocalStore(), lambda *_: None, early)(source, View(), None)
+        opened(source, View(), None)
     ended(early)
 
 

@@ -1,0 +1,104 @@
+"""Indexes the dataset of the first loader in a process of its own, while the node still imports.
+
+The process is the first child of the fork server, so that what it needs is imported already.
+
+Invariants:
+1. It parses what may be damaged, so it has the memory limit of an indexing process, and whatever
+   becomes of it is nobody's error: what it has not found after a moment, the node finds itself.
+2. It does not outlive the fork server, or its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+import msgspec
+
+from dataplane import machine
+from dataplane.errors import DataplaneError
+from dataplane.index.found import FoundDataset
+from dataplane.node.scout import DEADLINE_S, Scout
+
+MEMORY_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 20
+
+
+class IndexAhead:
+    """What is asked, and the pipe of the answer. `urls` and `format_name` are those of the dataset;
+    without a scout it is local.
+    """
+
+    def __init__(self, urls: tuple[str, ...], format_name: str, scout: Scout | None) -> None:
+        self.urls, self.format_name, self.scout = urls, format_name, scout
+        self._answer, self._answers = os.pipe2(os.O_CLOEXEC)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the process needs, and so the fork server."""
+        return (self._answers, *(() if self.scout is None else (self.scout.found_fd,)))
+
+    def sent(self) -> None:
+        """Somebody else holds the other end now, or nobody."""
+        os.close(self._answers)
+
+    def found(self, patience_s: float) -> FoundDataset | None:
+        """What was found; None if that is not known within this time, or nothing was. Once."""
+        try:
+            content = _received(self._answer, time.monotonic() + patience_s)
+            return None if content is None else msgspec.msgpack.decode(content, type=FoundDataset)
+        except (OSError, msgspec.DecodeError):
+            return None
+        finally:
+            os.close(self._answer)
+            if self.scout is not None:
+                self.scout.end()
+
+    def start(self) -> None:
+        """Fork the process that answers. In the fork server, which has one thread, once."""
+        if os.fork():
+            for fd in self.descriptors:
+                os.close(fd)
+            return
+        try:
+            machine.set_process("dp-indexer", dies_with_parent=True)
+            machine.close_descriptors(keep=self.descriptors)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(DEADLINE_S)
+            machine.limit_memory(MEMORY_BYTES)
+            with open(self._answers, "wb", closefd=False) as answers:
+                answers.write(msgspec.msgpack.encode(self._find()))
+        except BaseException:  # noqa: BLE001, S110 - the node finds it, and says what is wrong
+            pass
+        finally:
+            os._exit(0)
+
+    def _find(self) -> FoundDataset:
+        """Raises:  DataplaneError: nothing."""
+        # Late imports: the node itself does not parse shards.
+        from dataplane.index.ahead import found_ahead
+        from dataplane.settings import default_node_config
+
+        cache_dir = ""
+        with contextlib.suppress(DataplaneError):
+            cache_dir = default_node_config().cache_dir
+        scouted = None
+        if self.scout is not None:
+            scouted = self.scout.found(DEADLINE_S)
+            if scouted is None:
+                raise DataplaneError("the scout has found nothing")
+        return found_ahead(self.urls, self.format_name, scouted, cache_dir)
+
+
+def _received(pipe: int, deadline: float) -> bytes | None:
+    """All that comes until the other end is closed; None if it is not closed by then."""
+    pieces = []
+    while True:
+        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        pieces.append(os.read(pipe, _PIECE_BYTES))
+        if not pieces[-1]:
+            return b"".join(pieces)
