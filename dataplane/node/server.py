@@ -299,9 +299,8 @@ class NodeServer:
         autoscaler = Autoscaler(least, config.worker_count_most, least)
         size, disk = self._arena.size_bytes, self._fetcher.cache_bytes
         scheduler = Scheduler(size, config.fetch_count, autoscaler, config.stall_timeout_s, disk)
-        self._neighbours = Neighbourhood(
-            config, self.node_id, self._arena, data_listener, self._fetcher.statistics
-        )
+        reads = self._fetcher.statistics
+        self._neighbours = Neighbourhood(config, node_id, self._arena, data_listener, reads)
         self.engine = Engine(
             scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id,
             neighbours=self._neighbours,
