@@ -31,7 +31,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
 from dataplane.plan.slices import Slice
-from dataplane.rpc import local
+from dataplane.rpc import local, sockets
 from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import (
     Batch,
@@ -364,7 +364,7 @@ def open_job(**given: Any) -> OpenJob:
 @contextlib.contextmanager
 def serving(script: Script, name: str) -> Iterator[FakeNode]:
     """A fake node in a thread, under an abstract name."""
-    node = FakeNode(script, local.listen(name))
+    node = FakeNode(script, sockets.listen(name))
     thread = threading.Thread(target=node.run, name="fake-node")
     thread.start()
     try:

@@ -21,7 +21,7 @@ from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.lender import Lender
 from dataplane.neighbours.limits import Limits
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.rpc import lending, local
+from dataplane.rpc import lending, local, sockets
 from dataplane.trace import Trace
 
 ARENA_BYTES = 256 << 20
@@ -40,7 +40,7 @@ class Bench:
     """A lender of generation 2 of the job "job", whose node gives what it is asked for."""
 
     def __init__(self, limits: Limits = LIMITS, tls: PeerTls | None = None) -> None:
-        self.sock, theirs = local.pair()
+        self.sock, theirs = sockets.pair()
         self.sock.settimeout(TIMEOUT_S)
         self.arena = Arena.create("lent", ARENA_BYTES)
         self.arena.reserve(0, OF_NEIGHBOUR)

@@ -23,7 +23,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import DataplaneError
 from dataplane.model import Topology
-from dataplane.rpc import local, messages
+from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.convert import decode
 
 Batches = list[list[list[Any]]]
@@ -40,7 +40,7 @@ class Node:
             name if name.isupper() else f"DATAPLANE_{name.upper()}": str(value)
             for name, value in own.items()
         }
-        listener = local.listen(self.name)
+        listener = sockets.listen(self.name)
         self.errors = folder / "node.log"
         with self.errors.open("ab") as log:
             self.process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Trainer:
     """One connection to a node."""
 
     def __init__(self, node: Node, *, greet: bool = True) -> None:
-        self.sock = local.connect(node.name, ANSWER_S)
+        self.sock = sockets.connect(node.name, ANSWER_S)
         self.arenas: dict[str, Arena] = {}
         self.columns: dict[str, tuple[Any, ...]] = {}
         self._asked = 0
@@ -173,7 +173,7 @@ class Trainer:
 
 
 def raw_socket(node: Node) -> socket.socket:
-    return local.connect(node.name, ANSWER_S)
+    return sockets.connect(node.name, ANSWER_S)
 
 
 ROWS = 90

@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
 
+from dataplane.client.begun import BegunNode
 from dataplane.client.launch import node_command, start_node
-from dataplane.client.waiting import Notice
-from dataplane.client.wire import NoAnswer, Wire
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import ConfigError, PeerLost, VersionMismatch
-from dataplane.rpc import local, names
-from dataplane.rpc.messages import DatasetSource, Hello, Welcome
+from dataplane.config import VERSION
+from dataplane.errors import DataplaneError, PeerLost
+from dataplane.rpc import names, sockets
+from dataplane.rpc.messages import DatasetSource
+
+if TYPE_CHECKING:
+    from dataplane.client.waiting import Notice
+    from dataplane.client.wire import Wire
+    from dataplane.rpc.messages import Welcome
 
 START_TIMEOUT_S = 60.0
 
@@ -35,6 +39,12 @@ class Endpoint(Protocol):
     @property
     def whom(self) -> str:
         """The node's name in messages."""
+        ...
+
+    def begin(self, source: DatasetSource) -> BegunNode | None:
+        """Start a node ahead of its use, if it is to be started here and there is none. It begins
+        to open this dataset. Does not wait for it, and raises nothing: `reach` tries again.
+        """
         ...
 
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
@@ -74,12 +84,13 @@ class Embedded(Struct, frozen=True):
         answer; or another process has the name but is exiting or does not listen yet.
         """
         try:
-            sock = local.connect(self.name, _left(deadline))
+            sock = sockets.connect(self.name, _left(deadline))
         except PeerLost as error:
             try:
-                return self._start(deadline, notice, source)
+                begun = self._started(deadline, source)
             except FileExistsError:
                 raise error from None
+            return begun.welcomed(deadline, notice)
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
@@ -91,13 +102,19 @@ class Embedded(Struct, frozen=True):
             last_error=str(error),
         )
 
-    def _start(
-        self, deadline: float, notice: Notice, source: DatasetSource
-    ) -> tuple[Wire, Welcome]:
-        listener = local.listen(self.name)
+    def begin(self, source: DatasetSource) -> BegunNode | None:
+        """Start it, unless its name is taken, by a node or by a rank that starts one."""
         try:
-            # Before the exec, so that the kernel ends this call whenever the child ends.
-            sock = local.connect(self.name, _left(deadline))
+            return self._started(time.monotonic() + START_TIMEOUT_S, source)
+        except (FileExistsError, DataplaneError):
+            return None
+
+    def _started(self, deadline: float, source: DatasetSource) -> BegunNode:
+        """Raises:  FileExistsError: the name is taken.  ConfigError: no node can be started."""
+        listener = sockets.listen(self.name)
+        try:
+            # Before the exec, so that the kernel ends waiting calls whenever the child ends.
+            sock = sockets.connect(self.name, _left(deadline))
             try:
                 node = start_node(listener, self.command, source)
             except BaseException:
@@ -105,15 +122,7 @@ class Embedded(Struct, frozen=True):
                 raise
         finally:
             listener.close()
-        try:
-            try:
-                reached = _welcomed(sock, deadline, self.name, notice)
-            except PeerLost:
-                raise node.failure() from None
-            node.started()
-            return reached
-        finally:
-            node.close()
+        return BegunNode(sock, node, self.name)
 
 
 class Served(Struct, frozen=True):
@@ -132,6 +141,10 @@ class Served(Struct, frozen=True):
         """The node, as shown to people."""
         return f"a node of service {self.address} on this host"
 
+    def begin(self, source: DatasetSource) -> None:  # noqa: ARG002
+        """Nothing: others start it."""
+        return
+
     def reach(
         self,
         deadline: float,
@@ -142,7 +155,7 @@ class Served(Struct, frozen=True):
 
         Raises:  PeerLost: no node serves here.
         """
-        sock = local.connect(self.name, _left(deadline))
+        sock = sockets.connect(self.name, _left(deadline))
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
@@ -169,31 +182,20 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
 def _welcomed(
     sock: socket.socket, deadline: float, name: str, notice: Notice
 ) -> tuple[Wire, Welcome]:
-    wire = Wire(sock)
+    # A late import: a node may be started before messages are imported.
+    from dataplane.client import greeting
+    from dataplane.client.wire import NoAnswer
+
+    wire = greeting.wire_of(sock, name)
     try:
-        _, uid, _ = local.peer_credentials(sock)
-        if uid != os.getuid():
-            raise ConfigError(
-                f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is "
-                "not our node"
-            )
-        answer, _ = wire.call(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline, notice)
-        if not isinstance(answer, Welcome):
-            raise ConfigError(f"the process that listens at @{name} is not a node")
-        if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
-            raise VersionMismatch(
-                f"the node at @{name} is dataplane {answer.version}, and this process "
-                f"has {VERSION}: install one version on this host, and restart the node",
-                expected=VERSION,
-                found=answer.version,
-            )
+        request_id = greeting.hello(wire, deadline)
     except NoAnswer:
         wire.close()
         raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from None
     except BaseException:
         wire.close()
         raise
-    return wire, answer
+    return wire, greeting.welcomed(wire, request_id, name, deadline, notice)
 
 
 def _left(deadline: float) -> float:

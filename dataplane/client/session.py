@@ -21,6 +21,7 @@ from msgspec import structs
 
 from dataplane.arena.memfd import Arena
 from dataplane.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
+from dataplane.client.begun import BegunNode
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.first_batch import NOT_YET, Opening
@@ -53,7 +54,8 @@ _STARTS_MAX = 3
 class Session:
     """A job's open state in this process. Thread-safe. `request.member_id` is filled in here.
 
-    With `warns`, what the node advises is told as warnings when the job is first opened.
+    With `warns`, what the node advises is told as warnings when the job is first opened. A node
+    that was `begun` is asked first, and left with the session if it was not used.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class Session:
         stall_timeout_s: float | None = None,
         open_timeout_s: float = OPEN_TIMEOUT_S,
         warns: bool = True,
+        begun: BegunNode | None = None,
     ) -> None:
-        self.endpoint, self.request = endpoint, request
+        self.endpoint, self.request, self._begun = endpoint, request, begun
+        if begun is not None:
+            begun.greet()
         self._pinning, self._warns = pinning or NoDevice(), warns
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None
@@ -214,7 +219,7 @@ class Session:
                  the job has changed. DataplaneError: as the node says.
         """
         if os.getpid() != self._pid:
-            self._pid, self._mount = os.getpid(), None
+            self._pid, self._mount, self._begun = os.getpid(), None, None
             self._making, self._counting = threading.Lock(), threading.Lock()
             self._member_id = _member_id(self.request)
         mount = self._mount
@@ -248,6 +253,9 @@ class Session:
         if os.getpid() != self._pid:
             return
         self._closed = True
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.close()
         mount, self._mount = self._mount, None
         if mount is not None:
             mount.retire()
@@ -264,7 +272,11 @@ class Session:
         starts_left = 1 if self._job is None else _STARTS_MAX
         while True:
             try:
-                wire, welcome = self.endpoint.reach(patience.until, notice, early)
+                begun, self._begun = self._begun, None
+                if begun is not None:
+                    wire, welcome = begun.welcomed(patience.until, notice)
+                else:
+                    wire, welcome = self.endpoint.reach(patience.until, notice, early)
                 notice.over()
                 return self._opened(wire, welcome, patience, now)
             except PeerLost as error:

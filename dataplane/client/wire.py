@@ -145,21 +145,27 @@ class Wire:
 
         Raises:  DataplaneError: as the node says, PeerLost.  NoAnswer: none in time.
         """
-        request_id = self.ask(body, deadline)
+        answer = self.answered(self.ask(body, deadline), deadline, notice)
+        if isinstance(answer[0], DataplaneError):
+            raise answer[0]
+        return answer
+
+    def answered(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
+        """`wait`; calls `notice` when it is due, and forgets the request if no answer comes.
+
+        Raises:  PeerLost.  NoAnswer.
+        """
         try:
             try:
-                answer = self.wait(request_id, deadline if notice is None else notice.due(deadline))
+                return self.wait(request_id, deadline if notice is None else notice.due(deadline))
             except NoAnswer:
                 if notice is None:
                     raise
                 notice.tell()
-                answer = self.wait(request_id, deadline)
+                return self.wait(request_id, deadline)
         except BaseException:
             self.forget(request_id)
             raise
-        if isinstance(answer[0], DataplaneError):
-            raise answer[0]
-        return answer
 
     def forget(self, request_id: int) -> None:
         """The answer is no longer needed: treat it as a stray, now or when it comes."""

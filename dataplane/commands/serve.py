@@ -226,14 +226,14 @@ async def _run_node(
     stop: asyncio.Event,
 ) -> None:
     from dataplane.node.server import run_node
-    from dataplane.rpc import local, names
+    from dataplane.rpc import names, sockets
 
     config, named = service.node, service.named or joined
     assert config is not None
     _check_nameable(named)
     name = names.served_name(os.getuid(), named)
     try:
-        listener = local.listen(name)
+        listener = sockets.listen(name)
     except FileExistsError as error:
         raise ConfigError(
             f"another node of yours already serves {named} on this host (@{name}): stop it first",

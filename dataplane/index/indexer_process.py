@@ -23,7 +23,7 @@ from dataplane.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.index.indexer import PART_BYTES
 from dataplane.index.indexing import StoredShard
 from dataplane.machine import OwnTime, kill_count_for_memory
-from dataplane.rpc import local, tasks
+from dataplane.rpc import local, sockets, tasks
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of
 from dataplane.worker.forking import fork_server
@@ -71,7 +71,7 @@ class IndexerProcess:
         self._changing = threading.Lock()
         self._kill_count = kill_count_for_memory()
         self._end: ProcessEnd | None = None
-        self._sock, theirs = local.pair()
+        self._sock, theirs = sockets.pair()
         self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
         try:
             with theirs:

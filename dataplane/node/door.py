@@ -22,7 +22,7 @@ from typing import Protocol
 
 from dataplane.errors import ConfigError
 from dataplane.machine import connections_max
-from dataplane.rpc import local
+from dataplane.rpc import sockets
 from dataplane.trace import Trace
 
 _HELLO_S = 15.0
@@ -124,7 +124,7 @@ class Door:
                 raise
             self._pause(error)
             return
-        pid, uid, _ = local.peer_credentials(sock)
+        pid, uid, _ = sockets.peer_credentials(sock)
         why = "another user" if uid != os.getuid() else self._refusal(pid)
         if why:
             self._trace.failed("connection refused", pid=pid, uid=uid, why=why)

@@ -31,7 +31,7 @@ from dataplane.node.policy import opening
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
-from dataplane.rpc import local, messages
+from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
 from dataplane.scheduler.autoscaler import Autoscaler
@@ -203,7 +203,7 @@ class TrainerConnection:
         old = self._members.pop(body.job_id, None)
         if old is not None:
             self._server.jobs.close(old)
-        member, opened = await self._server.jobs.open(body, local.peer_credentials(self._sock)[0])
+        member, opened = await self._server.jobs.open(body, sockets.peer_credentials(self._sock)[0])
         if self.closed or body.job_id in self._members:
             self._server.jobs.close(member)
             raise ConfigError(f"job {body.job_id!r} was opened twice at once", field="job_id")

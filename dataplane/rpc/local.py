@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.sockets import PACKET_BYTES_MAX
 
 T = TypeVar("T")
 
-PACKET_BYTES_MAX = 192 * 1024
 MESSAGE_BYTES_MAX = 64 << 20
 _DESCRIPTORS_MAX = 4
 _LAST_MESSAGES_MAX = 4096
@@ -33,57 +33,6 @@ _LARGE_PACKET = struct.Struct("<BQ")
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE
-_CREDENTIALS = struct.Struct("3i")
-
-
-def listen(name: str, backlog: int = 128) -> socket.socket:
-    """A listening socket in the abstract namespace; it leaves no file behind.
-
-    Raises:  FileExistsError: another process has that name.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind("\0" + name)
-    except OSError as error:
-        listener.close()
-        raise FileExistsError(f"@{name} is taken") from error
-    listener.listen(backlog)
-    return listener
-
-
-def connect(name: str, timeout_s: float) -> socket.socket:
-    """A connection to the node that listens under this name.
-
-    Raises:  PeerLost: no process listens there.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _widen(sock)
-    sock.settimeout(timeout_s)
-    try:
-        sock.connect("\0" + name)
-    except OSError as error:
-        sock.close()
-        raise PeerLost(f"no node listens at @{name}: {error}", peer=f"@{name}") from error
-    return sock
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, for a process and its child."""
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _widen(left)
-    _widen(right)
-    return left, right
-
-
-def _widen(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * PACKET_BYTES_MAX)
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the peer, from the kernel."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
 
 
 def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) -> None:

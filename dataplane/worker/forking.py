@@ -135,7 +135,7 @@ class _Server:
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
         self._numbers = itertools.count(1)
-        # Same as rpc.local.pair(); rpc is imported while the fork server starts.
+        # Same as rpc.sockets.pair(); rpc is imported while the fork server starts.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:

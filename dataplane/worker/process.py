@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self
 
-from dataplane.rpc import local
+from dataplane.rpc import sockets
 from dataplane.worker.forking import ForkedProcess, fork_server
 
 MEMORY_BYTES = 1 << 30
@@ -51,7 +51,7 @@ class WorkerProcess:
         """Start a process of this role with this memory limit, bound to these processors if there
         are any; its stderr goes to ours, or to the given one. The caller holds the fork server.
         """
-        ours, theirs = local.pair()
+        ours, theirs = sockets.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:

@@ -1,10 +1,16 @@
 """Dataplane for PyTorch: batches as dicts of tensors, straight from shards in object storage."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dataplane import collector
 
 # What imports make stays. Without this, Python looks at all that torch has made meanwhile, which
 # takes as long as the imports.
 with collector.resting():
+    from dataplane_torch.loader import DataLoader
+
+if TYPE_CHECKING:
     from dataplane.client.bound import bound_of
     from dataplane.client.statistics import Statistics
     from dataplane.model import Topology
@@ -14,22 +20,58 @@ with collector.resting():
     from dataplane.transforms.steps import registry as _registry
     from dataplane.transforms.steps.registry import *  # noqa: F403
     from dataplane_torch.dataset import ShardedIterableDataset
-    from dataplane_torch.loader import DataLoader
     from dataplane_torch.schema import BatchColumn, Schema
     from dataplane_torch.tensors import Ragged
 
-__all__ = [
-    "BatchColumn",
-    "DataLoader",
-    "Mixture",
-    "Pack",
-    "Ragged",
-    "Schema",
-    "ShardedIterableDataset",
-    "Source",
-    "Stack",
-    "Statistics",
-    "Topology",
-    "bound_of",
-]
-__all__ += _registry.__all__
+    __all__ = [
+        "BatchColumn",
+        "DataLoader",
+        "Mixture",
+        "Pack",
+        "Ragged",
+        "Schema",
+        "ShardedIterableDataset",
+        "Source",
+        "Stack",
+        "Statistics",
+        "Topology",
+        "bound_of",
+    ]
+    __all__ += _registry.__all__
+
+# A loader starts its node before it imports the rest: what else there is, is imported when it is
+# first used. Names that are not in here are image steps.
+_MODULES = {
+    "BatchColumn": "dataplane_torch.schema",
+    "Mixture": "dataplane.transforms.mixture_options",
+    "Pack": "dataplane.transforms.pack_options",
+    "Ragged": "dataplane_torch.tensors",
+    "Schema": "dataplane_torch.schema",
+    "ShardedIterableDataset": "dataplane_torch.dataset",
+    "Source": "dataplane.transforms.mixture_options",
+    "Stack": "dataplane.transforms.stacks",
+    "Statistics": "dataplane.client.statistics",
+    "Topology": "dataplane.model",
+    "bound_of": "dataplane.client.bound",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        from dataplane.transforms.steps import registry
+
+        if name == "__all__":
+            return ["DataLoader", *_MODULES, *registry.__all__]
+        if name not in registry.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(registry, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

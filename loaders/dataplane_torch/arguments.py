@@ -12,9 +12,19 @@ from msgspec import Struct, structs
 from torch.utils.data import Dataset
 
 from dataplane.client import identity
+from dataplane.client.begun import BegunNode
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, End, MixUnit, PackPolicy, PackSpec, Topology, View
+from dataplane.model import (
+    ColumnOptions,
+    End,
+    ImageSpec,
+    MixUnit,
+    PackPolicy,
+    PackSpec,
+    Topology,
+    View,
+)
 from dataplane.rpc.messages import (
     DatasetSource,
     JobOpened,
@@ -24,7 +34,6 @@ from dataplane.rpc.messages import (
 )
 from dataplane.settings import named_service
 from dataplane.transforms.functions import function_name
-from dataplane.transforms.images import image_specs
 from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.transforms.pack_options import balanced, pack_spec
@@ -74,6 +83,12 @@ class JobToOpen(Struct, frozen=True):
     stall_timeout_s: float | None
     is_named: bool
     parts: RankParts
+
+    def begin(self) -> BegunNode | None:
+        """Start the node of this process ahead of its use, if it has none yet."""
+        mixture = self.request.mixture
+        source = self.request.source if mixture is None else mixture.sources[0].source
+        return self.endpoint.begin(source)
 
     def check_ranks(self, opened: JobOpened) -> None:
         """Compare what was opened with what other ranks have opened.
@@ -142,9 +157,7 @@ def job_of(given: Arguments) -> JobToOpen:
         window=_optional_count("window", options["window"]),
         global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
         end=_end(given),
-        transforms=image_specs(
-            options["transforms"] or {}, options["decode"], options["bad_images"]
-        ),
+        transforms=_transforms(options),
         sharing=_sharing(options["sharing"]),
         column_options=_column_options(options),
         view=view,
@@ -155,6 +168,16 @@ def job_of(given: Arguments) -> JobToOpen:
     named = options["name"] is not None
     parts = parts_of(topology, options["columns_by_stage"], options["sequence_part"])
     return JobToOpen(endpoint, request, given.timeout or None, is_named=named, parts=parts)
+
+
+def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
+    names = ("transforms", "decode", "bad_images")
+    if all(options[name] == DEFAULTS[name] for name in names):  # type: ignore[literal-required]
+        return ()
+    # A late import: loaders without images start faster without it.
+    from dataplane.transforms.images import image_specs
+
+    return image_specs(options["transforms"] or {}, options["decode"], options["bad_images"])
 
 
 def _column_options(options: UrlOptions) -> ColumnOptions:

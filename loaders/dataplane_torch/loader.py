@@ -6,16 +6,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypeVar, Unpack
 
-from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
-from dataplane.transforms.mixture_options import MixStep, Mixture, Urls
 from dataplane.units import whole
+from dataplane_torch import opening
 from dataplane_torch.arguments import (
     Arguments,
     epoch_of,
@@ -24,20 +23,22 @@ from dataplane_torch.arguments import (
     refuse_arguments,
     refuse_torch_arguments,
 )
-from dataplane_torch.device import Given, Target, find_target
-from dataplane_torch.local.beginning import PassPlace
-from dataplane_torch.local.local_pass import LocalPass
-from dataplane_torch.local.progress import PassState
-from dataplane_torch.local.sampling import epochs_of, make_told
-from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
-from dataplane_torch.pinning import cuda_pinning
-from dataplane_torch.schema import Schema
-from dataplane_torch.shards import Shards, UrlJob
 from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
-Pass = LocalPass | WorkerPass
+if TYPE_CHECKING:
+    from dataplane.client.statistics import Statistics
+    from dataplane.transforms.mixture_options import MixStep, Mixture, Urls
+    from dataplane_torch.device import Given, Target
+    from dataplane_torch.local.beginning import PassPlace
+    from dataplane_torch.local.local_pass import LocalPass
+    from dataplane_torch.local.progress import PassState
+    from dataplane_torch.local.worker_pass import WorkerPass
+    from dataplane_torch.schema import Schema
+    from dataplane_torch.shards import UrlJob
+
+    Pass = LocalPass | WorkerPass
 
 _T_co = TypeVar("_T_co", covariant=True, default=Any)
 
@@ -139,7 +140,7 @@ class DataLoader(LoaderBase[_T_co]):
             raise ValueError("snapshot_every_n_steps option should be non-negative")
         filled = cast("UrlOptions", {**DEFAULTS, **options})
         given = Arguments(dataset, batch_size, shuffle, drop_last, timeout, filled)
-        self._target, self.device = find_target(device), device
+        self._target, self.device = opening.target_of(device), device
         self._open(given, {
             "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
             "collate_fn": collate_fn, "worker_init_fn": worker_init_fn,
@@ -284,6 +285,10 @@ class DataLoader(LoaderBase[_T_co]):
         if self._shards is not None:
             self._shards.load_state_dict(state_dict)
             return
+        from dataplane_torch.local.beginning import PassPlace
+        from dataplane_torch.local.progress import PassState
+        from dataplane_torch.local.sampling import epochs_of
+
         resume = None if state_dict == {} else PassState.from_dict(state_dict)
         if resume is not None:
             resume.check(PassPlace(self, self.num_workers).state())
@@ -343,9 +348,8 @@ class DataLoader(LoaderBase[_T_co]):
         for_urls, for_torch = bool(passed_options(given)), bool(passed_to_torch(of_torch))
         if names_shards(given.urls, for_urls=for_urls, for_torch=for_torch):
             refuse_torch_arguments(of_torch)
-            pinning = cuda_pinning(wanted=pin_memory)
-            job = self._shards = UrlJob(given, pinning=pinning, target=self._target)
-            shards = cast("Dataset[Any]", Shards(job.urls))
+            job = opening.open_job(given, self._target, pin_memory=pin_memory)
+            self._shards, shards = job, cast("Dataset[Any]", job.dataset)
             # torch accepts only Python's own integers.
             super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
             # Frameworks call set_epoch() of the loader's sampler.
@@ -353,7 +357,7 @@ class DataLoader(LoaderBase[_T_co]):
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return
-        _refuse_neither(given.urls)
+        opening.refuse_neither(given.urls)
         refuse_arguments(given)
         of_torch |= {
             "drop_last": given.drop_last,
@@ -363,14 +367,13 @@ class DataLoader(LoaderBase[_T_co]):
         dataset = cast("Dataset[Any]", given.urls)
         super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
         if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
-            make_told(self.sampler)
+            opening.make_told(self.sampler)
 
     def _new_pass(self) -> Pass:
         resume, self._resume = self._resume, None
-        if self.num_workers == 0:
-            return LocalPass(self, resume, self._loaded_in, self._target)
-        self.check_worker_number_rationality()
-        return WorkerPass(self, resume, self._loaded_in, self._target)
+        if self.num_workers:
+            self.check_worker_number_rationality()
+        return opening.new_pass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
         """Keep track of a pass, whose position outlives it. The pass itself is kept only if its
@@ -378,7 +381,7 @@ class DataLoader(LoaderBase[_T_co]):
         """
         self._place = begun.beginning.place
         self._latest = weakref.ref(begun)
-        if isinstance(begun, WorkerPass):
+        if self.num_workers:
             self._kept_pass = begun if self.persistent_workers else None
 
     def _forget(self) -> None:
@@ -387,13 +390,3 @@ class DataLoader(LoaderBase[_T_co]):
             latest.close()
         self._latest = self._place = self._begun = self._resume = None
         self._kept_pass = None
-
-
-def _refuse_neither(dataset: object) -> None:
-    needs = ("__getitem__", "__getitems__", "__iter__")
-    if not any(hasattr(dataset, need) for need in needs):
-        raise ConfigError(
-            f"{dataset!r:.80} is neither a torch Dataset nor a url: pass something with "
-            "__getitem__ and __len__, an IterableDataset, or the urls of shards",
-            field="dataset",
-        )

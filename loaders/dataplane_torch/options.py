@@ -9,18 +9,18 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, ParamSpec, TypedDict, get_type_hints
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from dataplane.config import RAISE
-from dataplane.model import Topology
-from dataplane.settings import BY_NAME
-from dataplane.transforms.options import Lengths, Numbers
-from dataplane.transforms.pack_options import Pack
-from dataplane.transforms.stacks import Stack
-from dataplane.transforms.steps.registry import Transform
-from dataplane.units import ways_to_set
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dataplane.model import Topology
+    from dataplane.transforms.options import Lengths, Numbers
+    from dataplane.transforms.pack_options import Pack
+    from dataplane.transforms.stacks import Stack
+    from dataplane.transforms.steps.registry import Transform
 
 _P = ParamSpec("_P")
 Function = str | Callable[..., Any]
@@ -70,7 +70,7 @@ class UrlOptions(TypedDict, total=False):
 
 
 DEFAULTS: Final[Mapping[str, object]] = {
-    **dict.fromkeys(get_type_hints(UrlOptions)),
+    **dict.fromkeys(UrlOptions.__annotations__),
     "seed": 0,
     "lists": "padded",
     "truncation_side": "right",
@@ -197,13 +197,19 @@ def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    for name, kind in get_type_hints(UrlOptions).items():
+    for name, kind in UrlOptions.__annotations__.items():
         yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=kind
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=DEFAULTS[name],
+            annotation=getattr(kind, "__forward_arg__", kind),
         )
 
 
 def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
+    from dataplane.settings import BY_NAME
+    from dataplane.units import ways_to_set
+
     said = f"{taker}() has no argument {name!r}"
     if name in _ADVICE:
         return f"{said}: {_ADVICE[name]}"

@@ -12,6 +12,7 @@ from msgspec import structs
 from msgspec.structs import replace
 from torch.utils.data import IterableDataset
 
+from dataplane.client.begun import BegunNode
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mixing import changed, rows_reached, sample_count, state_at
@@ -21,7 +22,7 @@ from dataplane.client.state import left_of, step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of
-from dataplane_torch.arguments import Arguments, job_of
+from dataplane_torch.arguments import JobToOpen
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.resume import resumed
@@ -56,9 +57,15 @@ class UrlJob:
     """The job of a loader over urls, and the position of its passes."""
 
     def __init__(
-        self, given: Arguments, *, pinning: Pinning | None = None, target: Target | None = None
+        self,
+        job: JobToOpen,
+        begun: BegunNode | None = None,
+        *,
+        dataset_moved: bool = False,
+        pinning: Pinning | None = None,
+        target: Target | None = None,
     ) -> None:
-        self._job = job_of(given)
+        self._job = job
         self.urls = self._job.request.source.urls
         has_columns = self._job.parts.columns != ()  # without any, nothing is asked of the node
         self._session = Session(
@@ -66,9 +73,10 @@ class UrlJob:
             replace(self._job.request, follows=has_columns),
             pinning=pinning if target is None else target.pinning(reads_all=True),
             stall_timeout_s=self._job.stall_timeout_s,
+            begun=begun,
         )
         weakref.finalize(self, self._session.close).atexit = False
-        self._target, self._dataset_moved = target, given.options["dataset_moved"]
+        self._target, self._dataset_moved = target, dataset_moved
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
@@ -102,6 +110,11 @@ class UrlJob:
         self._cursor, self._ended = 0, None
         self._reader = self._last = self._digested = reader
         return reader
+
+    @property
+    def dataset(self) -> Shards:
+        """The dataset that it reads."""
+        return Shards(self.urls)
 
     @property
     def step_count(self) -> int:

@@ -23,7 +23,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.machine import lock_holder
-from dataplane.rpc import local, names
+from dataplane.rpc import local, names, sockets
 from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
 
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
@@ -55,7 +55,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 def greeted(address: str) -> socket.socket:
     """A trainer's connection to this host's node, after the greeting."""
-    sock = local.connect(names.served_name(os.getuid(), address), 10.0)
+    sock = sockets.connect(names.served_name(os.getuid(), address), 10.0)
     greet(sock)
     return sock
 

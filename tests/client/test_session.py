@@ -25,7 +25,7 @@ from dataplane.errors import (
     PeerLost,
     VersionMismatch,
 )
-from dataplane.rpc import local, names
+from dataplane.rpc import local, names, sockets
 from dataplane.rpc.messages import CloseJob, OpenJob, Release
 
 
@@ -90,7 +90,7 @@ def test_if_no_service_answers_the_error_says_what_to_start(monkeypatch, name) -
 
 def test_a_listener_that_never_answers_is_not_taken_for_a_node(monkeypatch, name) -> None:
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
-    with local.listen(name), pytest.raises(PeerLost, match="does not answer"):
+    with sockets.listen(name), pytest.raises(PeerLost, match="does not answer"):
         _ = Session(Served("host:7077", name), open_job()).job
 
 

@@ -30,7 +30,7 @@ from dataplane.errors import (
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.process import Reads
 from dataplane.model import Region
-from dataplane.rpc import fetches, local, tasks
+from dataplane.rpc import fetches, local, sockets, tasks
 from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.store.gate import Pause
@@ -280,7 +280,7 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
         def trouble(self, url: str) -> None: ...
 
     arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
-    ours, theirs = local.pair()
+    ours, theirs = sockets.pair()
     made: Any = broken
     reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _observe, _share: made)
 

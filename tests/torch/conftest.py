@@ -83,7 +83,7 @@ def onto(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDevice]:
     def use(seed: int = 0) -> FakeDevice:
         device = FakeDevice(seed)
         monkeypatch.setattr(
-            "dataplane_torch.loader.find_target",
+            "dataplane_torch.device.find_target",
             lambda given: None if given is None else FakeTarget(device),
         )
         return device

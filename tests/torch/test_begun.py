@@ -1,0 +1,141 @@
+"""A loader over urls starts its node when it is made, and uses it when it is used."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+from dataplane_torch import DataLoader
+from shards import arrow_bytes
+
+from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.units import PREFIX
+
+pytestmark = pytest.mark.usefixtures("small_node")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(3):
+        table = pa.table({"x": range(10 * number, 10 * number + 10)})
+        (folder / f"{number}.arrow").write_bytes(arrow_bytes(table))
+    return f"{folder}/"
+
+
+def nodes() -> list[psutil.Process]:
+    """Those that this process has started."""
+    return [each for each in psutil.Process().children() if "dataplane.node" in each.cmdline()]
+
+
+def numbers(loader: DataLoader) -> list[int]:
+    return [x for batch in loader for x in batch["x"].tolist()]
+
+
+def test_the_node_is_there_before_the_loader_is_used(url: str) -> None:
+    with DataLoader(url, batch_size=4) as loader:
+        (node,) = nodes()
+        assert numbers(loader) == list(range(30))
+        assert nodes() == [node]
+
+
+def test_loaders_of_one_process_begin_one_node_whichever_is_used_first(url: str) -> None:
+    with DataLoader(url, batch_size=4) as first, DataLoader(url, batch_size=3) as second:
+        (node,) = nodes()
+        assert numbers(second) == numbers(first) == list(range(30))
+        assert nodes() == [node]
+
+
+@pytest.mark.parametrize("ends", ["close", "collected"])
+def test_a_loader_that_is_never_used_leaves_nothing(url: str, ends: str) -> None:
+    loader = DataLoader(url, batch_size=4)
+    (node,) = nodes()
+    if ends == "close":
+        loader.close()
+        loader.close()
+    del loader
+    gc.collect()
+    node.wait(60)
+
+
+def test_the_node_of_a_closed_loader_stays_for_another_that_waits(url: str) -> None:
+    first, second = DataLoader(url, batch_size=4), DataLoader(url, batch_size=4)
+    (node,) = nodes()
+    assert numbers(second) == list(range(30))
+    first.close()
+    assert numbers(second) == list(range(30))
+    assert nodes() == [node]
+    second.close()
+
+
+def test_a_node_that_was_killed_before_the_first_use_is_started_again(url: str) -> None:
+    with DataLoader(url, batch_size=4) as loader:
+        (node,) = nodes()
+        node.kill()
+        node.wait(60)
+        assert numbers(loader) == list(range(30))
+
+
+def test_a_mistake_in_the_dataset_is_told_when_the_loader_is_used(url: str) -> None:
+    with (
+        DataLoader(f"{url}none/", batch_size=4) as loader,
+        pytest.raises(ShardNotFound, match="none"),
+    ):
+        next(iter(loader))
+
+
+def test_arguments_are_checked_before_a_node_is_started(url: str) -> None:
+    with pytest.raises(ConfigError, match="batch_size"):
+        DataLoader(url, batch_size=0)
+    assert nodes() == []
+
+
+def test_a_wrong_setting_of_the_node_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"{PREFIX}WORKER_COUNT", "0")
+    with DataLoader(url, batch_size=4) as loader, pytest.raises(ConfigError, match="worker_count"):
+        next(iter(loader))
+
+
+def test_a_child_that_is_forked_before_the_first_use_takes_nothing_along(url: str) -> None:
+    with DataLoader(url, batch_size=4) as loader:
+        (node,) = nodes()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            status = 1
+            try:
+                loader.close()
+                del loader
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert numbers(loader) == list(range(30))
+        assert nodes() == [node]
+
+
+def test_a_forked_child_reads_over_a_connection_of_its_own(url: str) -> None:
+    with DataLoader(url, batch_size=4) as loader:
+        readable, writable = os.pipe()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            status = 1
+            try:
+                os.write(writable, repr(numbers(loader)).encode())
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writable)
+        said = os.read(readable, 1 << 10)
+        os.close(readable)
+        assert said == repr(list(range(30))).encode()
+        assert os.waitpid(pid, 0)[1] == 0
+        assert numbers(loader) == list(range(30))
