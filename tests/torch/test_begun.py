@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -34,20 +36,29 @@ def nodes() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "dataplane.node" in each.cmdline()]
 
 
+def the_node() -> psutil.Process:
+    """The only one. The kernel tells its arguments a moment after it has begun to run."""
+    deadline = time.monotonic() + 60
+    while not (found := nodes()) and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    (node,) = found
+    return node
+
+
 def numbers(loader: DataLoader) -> list[int]:
     return [x for batch in loader for x in batch["x"].tolist()]
 
 
 def test_the_node_is_there_before_the_loader_is_used(url: str) -> None:
     with DataLoader(url, batch_size=4) as loader:
-        (node,) = nodes()
+        node = the_node()
         assert numbers(loader) == list(range(30))
         assert nodes() == [node]
 
 
 def test_loaders_of_one_process_begin_one_node_whichever_is_used_first(url: str) -> None:
     with DataLoader(url, batch_size=4) as first, DataLoader(url, batch_size=3) as second:
-        (node,) = nodes()
+        node = the_node()
         assert numbers(second) == numbers(first) == list(range(30))
         assert nodes() == [node]
 
@@ -55,7 +66,7 @@ def test_loaders_of_one_process_begin_one_node_whichever_is_used_first(url: str)
 @pytest.mark.parametrize("ends", ["close", "collected"])
 def test_a_loader_that_is_never_used_leaves_nothing(url: str, ends: str) -> None:
     loader = DataLoader(url, batch_size=4)
-    (node,) = nodes()
+    node = the_node()
     if ends == "close":
         loader.close()
         loader.close()
@@ -66,7 +77,7 @@ def test_a_loader_that_is_never_used_leaves_nothing(url: str, ends: str) -> None
 
 def test_the_node_of_a_closed_loader_stays_for_another_that_waits(url: str) -> None:
     first, second = DataLoader(url, batch_size=4), DataLoader(url, batch_size=4)
-    (node,) = nodes()
+    node = the_node()
     assert numbers(second) == list(range(30))
     first.close()
     assert numbers(second) == list(range(30))
@@ -76,7 +87,7 @@ def test_the_node_of_a_closed_loader_stays_for_another_that_waits(url: str) -> N
 
 def test_a_node_that_was_killed_before_the_first_use_is_started_again(url: str) -> None:
     with DataLoader(url, batch_size=4) as loader:
-        (node,) = nodes()
+        node = the_node()
         node.kill()
         node.wait(60)
         assert numbers(loader) == list(range(30))
@@ -104,7 +115,7 @@ def test_a_wrong_setting_of_the_node_is_told(url: str, monkeypatch: pytest.Monke
 
 def test_a_child_that_is_forked_before_the_first_use_takes_nothing_along(url: str) -> None:
     with DataLoader(url, batch_size=4) as loader:
-        (node,) = nodes()
+        node = the_node()
         pid = os.fork()
         if not pid:
             signal.alarm(60)
