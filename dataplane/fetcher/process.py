@@ -34,15 +34,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, ShardNotFound, StoreError
+from dataplane.errors import DataplaneError, NeighbourGone, PeerLost
 from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.neighbours import NeighbourReads
+from dataplane.fetcher.outcome import outcome
 from dataplane.fetcher.slabs import MadeSlabs
 from dataplane.fetcher.targets import spaced, views
 from dataplane.machine import collect_rarely
@@ -73,7 +74,7 @@ class _Read(Struct, eq=False):
     """A read that is under way."""
 
     order: fetches.ReadRange
-    race: Race = field(default_factory=Race)
+    race: Race
     started: float = math.inf
     began: float = math.inf
     """The request that is under way: to the neighbour, or to the store."""
@@ -152,7 +153,7 @@ class Reads:
 
     def _begin(self, body: fetches.ToFetcherBody, *descriptors: int) -> None:
         if isinstance(body, fetches.ReadRange):
-            read = _Read(body)
+            read = _Read(body, Race(partial(self._prepare, body)))
             with self._lock:
                 self._reading[body.number] = read
             self._threads.submit(self._serve, read)
@@ -180,19 +181,25 @@ class Reads:
         arena = self._arenas[order.arena_id]
 
         def work() -> None:
-            for target in order.targets:
-                arena.prepare(target.into.offset, target.into.length)
+            if order.neighbour is not None:
+                read.race.sent()
             with contextlib.ExitStack() as stack, raced(read.race):
                 into = views(order, arena, stack)
                 if order.neighbour is None or not self._ask(read, order.neighbour, into):
                     self._fill(read, *spaced(order.targets, into))
 
         try:
-            error = _outcome(order.url, work)
+            error = outcome(order.url, work)
             read.race.claim()
         except EndedEarlyError:
             return
         self._ended(read, error)
+
+    def _prepare(self, order: fetches.ReadRange) -> None:
+        """Allocate and map the memory of a read, while the store looks for its bytes."""
+        arena = self._arenas[order.arena_id]
+        for target in order.targets:
+            arena.prepare(target.into.offset, target.into.length)
 
     def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: Sequence[memoryview]) -> bool:
         """Whether the neighbour's answer ends this read; if not, the store is to be read.
@@ -217,7 +224,7 @@ class Reads:
         return False
 
     def _serve_copy(self, order: fetches.CopyPreamble) -> None:
-        error = _outcome("a preamble", partial(self._copy, order))
+        error = outcome("a preamble", partial(self._copy, order))
         self._tell(fetches.ReadEnded(order.number, error))
 
     def _hedge(self, read: _Read) -> None:
@@ -226,7 +233,12 @@ class Reads:
         """
         order = read.order
         body = memoryview(bytearray(order.length))
-        if _outcome(order.url, lambda: self._fill(read, body, is_hedge=True)):
+
+        def work() -> None:
+            self._fill(read, body, is_hedge=True)
+            self._prepare(order)  # the first one may still wait for a connection
+
+        if outcome(order.url, work):
             return  # the first request will report why
         try:
             is_first = read.race.overtake(_END_S)
@@ -334,23 +346,6 @@ class Reads:
             local.send(self._sock, fetches.FromFetcher(body))
         except PeerLost:
             os._exit(0)
-
-
-def _outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
-    try:
-        work()
-    except EndedEarlyError:
-        raise
-    except ShardNotFound as error:
-        again = "restore it, or begin a new run without it"
-        return ShardNotFound(
-            f"{error}; it was there when the dataset was indexed: {again}", **error.nouns
-        )
-    except DataplaneError as error:
-        return error
-    except BaseException as error:  # noqa: BLE001 - also a library's panic: the node waits
-        return StoreError(f"{name}: {type(error).__name__}: {error}", shard=name)
-    return None
 
 
 def run(sock: socket.socket) -> None:

@@ -59,7 +59,9 @@ class Filling(Protocol):
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """Fill these, one after the other, with the object's bytes from `offset` on, in one
-        request; their content is undefined after an error, and while this runs.
+        request; their content is undefined after an error, and while this runs. Nothing is written
+        before `sent` of the thread's race (store/race.py), which makes the memory ready while the
+        answer is on its way.
 
         Shapes:  into: uint8, writable, contiguous.
         Raises:  as `Store.read`.

@@ -157,6 +157,7 @@ class Connections:
                 connection.patience = _Patience(deadline)
                 race.hold(connection.sock)
                 connection.request("GET", target, headers=dict(headers))
+                race.sent()
                 return connection, connection.getresponse()
             except BaseException as cause:
                 connection.close()

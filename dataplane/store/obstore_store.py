@@ -163,7 +163,9 @@ class ObstoreStore:
             else:
                 return
         body = self.read(url, offset, length, etag)
-        current_race().claim()
+        race = current_race()
+        race.sent()
+        race.claim()
         copy_into(body, *into)
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:

@@ -93,5 +93,7 @@ def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> N
         store.read_into(url, offset, etag, *into)
     else:
         body = store.read(url, offset, sum(map(len, into)), etag)
-        current_race().claim()
+        race = current_race()
+        race.sent()
+        race.claim()
         copy_into(body, *into)

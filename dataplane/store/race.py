@@ -4,7 +4,7 @@ early if the second one, which reads into memory of its own, is faster.
 Invariants:
 1. Exactly one of the two wins. The loser never writes into the destination after that.
 2. A store writes into a destination that may be raced for only between `hold` and `claim`, or
-   after `claim`.
+   after `claim`; and in either case only after `sent`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class EndedEarlyError(Exception):
@@ -20,9 +20,12 @@ class EndedEarlyError(Exception):
 
 
 class Race:
-    """The first request of a read. Thread-safe."""
+    """The first request of a read. Thread-safe. `meanwhile` is done, once, while its answer is on
+    its way: it makes the destination ready.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self._meanwhile = meanwhile
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
         self._is_won = False
@@ -38,6 +41,17 @@ class Race:
         with self._changed:
             self._check()
             self._sock = sock
+
+    def sent(self) -> None:
+        """The first request was sent, or its answer is here already: make the destination ready.
+        May be called again.
+
+        Raises:  what that does.
+        """
+        meanwhile = self._meanwhile
+        if meanwhile is not None:
+            meanwhile()
+            self._meanwhile = None
 
     def release(self) -> None:
         """The first request is over, whatever its outcome, and writes no more."""

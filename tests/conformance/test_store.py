@@ -24,6 +24,7 @@ from dataplane.store.connect import open_store
 from dataplane.store.fsspec_store import FsspecStore
 from dataplane.store.pieces import PIECE_BYTES, fill
 from dataplane.store.policy import UrlPolicy
+from dataplane.store.race import Race, raced
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of
 
@@ -205,6 +206,22 @@ def test_a_read_into_memory_fills_exactly_that_memory(place: Place) -> None:
         fill(place.store, place.url("object"), 500_000, new, memoryview(bytearray(200_001)))
     with pytest.raises(ShardNotFound):
         fill(place.store, place.url("nothing"), 0, new, memoryview(bytearray(200_000)))
+
+
+def test_memory_is_made_ready_once_before_anything_is_written_into_it(place: Place) -> None:
+    body = os.urandom(700_000)
+    place.put({"object": body})
+    etag = place.store.head(place.url("object")).etag
+    for length in (1, 300_000, len(body)):
+        memory, ready = bytearray(length), list[int]()
+
+        def make_ready(memory: bytearray = memory, ready: list[int] = ready) -> None:
+            ready.append(1)
+            memory[:] = bytes(len(memory))  # what was written before is lost
+
+        with raced(Race(make_ready)):
+            fill(place.store, place.url("object"), 0, etag, memoryview(memory))
+        assert (ready, memory) == ([1], body[:length])
 
 
 def test_a_read_past_the_end_is_truncated(place: Place) -> None:
