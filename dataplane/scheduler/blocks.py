@@ -242,8 +242,7 @@ class BlockTable:
         self._add(block)
         self.holdings.loading(block)
         self._fetching += 1
-        read_count = 1 if dataset.places is None else dataset.places.read_count(index)
-        self.fetches.began(block.key, into.length, read_count, joined_to)
+        self.fetches.began(block.key, into.length, dataset.read_count(index), joined_to)
         dataset.account.read_began(self._time.now)
         told = joined_to is not None, elsewhere > 0, how.is_lent, self.is_on_disk(dataset, index)
         self._do(Fetch(block.key, dataset.dataset_id, index, into, *told))

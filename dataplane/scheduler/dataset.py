@@ -82,6 +82,10 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
             return self.marks.raw.item(block)
         return self.places.read_bytes(block)
 
+    def read_count(self, block: int) -> int:
+        """How many reads a fetch of the block is, if it is not longer than one range each."""
+        return 1 if self.places is None else self.places.read_count(block)
+
     def needs_fetch(self, block: int) -> bool:
         """Whether the bytes of the block must be read from a store into the arena."""
         return bool(self.marks.is_remote[block])

@@ -239,6 +239,8 @@ class Scheduler:
             self._absorb()
             self.is_settled = False
         self._become_head(head)
+        is_first = head is not None and not self._streams.has_lent
+        self._blocks.fetches.enough = head.read_count if head is not None and is_first else 0
         is_urgent = head is not None and self._is_urgent(head)
         loading = head is None or self._load(head, greedy=is_urgent)
         if loading or not is_urgent:
@@ -379,6 +381,7 @@ class Scheduler:
         request_id, _ = stream.requests.popleft()
         accounts = [dataset.account for dataset in task.datasets.datasets]
         task.delivery.lent[slab_id] = Loan(task, stream.holder)
+        task.delivery.has_lent = True
         slab = messages.Slab(
             stream.stream_id,
             slab_id,

@@ -66,6 +66,11 @@ class StreamTable:
         return any(stream.walk.crops for stream in self.of_dataset(dataset))
 
     @property
+    def has_lent(self) -> bool:
+        """Whether a slab was handed over to one of their trainers, now or before."""
+        return any(stream.delivery.has_lent for stream in self._streams.values())
+
+    @property
     def is_awaited(self) -> bool:
         """Whether a trainer has asked for a slab that is not ready."""
         return any(stream.requests for stream in self._streams.values())
