@@ -228,6 +228,9 @@ async def _run_node(
     from dataplane.node.server import run_node
     from dataplane.rpc import names, sockets
 
+    # Now rather than when a trainer waits for its first dataset.
+    from dataplane.store import obstore_store  # noqa: F401
+
     config, named = service.node, service.named or joined
     assert config is not None
     _check_nameable(named)
