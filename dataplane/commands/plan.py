@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
@@ -165,8 +165,9 @@ def _show(
     if reads is not None:
         _show_reads(reads)
     output.stdout().print()
-    of_hosts = ("host", "ranks", "begins with")
-    output.write_table(of_hosts, [tuple(host.values()) for host in hosts], "who reads what")
+    of_hosts = ("host", "ranks", "begins with", "reads for its first batch")
+    shown = [(*row, output.approximate_bytes(size)) for *row, size in map(dict.values, hosts)]
+    output.write_table(of_hosts, shown, "who reads what")
     for warning in found.warnings:
         output.warn(warning)
 
@@ -294,8 +295,10 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
 
 def _hosts(
     manifest: Manifest, order: SampleOrder, cluster: Cluster, global_batch: int
-) -> list[dict[str, str]]:
-    """For the first hosts: their ranks, and the blocks that their first batches come from."""
+) -> list[dict[str, Any]]:
+    """For the first hosts: their ranks, the blocks that their first batches come from, and how much
+    these have in storage.
+    """
     from dataplane.plan.order import upcoming
 
     hosts = []
@@ -316,6 +319,7 @@ def _hosts(
                 "host": f"{host}",
                 "ranks": f"{first}-{last}" if last > first else f"{first}",
                 "begins_with": f"{len(blocks)} blocks of {some}{more}",
+                "first_batch_bytes": sum(manifest.block_length[[*blocks]].tolist()),
             }
         )
     return hosts

@@ -18,6 +18,7 @@ from small_nodes import alone_and_small
 
 from dataplane.cli import run
 from dataplane.formats.parquet import Parquet
+from dataplane.index.indexing import index_dataset
 from dataplane.plan.manifest import Manifest
 
 SHARDS = 3
@@ -234,6 +235,10 @@ def test_plan_says_what_an_epoch_costs(shards, capsys):
     assert found["step_count"] == 43
     assert (found["lanes"], found["window"], found["host_count"]) == (4, 10, 2)
     assert [host["ranks"] for host in found["hosts"]] == ["0-1", "2-3"]
+    sizes = index_dataset(shards).block_length
+    for host in found["hosts"]:
+        count = int(host["begins_with"].split()[0])
+        assert count * sizes.min() <= host["first_batch_bytes"] <= count * sizes.max()
 
 
 def test_plan_warns_on_stderr(shards, capsys):
