@@ -116,15 +116,13 @@ class KeptFiles:
 
     def scan(self) -> Iterator[KeptFound]:
         """All blocks, those of the datasets that were written last at the end. Removes what a crash
-        has left.   Raises:  OSError.
+        has left. Files and folders that vanish meanwhile are left out.   Raises:  OSError.
         """
         with os.scandir(self._folder) as entries:
             datasets = [each for each in entries if _is_folder(each) and _digest(each.name)]
-        datasets.sort(key=lambda each: each.stat(follow_symlinks=False).st_mtime)
+        datasets.sort(key=_written_at)
         for dataset in datasets:
-            with os.scandir(dataset.path) as entries:
-                folders = [each for each in entries if _is_folder(each)]
-            for folder in folders:
+            for folder in filter(_is_folder, _entries(dataset.path)):
                 yield from _scanned(_digest(dataset.name), folder.path)
                 with contextlib.suppress(OSError):  # it is not empty
                     Path(folder.path).rmdir()
@@ -185,16 +183,34 @@ def _checksum(header: bytes, name: KeptName, length: int) -> int:
 def _scanned(dataset: bytes, folder: str) -> Iterator[KeptFound]:
     blocks: list[int] = []
     sizes: list[int] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
+    for entry in _entries(folder):
+        # A read may remove a damaged file meanwhile, and users may remove any of them.
+        with contextlib.suppress(FileNotFoundError):
             if entry.name.isdecimal() and entry.is_file(follow_symlinks=False):
+                size = entry.stat(follow_symlinks=False).st_size
                 blocks.append(int(entry.name))
-                sizes.append(entry.stat(follow_symlinks=False).st_size)
+                sizes.append(size)
             elif entry.name.endswith(_PART):
                 Path(entry.path).unlink()
     for at in range(0, len(blocks), _FOUND_TOGETHER):
         end = at + _FOUND_TOGETHER
         yield KeptFound(dataset, tuple(blocks[at:end]), tuple(sizes[at:end]))
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if it is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _written_at(folder: os.DirEntry[str]) -> float:
+    """When a folder was last changed; 0 if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return folder.stat(follow_symlinks=False).st_mtime
+    return 0.0
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

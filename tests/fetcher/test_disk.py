@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -209,6 +210,35 @@ def test_a_scan_removes_what_a_crash_left_and_nothing_else(node: Node, tmp_path:
     assert not part.exists()
     assert (tmp_path / "notes.txt").exists()
     assert (tmp_path / "lock").exists()
+
+
+def test_what_vanishes_during_a_scan_is_left_out_and_the_rest_is_found(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read removes a damaged file, or a user a whole dataset, after its folder was listed."""
+    for block in (7, 8, 1024):
+        node.write(block)
+    for digest in (OTHER, bytes(16)):
+        node.write(1, dataset=digest)
+    part = path(tmp_path, 7).with_name("9.17.part")
+    part.write_bytes(b"half")
+    vanishing = (path(tmp_path, 7), part, path(tmp_path, 1, OTHER).parents[1])
+    listed, scandir = set[str](), os.scandir
+
+    def then_gone(folder: str | Path) -> contextlib.AbstractContextManager[object]:
+        with scandir(folder) as entries:
+            found = [*entries]
+        listed.update(entry.path for entry in found)
+        for each in vanishing:
+            if str(each) in listed and each.exists():
+                each.rename(tmp_path / f"gone-{each.name}")
+        return contextlib.nullcontext(iter(found))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", then_gone)
+        found = node.found()
+    assert {*found} == {KeptName(DATASET, 8), KeptName(DATASET, 1024), KeptName(bytes(16), 1)}
+    assert {str(each) for each in vanishing} <= listed
 
 
 def test_a_disk_that_cannot_be_written_says_why(node: Node, tmp_path: Path) -> None:
