@@ -15,6 +15,7 @@ from dataplane.scheduler.disk_events import (
     DiskScanned,
     KeepBlock,
     KeepingEnded,
+    ScanDisk,
 )
 from dataplane.scheduler.keeping import Keeping
 
@@ -47,16 +48,27 @@ class Disk:
             count = chance.choice([0, 0, 3])
             sizes = {block: chance.randint(HEADER_BYTES, 20_000) for block in range(count)}
             self._files |= {DiskName(digest, n): rounded(size) for n, size in sizes.items()}
-            self._run.tell(DiskFound(digest, tuple(sizes), tuple(sizes.values())))
         self._was_full = sum(self._files.values()) > self._limit_bytes
-        self._is_scanned = True
-        self._run.tell(DiskScanned())
+        self._run.tell(self._scanned(has_failed=bool(self.fail) and chance.random() < 0.5))
+
+    def _scanned(self, *, has_failed: bool) -> DiskScanned:
+        """The end of a scan, which has told of all files, or of one dataset's."""
+        assert not self._is_scanned, "keeping 3: it is scanned again for nothing"
+        digests = [*dict.fromkeys(name.digest for name in self._files)]
+        for digest in digests[:1] if has_failed else digests:
+            sizes = {n.block: size for n, size in self._files.items() if n.digest == digest}
+            self._run.tell(DiskFound(digest, tuple(sizes), tuple(sizes.values())))
+        self._is_scanned = not has_failed
+        return DiskScanned(FAILED if has_failed else "")
 
     def ask(self, effect: events.Effect) -> None:
         """Have an effect carried out, by the disk or by others."""
         match effect:
             case KeepBlock():
                 self._write(effect)
+            case ScanDisk():
+                has_failed = self._run.chance.random() < self.fail
+                self._run.outside.later(effect, lambda: self._scanned(has_failed=has_failed))
             case events.Fetch(is_on_disk=True):
                 self._fetch(effect)
             case _:
@@ -142,4 +154,5 @@ class Disk:
             for block, size in zip(shelf.blocks, shelf.sizes, strict=True)
         }
         assert tier.used_bytes == sum(sizes.values())
-        assert {*self._files} <= {*sizes}, "disk 1: a file that nobody counts"
+        is_all = {*self._files} <= {*sizes}
+        assert is_all or not self._is_scanned, "disk 1: a file that nobody counts"

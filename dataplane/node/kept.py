@@ -20,6 +20,7 @@ from dataplane.scheduler.disk_events import (
     DiskScanned,
     KeepBlock,
     KeepingEnded,
+    ScanDisk,
 )
 
 
@@ -47,7 +48,7 @@ class KeptBlocks:
 
     def effects(self) -> Mapping[type, Callable[[Any], None]]:
         """What carries out each kind of effect."""
-        return {KeepBlock: self._keep}
+        return {KeepBlock: self._keep, ScanDisk: lambda _: self._scan()}
 
     def _keep(self, effect: KeepBlock) -> None:
         going = tuple(fetches.KeptName(one.digest, one.block) for one in effect.instead_of)
@@ -56,6 +57,9 @@ class KeptBlocks:
         self._fetcher.origin.read(
             order, lambda found: self._tell(KeepingEnded(number, _trouble(found)))
         )
+
+    def _scan(self) -> None:
+        self._fetcher.origin.read(fetches.ScanKept(0), self._scanned)
 
     def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:
         self._asked.discard(BlockName(dataset.dataset_id, block))

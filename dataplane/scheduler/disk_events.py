@@ -1,7 +1,7 @@
 """The scheduler's events and effects about the node's disk.
 
-The caller answers each KeepBlock with one KeepingEnded, and reports the blocks that it finds on the
-disk, once, before anything is written there.
+The caller answers each KeepBlock with one KeepingEnded. Before anything is written to the disk, it
+reports the blocks that it finds there, and again after each ScanDisk.
 """
 
 from __future__ import annotations
@@ -69,3 +69,7 @@ class KeepBlock(Struct, frozen=True):
     name: DiskName
     region: Region
     instead_of: Sequence[DiskName] = ()
+
+
+class ScanDisk(Struct, frozen=True):
+    """Report the blocks on disk again: this could not be done before."""

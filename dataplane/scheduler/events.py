@@ -22,7 +22,7 @@ from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Collation, Render, ResultBody
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
-from dataplane.scheduler.disk_events import DiskEvent, KeepBlock
+from dataplane.scheduler.disk_events import DiskEvent, KeepBlock, ScanDisk
 from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.scheduler.walk import NO_PACKS, BlockPacks, Plan, Walk
 
@@ -396,5 +396,5 @@ class Note(Struct, frozen=True):
 Effect = (
     PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | MakeElsewhere
     | ExtractRows | CopyKept | LendBlock | OnlyDecoded | RefuseAsk | Send | Stalled | AllPlanned
-    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock | GiveUpSlab
+    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock | ScanDisk | GiveUpSlab
 )  # fmt: skip

@@ -9,6 +9,7 @@ Invariants:
    quarter, or one. What waits to be written holds no memory, and is not written if that is gone.
 2. A disk that fails, or does not answer in time, is left alone for a while, longer each time. No
    task fails because of it.
+3. A scan that fails is made again after that: until one has ended well, nothing is written.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataplane.scheduler.disk_events import (
     DiskScanned,
     KeepBlock,
     KeepingEnded,
+    ScanDisk,
 )
 from dataplane.scheduler.events import BlockFetched, DatasetForgotten, Effect, Note
 from dataplane.scheduler.records import Moment
@@ -101,6 +103,12 @@ class Keeping:
             DiskMissed: self._missed,
             KeepingEnded: self._ended,
         }
+
+    def look(self) -> None:
+        """Time has passed: the disk may be scanned again."""
+        if self._is_scanned and not self._tier.is_known and not self._has_failed:
+            self._is_scanned = False
+            self._do(ScanDisk())
 
     def _is_read_there(self, dataset: DatasetBlocks, block: int) -> bool:
         """Until the scan is over, any block may be there: asking costs less than reading it."""
@@ -177,7 +185,7 @@ class Keeping:
         if event.trouble:
             self._failed(self._writing, event.trouble)
             return
-        self._tier.is_known = True
+        self._tier.is_known, self._writing.pause_s = True, PAUSE_S
         self._reduce()
         self._write_next()
 

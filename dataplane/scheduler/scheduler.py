@@ -81,9 +81,9 @@ class Scheduler:
         self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
         waiting = WaitingTasks(self._time, self._blocks.holdings)
         self._borrowed = Borrowed(self._blocks)
-        self._asks = Asks(self._blocks, waiting, self._borrowed, self._do, self._time)
+        asks = self._asks = Asks(self._blocks, waiting, self._borrowed, self._do, self._time)
         tier = self._tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
-        keeping = Keeping(tier, self._blocks, self._asks, self._borrowed, self._do, self._time)
+        self._keeping = Keeping(tier, self._blocks, asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
         self._elsewhere = Elsewhere(workers, self._time)
@@ -121,7 +121,7 @@ class Scheduler:
             events.SendingEnded: lambda event: self._asks.sent(event.number),
             events.Ticked: self._tick,
             events.Settled: self._settle,
-            **keeping.events(),
+            **self._keeping.events(),
         }
 
     def decide(self, event: events.Event, now: float) -> list[events.Effect]:
@@ -214,6 +214,7 @@ class Scheduler:
     def _tick(self, event: events.Ticked) -> None:
         self._blocks.fetches.look(self._time.now, is_awaited=self._streams.is_awaited)
         self._asks.look()
+        self._keeping.look()
         look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
         before, self._workers = self._workers.count, self._workers.after(look)
         self._elsewhere.look(look, self._workers)

@@ -15,9 +15,11 @@ from dataplane.errors import DataplaneError, NotKept
 from dataplane.model import Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.kept import KeptBlocks
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
+from dataplane.scheduler.disk_events import DiskEvent, DiskScanned, ScanDisk
 from dataplane.store.gate import Pause
 
 DATASET = b"0123456789abcdef"
@@ -118,3 +120,23 @@ def test_memory_then_disk_then_neighbour_then_store(
     assert places == [(100, Region(16, 30)), (500, Region(46, 20))]
     asked = [o.neighbour and o.neighbour.offset for o in others if isinstance(o, fetches.ReadRange)]
     assert asked == ([None, None] if neighbour is None else [0, 30])
+
+
+def test_a_scan_that_the_scheduler_wants_is_ordered_and_its_end_reported() -> None:
+    async def play() -> list[DiskEvent]:
+        origin, told = DiskBefore(None), list[DiskEvent]()
+        fetcher = Fetcher(origin, Preambles(4096))
+        ended = asyncio.Event()
+
+        def tell(event: DiskEvent) -> None:
+            told.append(event)
+            ended.set()
+
+        KeptBlocks(fetcher, tell).effects()[ScanDisk](ScanDisk())
+        assert origin.orders == [fetches.ScanKept(0)]
+        async with asyncio.timeout(60):
+            await ended.wait()
+        fetcher.close()
+        return told
+
+    assert asyncio.run(play()) == [DiskScanned()]
