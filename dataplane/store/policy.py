@@ -9,9 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
+import socket
+import unicodedata
+import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,7 +39,11 @@ _METADATA = frozenset(
 )
 _OUT = "is a symbolic link that leads out of"
 _trace = Trace("security")
+_BUCKETS = frozenset({"s3", "gs", "az", "adl", "abfs", "abfss", "oss", "hf"})
+"""Schemes whose urls name no host: a bucket may be called 2852039166."""
+_HOST_ENDS = re.compile(r"[/?#\\]")
 _MAYBE_ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*")
+_MAYBE_NUMBERS = re.compile(r"[0-9A-Fa-fXx.]+")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -111,21 +119,12 @@ class UrlPolicy(Struct, frozen=True):
 
     def _check_host(self, url: str) -> None:
         """A host that is written as an address, in a url of any scheme."""
-        host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
-        address = host.partition(":")[0]
-        if host.startswith("["):
-            address = host[1:].partition("]")[0]
-        if _MAYBE_ADDRESS.fullmatch(address):
-            try:
-                self.check_address(url, address)
-            except ValueError:
-                return  # a name that only looks like one
+        if address := _address_in(url):
+            self.check_address(url, address)
 
     def _names(self, address: str) -> bool:
         """Whether a prefix has this very address as its host."""
-        host = f"[{address}]" if ":" in address else address
-        hosts = (one.partition("://")[2].partition("/")[0] for one in self.prefixes)
-        return any(one == host or one.startswith(f"{host}:") for one in hosts)
+        return any(_address_in(one) == address for one in self.prefixes)
 
     def _roots(self) -> tuple[str, ...]:
         """Where the prefixes of files are: links may be in their own paths, too."""
@@ -138,6 +137,33 @@ class UrlPolicy(Struct, frozen=True):
             "Add it to allowed_urls of the node (--allowed-urls), or choose another",
             shard=url,
         )
+
+
+def _address_in(url: str) -> str:
+    """The IP address that is the host of a url, in its usual form, however it is written there: as
+    inet_aton(3) reads it, with a dot at its end, or with characters that a resolver takes for
+    these. "" if the host is a name.
+    """
+    scheme, _, rest = url.partition("://")
+    host = _HOST_ENDS.split(rest, maxsplit=1)[0].rpartition("@")[2]
+    if "%" in host or not host.isascii():
+        host = unicodedata.normalize("NFKC", urllib.parse.unquote(host)).replace("\u3002", ".")
+    if host.startswith("["):
+        return _usual(host[1:].partition("]")[0])
+    host = host.partition(":")[0]
+    if scheme in _BUCKETS or not _MAYBE_NUMBERS.fullmatch(host):
+        return _usual(host)
+    with contextlib.suppress(OSError):
+        return socket.inet_ntoa(socket.inet_aton(host.rstrip(".")))
+    return ""
+
+
+def _usual(address: str) -> str:
+    """An IP address in its usual form; "" if it is none."""
+    if _MAYBE_ADDRESS.fullmatch(address):
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_address(address))
+    return ""
 
 
 def is_of_machine(address: str) -> bool:

@@ -101,6 +101,38 @@ def test_no_scheme_reaches_such_an_address(url):
     UrlPolicy().check_names(["s3://bucket/x", "s3://10.20/x", "http://a.b:1/x", "file:///a"])
 
 
+WRITTEN = (
+    *("2852039166", "0xa9fea9fe", "0XA9FEA9FE", "025177524776", "169.254.43518", "169.16689662"),
+    *("0251.0376.0251.0376", "0xa9.0xfe.0xa9.0xfe", "169.254.169.0xfe", "169.254.169.254."),
+    *("2852039166.", "169%2e254.169.254", "\uff11\uff16\uff19.254.169.254", "169\u3002254.169.254"),
+    *("me@2852039166", "me:word@0xa9fea9fe:21", "[::ffff:169.254.169.254]", "0", "0x0"),
+)
+
+
+@pytest.mark.parametrize("host", WRITTEN)
+@pytest.mark.parametrize("scheme", ["ftp", "sftp", "webhdfs", "smb", "http"])
+def test_no_way_to_write_such_an_address_passes(scheme, host):
+    for rest in ("/latest/x", "?x=1", "#x", "\\x", ""):
+        with pytest.raises(StoreDenied, match="link-local"):
+            UrlPolicy().check(f"{scheme}://{host}{rest}")
+    with pytest.raises(StoreDenied, match="link-local"):
+        UrlPolicy().check_names([f"{scheme}://{host}/x"])
+
+
+def test_hosts_that_only_look_like_such_an_address_are_allowed():
+    names = ("2852039166.example", "0xcafe.be", "a9fea9fe", "169.254.169.254.5", "08.8.8.8")
+    UrlPolicy().check_names([f"ftp://{one}/x" for one in (*names, "134744072", "0177.1", "10.1.")])
+    UrlPolicy().check_names([f"{scheme}://2852039166/x" for scheme in ("s3", "gs", "az")])
+
+
+def test_a_prefix_lists_an_address_however_it_is_written():
+    UrlPolicy(("ftp://2852039166/data",)).check("ftp://2852039166/data/x")
+    listed = UrlPolicy(("http://0xa9.254.10.1:9000/",))
+    listed.check_address("http://0xa9.254.10.1:9000/x", "169.254.10.1")
+    with pytest.raises(StoreDenied):
+        listed.check_address("http://0xa9.254.10.1:9000/x", "169.254.169.254")
+
+
 def test_other_addresses_and_those_that_are_listed_are_allowed():
     for address in ("10.0.0.1", "127.0.0.1", "93.184.216.34", "2606:2800::1"):
         UrlPolicy().check_address("http://h/x", address)
