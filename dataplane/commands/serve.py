@@ -110,12 +110,15 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
         raise click.UsageError("--join only works with --node: add --node, or leave --join out")
     node = None if only_coordinator else node_config(settings)
     listen = "" if only_node else str(settings["listen"].value)
+    named = str(settings["service"].value)
+    if node is not None:
+        _check_nameable(named or listen or node.coordinator)
     security = security_given(settings, listens=not only_node and not listen.startswith("unix:"))
     if node is not None and node.peer_tls:
         security.check_peer_tls()
     return ServeRole(
         listen=listen,
-        named=str(settings["service"].value),
+        named=named,
         security=security,
         database=Path(str(settings["state_dir"].value), "coordinator.sqlite"),
         lease_s=float(settings["lease_s"].value),
@@ -233,7 +236,6 @@ async def _run_node(
 
     config, named = service.node, service.named or joined
     assert config is not None
-    _check_nameable(named)
     name = names.served_name(os.getuid(), named)
     try:
         listener = sockets.listen(name)
@@ -265,11 +267,13 @@ def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:
 
 
 def _check_nameable(named: str) -> None:
+    """Raises:  ConfigError: no trainer can connect to this address of a service."""
     if _is_everywhere(named):
         port = named.rpartition(":")[2]
         raise ConfigError(
             f"{named} means every address of this host, so trainers cannot use it to find the "
-            f"node: pass an address that they can use with --service HOST:{port}",
+            "node: pass an address that they can use with --service HOST:"
+            f"{'PORT, and that port with --listen' if port == '0' else port}",
             key="service",
             found=named,
         )

@@ -188,10 +188,27 @@ def test_an_address_of_another_host_is_told_as_such(tmp_path, monkeypatch, capsy
     assert "another service" not in told
 
 
-def test_every_address_is_no_name_for_trainers(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
-    assert run(["serve", "--listen", "0.0.0.0:0", "--insecure", *SMALL]) == 2
-    assert "--service" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (("--listen", "0.0.0.0:7077"), "--service HOST:7077"),
+        (("--listen", "[::]:7077"), "--service HOST:7077"),
+        (("--listen", "0.0.0.0:0"), "--service HOST:PORT, and that port with --listen"),
+        (("--listen", "127.0.0.1:0", "--service", "0.0.0.0:7077"), "--service HOST:7077"),
+        (("--node", "--join", "0.0.0.0:7077"), "--service HOST:7077"),
+    ],
+)
+def test_every_address_is_no_name_for_trainers_and_nothing_is_started(
+    tmp_path, monkeypatch, capsys, given, advice
+):
+    state = tmp_path / "state"
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(state))
+    monkeypatch.delenv("DATAPLANE_TOKEN", raising=False)
+    assert run(["serve", *given, "--insecure", *SMALL]) == 2
+    told = capsys.readouterr()
+    assert advice in told.err
+    assert not told.out
+    assert not state.exists()
 
 
 def test_a_coordinator_listens_on_a_private_unix_socket(tmp_path):
