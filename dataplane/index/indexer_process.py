@@ -174,8 +174,14 @@ class IndexerProcess:
         words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
         os.close(self._stderr)
         is_machine_short = kill_count_for_memory() > self._kill_count
+        end = end_of(
+            status,
+            words,
+            is_machine_short=is_machine_short,
+            has_started=bool(self._process.pid),
+        )
         with self._changing:
-            self._end = end_of(status, words, is_machine_short=is_machine_short)
+            self._end = end
             self.has_ended = True
             for task in self._tasks.values():
                 task.arrived.put(None)

@@ -38,6 +38,7 @@ from dataplane.scheduler.fetchers import FetcherCount, FetchLook
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
 from dataplane.trace import Trace
+from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WorkerProcess, kill_all
 
@@ -138,8 +139,8 @@ class Fetchers:
         if store:
             self._start = replace(self._start, store=store)
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
             fork_server.acquire()
+            self._loop = asyncio.get_running_loop()
         for _ in range(self._count.count - len(self._fetchers)):  # some may end at once
             self._spawn()
 
@@ -353,6 +354,7 @@ class Fetchers:
         self._outages.forget(fetcher.number, time.time())
         self._useless += not fetcher.was_of_use
         reads, words = [*fetcher.reads.values()], fetcher.process.last_words
+        end = end_of(status, words, has_started=bool(fetcher.process.pid))
         if reads:
             self._trace.failed("fetcher ended", pid=fetcher.process.pid, status=status, said=words)
         for read in reads:
@@ -366,7 +368,7 @@ class Fetchers:
         for read in failed:
             self._waiting.remove(read)
         for read in failed:
-            read.report(_blamed(read, status, words))
+            read.report(_blamed(read, end, status, words))
         for slab in slabs:
             # No fault of a maker's.
             slab.end(NeighbourGone("the process that waited for a slab has ended", peer=""))
@@ -385,7 +387,9 @@ def _partly(ends: tuple[int, ...]) -> fetches.Outcome:
     return fetches.HeldDecoded(ends[0]) if len(ends) == 1 else fetches.PartlyGiven(ends)
 
 
-def _blamed(read: _Read, status: int, words: str) -> StoreError:
+def _blamed(read: _Read, end: ProcessEnd, status: int, words: str) -> DataplaneError:
+    if end.cause is Cause.NOT_STARTED:
+        return nobody_alive(end)
     url = read.order.url if isinstance(read.order, fetches.ReadRange) else "a preamble or the disk"
     said = f": {words.strip()[-300:]}" if words.strip() else ""
     return StoreError(

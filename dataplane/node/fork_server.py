@@ -30,6 +30,7 @@ from dataplane.index import indexer
 from dataplane.node.index_ahead import IndexAhead
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
+from dataplane.worker.death import NOT_STARTED
 
 _Main = Callable[[int, int], None]
 
@@ -118,7 +119,7 @@ class _ForkServer:
             try:
                 pid = self._fork(body, *descriptors)
             except (OSError, ImportError, KeyError) as error:
-                words = f"no process can be started: {error}\n"
+                words = f"{NOT_STARTED}{error}\n"
                 os.write(descriptors[1], words.encode())
                 self._tell(tasks.ChildEnded(body.number, 1))
             else:

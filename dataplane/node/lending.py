@@ -106,8 +106,8 @@ class Lending:
         if self._is_started:
             self._send(told)
         elif key:
-            self._is_started = True
             fork_server.acquire()
+            self._is_started = True
             self._spawn()
 
     def lend_arena(self, arena_id: int, fd: int) -> None:

@@ -94,8 +94,8 @@ class WorkerPool:
         called again.
         """
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()
             fork_server.acquire(self._stderr_fd)
+            self._loop = asyncio.get_running_loop()
             if kernel().library is None:
                 self._trace.noted("gather", by=kernel())
         wanted = self._worker_count if count is None else min(count, self._worker_count)

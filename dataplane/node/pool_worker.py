@@ -206,8 +206,9 @@ class PoolWorker(Struct, eq=False):
     def ended(self, status: int) -> ProcessEnd:
         """How the worker ended, from this exit status."""
         is_machine_short = kill_count_for_memory() > self._kill_count
+        words, has_started = self.process.last_words, bool(self.process.pid)
         return self.end or end_of(
-            status, self.process.last_words, is_machine_short=is_machine_short
+            status, words, is_machine_short=is_machine_short, has_started=has_started
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:

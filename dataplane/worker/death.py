@@ -8,6 +8,7 @@ column if they are known.
 from __future__ import annotations
 
 import enum
+import errno
 import signal
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ from dataplane.errors import (
 )
 from dataplane.units import raise_to, show_bytes, ways_to_set
 
+NOT_STARTED = "no process can be started: "
+"""The fork server's words, and then why."""
+_AT_A_LIMIT = tuple(f"[Errno {number}]" for number in (errno.EAGAIN, errno.ENOMEM))
 # Messages of C++ and Python when memory runs out and no error can be returned.
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
 _WORDS_MAX = 200
@@ -32,6 +36,9 @@ _LARGE_FUNCTION = "If the function needs that much, "
 _STUCK = (
     "Either a library loops over damaged bytes or a disk does not answer; if decoding a block can "
     "take this long, raise stall_timeout_s"
+)
+_DAMAGED = (
+    "The bytes are damaged in a way that crashes a library: rewrite the shard, or leave it out"
 )
 _SLOW_FUNCTION = (
     "If the function does not hang, but takes this long for a block or a batch, raise "
@@ -47,6 +54,7 @@ class Cause(enum.Enum):
     MACHINE_SHORT = "the kernel ran out of memory"
     OUT_OF_MEMORY = "it reached its memory limit"
     STUCK = "stuck"
+    NOT_STARTED = "it could not be started"
 
 
 class ProcessEnd(Struct, frozen=True):
@@ -96,10 +104,16 @@ class WorkerPlace(Struct, frozen=True):
         return {"shard": self.shard, "block": self.block, "row": self.row, "column": self.column}
 
 
-def end_of(status: int, last_words: str, *, is_machine_short: bool) -> ProcessEnd:
+def end_of(
+    status: int, last_words: str, *, is_machine_short: bool = False, has_started: bool = True
+) -> ProcessEnd:
     """How a worker ended, from its exit status and the last lines of stderr. `is_machine_short`:
     since the worker was started, the kernel has killed processes because memory ran out.
+    `has_started`: the fork server has told its process id.
     """
+    if not has_started and status > 0:
+        why = last_words.rpartition(NOT_STARTED)[2].strip()
+        return ProcessEnd(Cause.NOT_STARTED, f"could not be started: {why[:_WORDS_MAX]}")
     if status == -signal.SIGKILL:
         if is_machine_short:
             return ProcessEnd(
@@ -155,6 +169,8 @@ def blame(
                 "show` prints their values)",
                 **place.nouns,
             )
+        case Cause.NOT_STARTED:
+            return nobody_alive(last)
         case Cause.STUCK:
             return DataStallError(
                 f"{place}: a worker process was killed, because {doing} {last.words}. "
@@ -176,16 +192,30 @@ def blame(
                 **place.nouns,
             )
         case Cause.CRASHED:
-            return CorruptShard(
-                f"{ended} The bytes are damaged in a way that crashes a library: rewrite the "
-                "shard, or leave it out",
-                **place.nouns,
-            )
+            return CorruptShard(f"{ended} {_DAMAGED}", **place.nouns)
 
 
 def nobody_alive(end: ProcessEnd) -> DataplaneError:
     """The error for all waiting jobs if no worker can be started."""
+    if end.cause is Cause.NOT_STARTED:
+        return not_started(end.words.partition(": ")[2])
     return DataplaneError(
         f"no worker process stays alive: the last one {end.words}; look at the node's output for "
         "the reason"
+    )
+
+
+def not_started(why: str) -> DataplaneError:
+    """The error if the machine starts no process for a task, whatever data the task is about."""
+    if not why.startswith(_AT_A_LIMIT):
+        return DataplaneError(
+            f"a process of the node cannot be started: {why}. Look at the node's output, and "
+            "whether its Python and packages are whole"
+        )
+    return DataplaneError(
+        f"a process of the node cannot be started: {why}. This machine or container has reached "
+        "its limit of processes and threads, or has no memory for another one; the data is not to "
+        "blame. Raise the limit (pids.max of the cgroup: `docker run --pids-limit`, podPidsLimit, "
+        "TasksMax=; or `ulimit -u`), end other processes, or let the node start fewer: lower "
+        f"worker_count ({ways_to_set('worker_count', 'N')})"
     )

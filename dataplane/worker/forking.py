@@ -144,6 +144,11 @@ class _Server:
                     if main is None or machine.thread_count() > 1
                     else _forked(theirs, stderr_fd, main, keep)
                 )
+            except OSError as error:
+                from dataplane.worker.death import not_started
+
+                self._sock.close()
+                raise not_started(str(error)) from error
             except BaseException:
                 self._sock.close()
                 raise
@@ -276,12 +281,14 @@ class _Shared:
         """Hold the fork server; the first holder starts it, with this stderr. If `main` is given,
         which runs a fork server on an inherited socket, and this process has only one thread, the
         fork server is forked from this process, and inherits the descriptors `keep`.
+
+        Raises:  DataplaneError: it cannot be started, and is not held.
         """
         with self._changing:
-            self._holder_count += 1
             if self._server is None:
                 self._stderr_fd = stderr_fd
                 self._server = _Server(stderr_fd, main, keep)
+            self._holder_count += 1
 
     def release(self) -> None:
         """Release the fork server; the last holder ends it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,17 @@ import pyarrow as pa
 import pytest
 from bombs import MIB, long_line
 from msgspec.structs import replace
+from no_forks import NO_MORE, no_forks
 from shards import MemoryShard, arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
-from dataplane.errors import BudgetTooSmall, CorruptShard, DataStallError, StoreUnavailable
+from dataplane.errors import (
+    BudgetTooSmall,
+    CorruptShard,
+    DataplaneError,
+    DataStallError,
+    StoreUnavailable,
+)
 from dataplane.formats import registry
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
@@ -233,6 +241,31 @@ def test_a_shard_that_ends_two_processes_is_blamed(
                     child.send_signal(signal.SIGSEGV)
     with pytest.raises(CorruptShard, match=r"0\.jsonl: 2 worker processes ended while indexing"):
         run.result(60)
+
+
+def test_a_machine_that_starts_no_process_is_to_blame_and_not_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: IndexProcesses
+) -> None:
+    mark, folder = tmp_path / "mark", written(tmp_path / "shards", SHARDS["parquet"])
+    no_forks(monkeypatch, tmp_path, mark)
+    with pytest.raises(DataplaneError, match="reached its limit of processes") as caught:
+        index_dataset(folder, index_shard=processes.index)
+    assert type(caught.value) is DataplaneError
+    assert NO_MORE in str(caught.value)
+    assert ".parquet" not in str(caught.value)
+    mark.unlink()
+    assert index_dataset(folder, index_shard=processes.index) == index_dataset(folder)
+
+
+def test_a_fork_server_that_cannot_be_started_is_an_error_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: IndexProcesses
+) -> None:
+    folder, executable = written(tmp_path / "shards", SHARDS["parquet"]), sys.executable
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(DataplaneError, match="a process of the node cannot be started"):
+        index_dataset(folder, index_shard=processes.index)
+    monkeypatch.setattr(sys, "executable", executable)
+    assert index_dataset(folder, index_shard=processes.index) == index_dataset(folder)
 
 
 def test_a_shard_at_which_processes_hang_is_named(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import psutil
 import pytest
+from no_forks import NO_MORE, no_forks
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, StoreError
@@ -45,6 +47,31 @@ def test_reads_fail_while_no_fetcher_can_be_started(monkeypatch: pytest.MonkeyPa
                 psutil.wait_procs([fetcher], TIMEOUT_S)
                 errors = await _ends_of(fetchers, 3)
                 assert [type(error) for error in errors] == [StoreError] * 3
+            assert await _ends_of(fetchers, 1) == [None]
+        finally:
+            fetchers.close()
+            for arena in arenas:
+                arena.close()
+
+    asyncio.run(play())
+
+
+def test_a_machine_that_starts_no_process_is_to_blame_and_not_what_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    no_forks(monkeypatch, tmp_path, mark)
+
+    async def play() -> None:
+        arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
+        start = fetches.StartFetching((), 60.0, 30.0)
+        fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
+        try:
+            for error in await _ends_of(fetchers, 2):
+                assert type(error) is DataplaneError
+                assert NO_MORE in str(error)
+                assert "limit of processes" in str(error)
+            mark.unlink()
             assert await _ends_of(fetchers, 1) == [None]
         finally:
             fetchers.close()

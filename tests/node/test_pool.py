@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from no_forks import no_forks
 from pool_bench import OTHER, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.errors import CorruptShard, DataplaneError, DatasetChangedError
@@ -141,6 +143,30 @@ def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_nex
         failed = await bench.decode(0, ROOM)
         assert isinstance(failed, DataplaneError)
         assert "status 3" in str(failed) or "died" in str(failed)
+        while bench.pool.pids:  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(0)
+        mark.unlink()
+        assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
+
+    on_bench(url, scene)
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+def test_a_machine_that_starts_no_process_is_to_blame_and_not_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    mark = tmp_path / "mark"
+    url = arrow_shards(tmp_path, 2)
+    no_forks(monkeypatch, tmp_path, mark, number)
+
+    async def scene(bench: Bench) -> None:
+        failed = await bench.decode(0, ROOM)
+        assert type(failed) is DataplaneError
+        assert os.strerror(number) in str(failed)
+        assert "reached its limit of processes and threads" in str(failed)
+        assert "pids.max" in str(failed)
+        assert "lower worker_count" in str(failed)
+        assert ".arrow" not in str(failed)
         while bench.pool.pids:  # noqa: ASYNC110 - the pool has no event for it
             await asyncio.sleep(0)
         mark.unlink()

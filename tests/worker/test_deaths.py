@@ -23,7 +23,15 @@ from dataplane.errors import (
 from dataplane.model import Cut, ImageSpec, Region
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
-from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, blame, end_of
+from dataplane.worker.death import (
+    NOT_STARTED,
+    Cause,
+    ProcessEnd,
+    WorkerPlace,
+    blame,
+    end_of,
+    nobody_alive,
+)
 
 START = "from dataplane.worker import worker\n"
 SERVE = "worker.main(fd, 1 << 30)\n"
@@ -188,6 +196,22 @@ def test_what_a_worker_last_wrote_tells_a_crash_from_a_lack_of_memory() -> None:
         assert cause(-signal.SIGABRT, f"one\n{words}\n") is Cause.OUT_OF_MEMORY
     assert cause(-signal.SIGKILL) is Cause.KILLED
     assert cause(-signal.SIGKILL, short=True) is Cause.MACHINE_SHORT
+
+
+def test_a_process_that_was_never_started_says_nothing_about_the_data() -> None:
+    no_memory = f"{NOT_STARTED}[Errno 12] Cannot allocate memory\n"
+    end = end_of(1, no_memory, has_started=False)
+    assert end.cause is Cause.NOT_STARTED
+    assert end.words == "could not be started: [Errno 12] Cannot allocate memory"
+    error = blame("decoding it", WorkerPlace("s3://b/0.arrow", 3), [end], 1 << 30)
+    assert type(error) is DataplaneError
+    assert "0.arrow" not in str(error)
+    assert "limit of processes" in str(error)
+    missing = end_of(1, f"{NOT_STARTED}No module named 'x'\n", has_started=False)
+    assert "No module named 'x'. Look at the node's output" in str(nobody_alive(missing))
+    # What a worker writes itself is no such thing, nor is the end of a fork server.
+    assert end_of(1, no_memory).cause is Cause.OUT_OF_MEMORY
+    assert end_of(-signal.SIGKILL, "", has_started=False).cause is Cause.KILLED
 
 
 @pytest.mark.parametrize(
