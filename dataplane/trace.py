@@ -2,28 +2,34 @@
 
 A line is an event and its facts: `event name=value …` in text; in JSON an object with `timestamp`,
 `level`, `room`, `event` and the facts. No line contains a secret of a url. To keep peers and stores
-from filling a disk, at most LINES_A_MINUTE lines are written per event, the next line says how many
-were suppressed, and long facts are cut.
+from filling a disk, an event has only so many lines a minute (log_limits.py), and long facts are
+cut. Another line says at the end of the minute how many were suppressed: processes that run for
+long call `tell_suppressed` for that, and others write it before their next line.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime as dt
 import json
 import logging
+import math
 import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 
+from dataplane.log_limits import LogLimits
 from dataplane.redact import redacted
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-LINES_A_MINUTE = 30
 _FACT_LENGTH_MAX = 2000
 _PLAIN = re.compile(r"[^\s\"=]+")
+_traces: weakref.WeakSet[Trace] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
 class Trace:
@@ -31,7 +37,9 @@ class Trace:
 
     def __init__(self, room: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = logging.getLogger(f"dataplane.{room}")
-        self._limits = _Limits(clock)
+        self._clock, self._limits = clock, LogLimits()
+        with _adding:
+            _traces.add(self)
 
     def started(self, event: str, **facts: object) -> None:
         """Something has begun that may take a while. For developers."""
@@ -45,6 +53,12 @@ class Trace:
         """It failed, and a user will see an error or a delay."""
         self._say(logging.WARNING, event, facts)
 
+    def refused(self, event: str, *, by: str, **facts: object) -> None:
+        """Somebody was refused something: a line for those who look for attacks. Lines are limited
+        for each one that they are caused `by`, so that nobody hides behind the noise of others.
+        """
+        self._say(logging.WARNING, event, facts, by=by)
+
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
         """Dataplane has a bug. Logs the traceback of `by`, or of the exception being handled."""
         self._say(logging.ERROR, event, facts, traceback_of=by or True)
@@ -55,17 +69,40 @@ class Trace:
         event: str,
         facts: Mapping[str, object],
         *,
+        by: str = "",
         traceback_of: BaseException | bool = False,
     ) -> None:
         if not self._log.isEnabledFor(level):
             return
         if level > logging.DEBUG:
-            suppressed = self._limits.suppressed(event)
-            if suppressed is None:
+            self.tell_suppressed()
+            if not self._limits.allows(event, level, by, self._clock()):
                 return
-            if suppressed:
-                facts = {**facts, "suppressed": suppressed}
         self._log.log(level, EventLine(event, facts), exc_info=traceback_of)
+
+    def tell_suppressed(self, *, is_last: bool = False) -> None:
+        """Write how many lines were suppressed in minutes that have ended, or, if the process ends
+        now, so far.
+        """
+        for one in self._limits.ended(math.inf if is_last else self._clock()):
+            facts = {"of": one.event, "suppressed": one.count} | ({"by": one.by} if one.by else {})
+            self._log.log(one.level, EventLine("lines suppressed", facts))
+
+    @property
+    def due_at(self) -> float:
+        """When there will be something to tell."""
+        return self._limits.due_at
+
+
+def tell_suppressed(*, is_last: bool = False) -> float:
+    """Write what all rooms have to tell of suppressed lines; `is_last`: the process ends. Returns
+    when to call it again, in the time of `time.monotonic`; infinite if nothing was suppressed.
+    """
+    with _adding:
+        traces = list(_traces)
+    for trace in traces:
+        trace.tell_suppressed(is_last=is_last)
+    return min((trace.due_at for trace in traces), default=math.inf)
 
 
 class EventLine:
@@ -80,27 +117,6 @@ class EventLine:
         return " ".join([self.event, *told])
 
 
-class _Limits:
-    """How many lines of each event were written in its current minute. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._minutes: dict[str, tuple[float, int]] = {}
-
-    def suppressed(self, event: str) -> int | None:
-        """How many lines were left out before this one; None if this one is to be left out."""
-        now = self._clock()
-        with self._lock:
-            began, count = self._minutes.get(event, (now, 0))
-            left_out = 0
-            if now - began >= 60:
-                left_out = max(0, count - LINES_A_MINUTE)
-                began, count = now, 0
-            self._minutes[event] = (began, count + 1)
-            return left_out if count < LINES_A_MINUTE else None
-
-
 def configure(level: str, form: str) -> None:
     """Write the lines of this process to stderr, from this level on and in this form. The lines of
     libraries are written from "warning" on, and all of them at "debug".
@@ -110,9 +126,15 @@ def configure(level: str, form: str) -> None:
         log.removeHandler(one)
     written = _ToStderr()
     written.setFormatter(_Json() if form == "json" else _Text())
+    atexit.unregister(_tell_at_exit)  # it may be there from an earlier call
+    atexit.register(_tell_at_exit)
     log.addHandler(written)
     log.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     ours.setLevel(level.upper())
+
+
+def _tell_at_exit() -> None:
+    tell_suppressed(is_last=True)
 
 
 class _ToStderr(logging.Handler):

@@ -143,7 +143,7 @@ def is_closed(sock: socket.socket) -> bool:
 @pytest.fixture(autouse=True)
 def every_line_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the tests before have caused."""
-    monkeypatch.setattr("dataplane.neighbours.lender._trace", Trace("security"))
+    monkeypatch.setattr("dataplane.neighbours.audit.trace", Trace("security"))
 
 
 @pytest.fixture

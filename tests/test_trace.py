@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane.errors import StoreUnavailable
-from dataplane.trace import LINES_A_MINUTE, Trace, configure
+from dataplane.log_limits import LINES_A_MINUTE, LINES_OF_ALL, SOURCES_MAX, LogLimits
+from dataplane.trace import Trace, configure, tell_suppressed
 
 
 class Stderr:
@@ -128,20 +133,132 @@ def test_a_defect_is_written_with_its_traceback(stderr: Stderr, form: str) -> No
         assert json.loads(line)["call"] == "Status"
 
 
+class Clock:
+    """Of a trace."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_an_event_that_comes_without_end_is_counted_instead(stderr: Stderr) -> None:
     configure("info", "json")
-    now = [0.0]
-    trace = Trace("node", lambda: now[0])
+    clock = Clock()
+    trace = Trace("node", clock)
     for _ in range(LINES_A_MINUTE + 70):
         trace.failed("a bad peer", pid=17)
     trace.failed("another event")
     assert len(stderr.lines) == LINES_A_MINUTE + 1
-    now[0] = 61.0
+    clock.now += 59.0
     trace.failed("a bad peer", pid=17)
+    assert len(stderr.lines) == LINES_A_MINUTE + 1
+    clock.now += 1.0
+    trace.noted("a third event")
     trace.failed("a bad peer", pid=17)
-    *_, first, second = map(json.loads, stderr.lines)
-    assert first["suppressed"] == 70
-    assert "suppressed" not in second
+    *_, told, third, again = map(json.loads, stderr.lines)
+    assert (told["level"], told["event"]) == ("warning", "lines suppressed")
+    assert (told["of"], told["suppressed"]) == ("a bad peer", 71)
+    assert "by" not in told
+    assert (third["event"], again["event"]) == ("a third event", "a bad peer")
+
+
+def test_what_was_suppressed_is_told_when_the_minute_ends_though_nothing_happens(
+    stderr: Stderr,
+) -> None:
+    configure("info", "text")
+    clock = Clock()
+    trace = Trace("node", clock)
+    for _ in range(LINES_A_MINUTE):
+        trace.failed("a bad peer")
+    assert trace.due_at == math.inf
+    trace.failed("a bad peer")
+    assert trace.due_at == clock.now + 60.0
+    before = stderr.lines
+    assert tell_suppressed() <= trace.due_at
+    clock.now += 60.0
+    for _ in range(2):  # and only once
+        tell_suppressed()
+        (line,) = stderr.lines[len(before) :]
+        assert line.endswith('dataplane.node: lines suppressed of="a bad peer" suppressed=1')
+    assert trace.due_at == math.inf
+
+
+def test_a_process_that_ends_tells_what_it_has_suppressed_so_far(stderr: Stderr) -> None:
+    configure("info", "text")
+    trace = Trace("node", Clock())
+    for _ in range(LINES_A_MINUTE + 2):
+        trace.failed("a bad peer")
+    tell_suppressed(is_last=True)
+    assert "suppressed=2" in stderr.lines[-1]
+
+
+def test_nobody_hides_a_refusal_behind_the_refusals_of_others(stderr: Stderr) -> None:
+    configure("info", "json")
+    clock = Clock()
+    trace = Trace("security", clock)
+
+    def written(by: str) -> int:
+        return sum(json.loads(line).get("peer") == by for line in stderr.lines)
+
+    noisy = [f"10.0.0.{n}" for n in range(20)]
+    for by in noisy:
+        for _ in range(1000):
+            trace.refused("call refused", by=by, peer=by)
+    assert written(noisy[0]) == LINES_A_MINUTE
+    # Even many of them together leave room for the first line of others.
+    assert all(written(by) for by in noisy)
+    for n in range(100):
+        trace.refused("call refused", by=f"10.1.0.{n}", peer=f"10.1.0.{n}")
+        assert written(f"10.1.0.{n}") == 1
+    clock.now += 60.0
+    trace.tell_suppressed()
+    told = json.loads(stderr.lines[-1])
+    assert told["of"] == "call refused"
+    assert told["suppressed"] == 1000 * len(noisy) + 100 - (len(stderr.lines) - 1)
+    assert told["by"].startswith("10.0.0.5 (999), 10.0.0.6 (999), ")
+    assert told["by"].endswith(f", others ({told['suppressed'] - 5 * 999})")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.floats(0, 30), st.integers(1, 50))
+    )
+)
+def test_every_line_is_written_or_counted_and_there_is_a_limit_for_each_and_for_all(
+    steps: list[tuple[str, int, float, int]],
+) -> None:
+    limits, now = LogLimits(), 0.0
+    written, counted, sent = Counter[str](), Counter[str](), Counter[str]()
+    lines: list[tuple[str, int, float]] = []
+    for event, source, pause, count in steps:
+        now += pause
+        for _ in range(count):
+            for one in limits.ended(now):
+                counted[one.event] += one.count
+            sent[event] += 1
+            if limits.allows(event, 30, str(source), now):
+                written[event] += 1
+                lines.append((event, source, now))
+    for one in limits.ended(math.inf):
+        counted[one.event] += one.count
+    assert written + counted == sent
+    assert limits.due_at == math.inf
+    for event, source, at in lines:  # a minute may begin anywhere in two of these
+        around = [one for one in lines if one[0] == event and at <= one[2] < at + 60]
+        assert len(around) <= 2 * LINES_OF_ALL
+        assert sum(one[1] == source for one in around) <= 2 * LINES_A_MINUTE
+
+
+def test_no_number_of_sources_is_remembered_without_a_limit_or_writes_more_lines() -> None:
+    limits = LogLimits()
+    written = sum(limits.allows("refused", 30, str(n), 1.0) for n in range(3 * SOURCES_MAX))
+    assert written == LINES_OF_ALL
+    assert len(limits._minutes["refused"].sources) == SOURCES_MAX
+    (suppressed,) = limits.ended(61.0)
+    assert suppressed.count == 3 * SOURCES_MAX - LINES_OF_ALL
+    assert suppressed.by.endswith(f"others ({suppressed.count - 5})")
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

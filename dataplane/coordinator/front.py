@@ -44,7 +44,7 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
-from dataplane.trace import Trace
+from dataplane.trace import Trace, tell_suppressed
 
 _trace = Trace("coordinator")
 
@@ -212,5 +212,6 @@ class Coordinator:
         period_s = min(1.0, self.config.lease_s / 10)
         while True:
             await asyncio.sleep(period_s)
+            tell_suppressed()
             with contextlib.suppress(DataplaneError):
                 await self.tick()

@@ -59,7 +59,7 @@ from dataplane.store.gate import SLOW_DOWN, Pause, Share
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
 from dataplane.store.race import EndedEarlyError, Race, raced
-from dataplane.trace import configure
+from dataplane.trace import configure, tell_suppressed
 
 _LOOK_S = 0.05
 """While reads are under way, the process looks in such intervals which are late, and why."""
@@ -133,9 +133,11 @@ class Reads:
             with self._lock:
                 is_idle = not self._reading and not self._trouble and self._slabs.is_idle
             is_idle = is_idle and self._disk.is_idle
-            is_asked = bool(poll.poll(None if is_idle else _LOOK_S * 1000))
+            wait_s = tell_suppressed() - time.monotonic() if is_idle else _LOOK_S
+            is_asked = bool(poll.poll(max(wait_s, 0.0) * 1000 if wait_s < math.inf else None))
             if (now := time.monotonic()) - looked >= _LOOK_S:
                 looked = now
+                tell_suppressed()
                 self._look()
                 self._slabs.look(now)
                 self._disk.look()
@@ -382,7 +384,7 @@ def run(sock: socket.socket) -> None:
             reads.prepare(start.store)
         reads.serve()
     except PeerLost:
-        return
+        tell_suppressed(is_last=True)
 
 
 def main(descriptor: int, _memory_bytes: int) -> None:

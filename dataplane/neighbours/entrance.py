@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 
 from dataplane.errors import ConfigError
+from dataplane.neighbours import audit
 from dataplane.neighbours.connection import Connection, LoanStage
 from dataplane.neighbours.handshake import ONE_SIDE, TLS_HELLO, is_opening
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import WrongFrameError
-from dataplane.trace import Trace
 
 _ACCEPTED_A_TURN = 64
 _HANDSHAKES_A_TURN = 16
@@ -22,7 +22,6 @@ _HANDSHAKES_A_TURN = 16
 _PAUSE_S = 0.2
 """Without accepting, after the process ran out of descriptors."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_trace = Trace("security")
 
 
 class Entrance:
@@ -70,7 +69,7 @@ class Entrance:
             except ConnectionError:
                 continue  # it is gone already
             except OSError as error:
-                _trace.failed("no data connections accepted", why=error.strerror)
+                audit.trace.failed("no data connections accepted", why=error.strerror)
                 self._epoll.unregister(self._listener.fileno())
                 self._open_at = time.monotonic() + _PAUSE_S
                 return

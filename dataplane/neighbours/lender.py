@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import time
@@ -26,7 +27,7 @@ from collections import deque
 from dataplane.arena.borrowed import BorrowedArenas
 from dataplane.errors import ClosedError
 from dataplane.model import BlockForm
-from dataplane.neighbours import wire
+from dataplane.neighbours import audit, wire
 from dataplane.neighbours.connection import Connection, LoanStage
 from dataplane.neighbours.doors import Doors
 from dataplane.neighbours.entrance import Entrance
@@ -37,10 +38,8 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.node_link import NodeLink
 from dataplane.neighbours.payload import SentPayload, fits
 from dataplane.rpc import lending, local, tasks
-from dataplane.trace import Trace
 
 _MESSAGES_A_TURN = 64
-_trace = Trace("security")
 
 _Turn = tuple[Connection, wire.Request, int]
 _Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
@@ -99,6 +98,7 @@ class Lender:
             self._late(connection)
         self._entrance.resume(now)
         self._node.flush()
+        audit.trace.tell_suppressed()
 
     def close(self) -> None:
         """Close all connections; the node's own is the caller's."""
@@ -110,14 +110,14 @@ class Lender:
     def _wait_s(self) -> float | None:
         if self._checking:
             return 0.0
-        due = [self._doors.next_deadline(), self._entrance.open_at]
-        known = [at for at in due if at is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
+        due = [self._doors.next_deadline(), self._entrance.open_at, audit.trace.due_at]
+        at = min(one for one in due if one is not None)
+        return max(0.0, at - time.monotonic()) if at < math.inf else None
 
     def _accept(self) -> None:
         for connection in self._entrance.accept():
             if self._doors.is_full():
-                self._audit(connection, f"{len(self._doors)} connections are open")
+                audit.refused(connection, f"{len(self._doors)} connections are open")
                 connection.sock.close()
                 continue
             older, why = self._doors.in_the_way(connection.host)
@@ -239,7 +239,7 @@ class Lender:
         try:
             self._arenas.attach(arena_id, fd)
         except ClosedError as error:
-            _trace.failed("no arena to lend", why=str(error))
+            audit.trace.failed("no arena to lend", why=str(error))
 
     def _learn(self, key: lending.LendingKeys) -> None:
         self._keys.learn(key)
@@ -271,7 +271,9 @@ class Lender:
         if borrowed is None or not fits(request, body, borrowed.arena.size_bytes):
             if borrowed is not None:
                 self._arenas.done(borrowed)
-            _trace.failed("wrong region to lend", length=body.region.length, arena=body.arena_id)
+            audit.trace.failed(
+                "wrong region to lend", length=body.region.length, arena=body.arena_id
+            )
             self._node.tell(lending.Given(body.number))
             self._end_request(connection, wire.Answer(request.number, wire.Outcome.REFUSED))
             return
@@ -360,7 +362,7 @@ class Lender:
         else:
             if stage in {LoanStage.SENDING, LoanStage.RECEIPT}:
                 why = "it does not read what it asked for"
-                _trace.failed("neighbour cut off", **connection.about, why=why)
+                audit.trace.failed("neighbour cut off", **connection.about, why=why)
             self._close(connection)
 
     def _lost(self, connection: Connection) -> None:
@@ -373,14 +375,10 @@ class Lender:
             self._close(connection)
 
     def _refuse(self, connection: Connection, why: str, *, is_late: bool = False) -> None:
-        self._audit(connection, why, is_late=is_late)
+        audit.refused(connection, why, is_late=is_late)
         if why == ONE_SIDE:
             connection.say(TLS_ALERT)
         self._close(connection)
-
-    def _audit(self, connection: Connection, why: str, *, is_late: bool = False) -> None:
-        say = _trace.noted if is_late else _trace.failed
-        say("data connection refused", **connection.about, why=why)
 
     def _close(self, connection: Connection) -> None:
         """Also ends its request: nothing of its region is read after this."""

@@ -12,7 +12,7 @@ from dataplane.machine import collect_rarely, raise_descriptor_limit
 from dataplane.neighbours.lender import Lender
 from dataplane.neighbours.limits import Limits
 from dataplane.rpc import lending, local
-from dataplane.trace import configure
+from dataplane.trace import configure, tell_suppressed
 
 
 def run(sock: socket.socket) -> None:
@@ -30,7 +30,7 @@ def run(sock: socket.socket) -> None:
         with socket.socket(fileno=listener_fd) as listener:
             Lender(sock, arena_fd, listener, start, Limits()).serve()
     except PeerLost:
-        return
+        tell_suppressed(is_last=True)
 
 
 def main(descriptor: int, _memory_bytes: int) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 from dataplane.errors import ConfigError
 from dataplane.machine import connections_max
 from dataplane.rpc import sockets
-from dataplane.trace import Trace
+from dataplane.trace import Trace, tell_suppressed
 
 _HELLO_S = 15.0
 _SILENT_MAX = 16
@@ -73,12 +73,16 @@ class Door:
         self._listener.close()
 
     def look(self, now: float | None = None) -> None:
-        """Close connections that have been silent for too long."""
+        """Close connections that have been silent for too long, and tell how many lines about
+        refused ones, and others, are not in the log.
+        """
+        tell_suppressed()
         now = time.monotonic() if now is None else now
         while self._silent and now - next(iter(self._silent.values())) > _HELLO_S:
             visitor = next(iter(self._silent))
             pid = self._pids[visitor]
-            self._trace.failed("connection closed", pid=pid, why=f"silent for {_HELLO_S:g} s")
+            by, why = f"process {pid}", f"silent for {_HELLO_S:g} s"
+            self._trace.refused("connection closed", by=by, pid=pid, why=why)
             visitor.close()
 
     def greeted(self, visitor: Visitor) -> None:
@@ -127,7 +131,8 @@ class Door:
         pid, uid, _ = sockets.peer_credentials(sock)
         why = "another user" if uid != os.getuid() else self._refusal(pid)
         if why:
-            self._trace.failed("connection refused", pid=pid, uid=uid, why=why)
+            by = f"process {pid}" if uid == os.getuid() else f"user {uid}"
+            self._trace.refused("connection refused", by=by, pid=pid, uid=uid, why=why)
             sock.close()
             return
         sock.setblocking(False)

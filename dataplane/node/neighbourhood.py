@@ -158,7 +158,8 @@ class Neighbourhood:
         if is_under(url, ask.only_under):
             return True
         why = f"{url} lies outside of {', '.join(ask.only_under)}, which tokens of this job allow"
-        _trace.failed("data request refused", node=ask.node_id, job=ask.job_id, why=why)
+        by, facts = ask.node_id, {"node": ask.node_id, "job": ask.job_id, "why": why}
+        _trace.refused("data request refused", by=by, **facts)
         return False
 
     def _given(self, number: int) -> None:

@@ -12,6 +12,7 @@ from dataplane.errors import ConfigError
 _UNIX = "unix:"
 _UNIX_PATH_BYTES_MAX = 107
 _PORT_MAX = 65535
+_OWN_BITS = 64
 
 
 class TcpAddress(Struct, frozen=True):
@@ -87,6 +88,21 @@ def resolve(address: TcpAddress) -> TcpAddress:
         ) from error
     by_family = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return TcpAddress(str(by_family[0][4][0]), address.port)
+
+
+def network_of(host: str) -> str:
+    """Whose address this is, for limits: itself, or the network of an IPv6 address, since whoever
+    has one has all of these.
+    """
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, _OWN_BITS), strict=False))
 
 
 def is_this_host(address: TcpAddress) -> bool:

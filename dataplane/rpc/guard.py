@@ -5,6 +5,7 @@ One line of the log for each refusal: peer, call and reason, never the token.
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from dataplane.config import VERSION
 from dataplane.errors import AccessDenied, ConfigError, DataplaneError
 from dataplane.redact import redacted
 from dataplane.rpc import status
+from dataplane.rpc.address import network_of
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -34,7 +36,7 @@ from dataplane.security.urls import are_under, is_under
 from dataplane.trace import Trace
 
 _trace = Trace("security")
-_NODE_SHOWN_MAX = 256
+_NAME_SHOWN_MAX = 256
 
 _Context = Any  # grpc.aio.ServicerContext, generic in what it carries
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -118,9 +120,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode) -> None:
     """Abort the call, with one line of the log."""
-    call = path.rpartition("/")[2]
-    _trace.failed("call refused", peer=context.peer(), call=call, why=why)
+    call, peer = path.rpartition("/")[2][:_NAME_SHOWN_MAX], context.peer()
+    _trace.refused("call refused", by=_host_of(peer), peer=peer, call=call, why=why)
     await _abort(context, AccessDenied(f"the call {call} was refused: {why}", call=call), code)
+
+
+def _host_of(peer: str) -> str:
+    """Whose calls these are, from "ipv4:10.0.0.9:51234" or "ipv6:%5B2001:db8::1%5D:51234"."""
+    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
+    return network_of(host.removeprefix("[").removesuffix("]"))
 
 
 async def _abort(
@@ -146,7 +154,7 @@ def _another(request: Any, secret: str | bytes | None) -> str:
         return f"it names a node and shows no secret, as nodes of the version {VERSION} do"
     if node_identity.is_of(node_id, secret):
         return ""
-    return f"it names the node {node_id[:_NODE_SHOWN_MAX]!r}, whose secret it does not show"
+    return f"it names the node {node_id[:_NAME_SHOWN_MAX]!r}, whose secret it does not show"
 
 
 def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str:

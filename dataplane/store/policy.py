@@ -109,7 +109,7 @@ class UrlPolicy(Struct, frozen=True):
         Raises:  StoreDenied.
         """
         if is_of_machine(address) and not self._names(address):
-            _trace.failed("url refused", url=url, why=f"its server is at {address}")
+            refused(url, f"its server is at {address}")
             raise StoreDenied(
                 f"{url}: its server is at {address}, which is link-local or serves the "
                 "credentials of a cloud's machine: a node connects there only if allowed_urls "
@@ -131,7 +131,7 @@ class UrlPolicy(Struct, frozen=True):
         return tuple(_target(path) for one in self.prefixes if (path := local_path(one)))
 
     def _denied(self, url: str, why: str = "is not below") -> StoreDenied:
-        _trace.failed("url refused", url=url, why=f"it {why} allowed_urls")
+        refused(url, f"it {why} allowed_urls")
         return StoreDenied(
             f"{url} {why} the urls that this node may open: {', '.join(self.prefixes)}. "
             "Add it to allowed_urls of the node (--allowed-urls), or choose another",
@@ -139,13 +139,23 @@ class UrlPolicy(Struct, frozen=True):
         )
 
 
+def refused(url: str, why: str) -> None:
+    """One line of the log. They are limited for each server that urls name."""
+    _trace.refused("url refused", by=_base(url), url=url, why=why)
+
+
+def _base(url: str) -> str:
+    """The scheme and the host of a url."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{_HOST_ENDS.split(rest, maxsplit=1)[0].rpartition('@')[2]}"
+
+
 def _address_in(url: str) -> str:
     """The IP address that is the host of a url, in its usual form, however it is written there: as
     inet_aton(3) reads it, with a dot at its end, or with characters that a resolver takes for
     these. "" if the host is a name.
     """
-    scheme, _, rest = url.partition("://")
-    host = _HOST_ENDS.split(rest, maxsplit=1)[0].rpartition("@")[2]
+    scheme, _, host = _base(url).partition("://")
     if "%" in host or not host.isascii():
         host = unicodedata.normalize("NFKC", urllib.parse.unquote(host)).replace("\u3002", ".")
     if host.startswith("["):

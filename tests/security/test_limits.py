@@ -16,11 +16,11 @@ from membership import VERSION
 from trusted import STRANGER, TRUSTED, client_of, refusals, serving
 
 from dataplane.errors import AccessDenied
+from dataplane.log_limits import LINES_A_MINUTE
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.rpc.services import COORDINATOR, REQUEST_BYTES_MAX
 from dataplane.security.security import security_of
-from dataplane.trace import LINES_A_MINUTE
 
 FLOOD = 10_000
 NOTHING = dict.fromkeys(

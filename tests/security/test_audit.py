@@ -1,0 +1,247 @@
+"""Every refusal leaves a line of the log, or is counted in one; no noise hides those of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from lender_bench import HOSTILE, Bench, is_closed
+from trusted import STRANGER, TRUSTED, client_of, refusals, serving
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import AccessDenied, PeerLost
+from dataplane.fetcher.process import Reads
+from dataplane.log_limits import LINES_A_MINUTE
+from dataplane.model import Region
+from dataplane.neighbours import audit
+from dataplane.node.door import Door
+from dataplane.rpc import fetches, guard, local, sockets, tasks
+from dataplane.rpc.address import network_of
+from dataplane.rpc.membership import StatusRequest
+from dataplane.store import policy
+from dataplane.store.connect import Stores
+from dataplane.store.policy import UrlPolicy
+from dataplane.trace import Trace
+
+NOISE = LINES_A_MINUTE + 7
+QUIET_FOR_S = 59.8
+
+
+class Clock:
+    """Of a trace. What happens before `go` has happened nearly a minute ago."""
+
+    def __init__(self) -> None:
+        self._shift = -QUIET_FOR_S
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._shift
+
+    def go(self) -> None:
+        self._shift = 0.0
+
+
+def suppressed(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [one.getMessage() for one in caplog.records]
+    return [line for line in lines if line.startswith("lines suppressed")]
+
+
+def wait_told(caplog: pytest.LogCaptureFixture) -> str:
+    """The line about suppressed ones, which comes although nothing else happens."""
+    deadline = time.monotonic() + 60
+    while not (lines := suppressed(caplog)):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    (line,) = lines
+    caplog.clear()
+    return line
+
+
+@asynccontextmanager
+async def as_seen_from(host: str, address: str) -> AsyncIterator[str]:
+    """An address behind which that one sees connections come from this host."""
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError), contextlib.closing(target):
+            while part := await source.read(1 << 16):
+                target.write(part)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, port = address.rpartition(":")[::2]
+        found = await asyncio.open_connection(there, int(port), local_addr=(host, 0))
+        await asyncio.gather(copy(reader, found[1]), copy(found[0], writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    before = {asyncio.current_task()}
+    while left := [
+        one for one in asyncio.all_tasks() - before if one.get_coro().__name__ == "relay"
+    ]:
+        await asyncio.wait(left)
+
+
+def test_one_peer_does_not_hide_behind_the_refusals_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def refused(address: str, count: int) -> None:
+        async with client_of(address, STRANGER) as stranger:
+            for _ in range(count):
+                with pytest.raises(AccessDenied):
+                    await stranger.status(StatusRequest())
+
+    async def main() -> None:
+        async with (
+            serving() as address,
+            as_seen_from("127.0.0.7", address) as other,
+            client_of(address, TRUSTED) as owner,
+        ):
+            for _ in range(2):  # another port is no other peer
+                await refused(address, NOISE)
+            assert len(refusals(caplog)) == LINES_A_MINUTE
+            await refused(other, 1)
+            (line,) = refusals(caplog)
+            assert "peer=ipv4:127.0.0.7:" in line
+            await owner.status(StatusRequest())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.0.0.9", "10.0.0.9"),
+        ("::ffff:10.0.0.9", "10.0.0.9"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::1", "::/64"),
+        ("", ""),
+        ("unix", "unix"),
+    ],
+)
+def test_whoever_has_one_address_of_a_network_has_all(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+def test_a_coordinator_tells_how_many_refusals_it_has_suppressed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(guard, "_trace", Trace("security", clock))
+
+    async def main() -> None:
+        async with serving() as address, client_of(address, STRANGER) as stranger:
+            for _ in range(NOISE):
+                with pytest.raises(AccessDenied):
+                    await stranger.status(StatusRequest())
+            clock.go()
+            line = await asyncio.to_thread(wait_told, caplog)
+            assert 'of="call refused" suppressed=7 by="127.0.0.1 (7)"' in line
+
+    asyncio.run(main())
+
+
+def test_a_lender_tells_how_many_refusals_it_has_suppressed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, run_mark: str
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(audit, "trace", Trace("security", clock))
+    caplog.set_level(logging.INFO, "dataplane")
+    with contextlib.closing(Bench()) as bench:
+        for _ in range(NOISE):
+            sock = bench.connect()
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n" * 4)
+            assert is_closed(sock)
+        clock.go()
+        line = wait_told(caplog)
+        assert f'of="data connection refused" suppressed=7 by="{HOSTILE} (7)"' in line
+
+
+@contextmanager
+def fetching(arena: Arena) -> Iterator[socket.socket]:
+    """Our end of the socket of a fetcher that may read files below /data."""
+    ours, theirs = sockets.pair()
+    stores = Stores(1.0, policy=UrlPolicy(("/data",)))
+    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _observe, _share: stores)
+
+    def serve() -> None:
+        with pytest.raises(PeerLost):
+            reads.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        thread.join(60)
+        theirs.close()
+        reads.close()
+
+
+def test_a_fetcher_tells_how_many_urls_it_has_refused_without_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(policy, "_trace", Trace("security", clock))
+    with contextlib.closing(Arena.create("blocks", 1 << 20)) as arena, fetching(arena) as sock:
+        for number in range(NOISE):
+            url, into = f"file:///etc/{number}", Region(0, 10)
+            order = fetches.ReadRange(number, url, 0, "", tasks.BLOCK_ARENA, into)
+            local.send(sock, fetches.ToFetcher(order))
+            local.receive(sock, fetches.FromFetcher)
+        clock.go()
+        assert 'of="url refused" suppressed=7 by="file:// (7)"' in wait_told(caplog)
+
+
+def test_a_node_tells_how_many_connections_it_has_refused_without_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        name = f"dp-audit-{os.getpid()}-{time.monotonic_ns()}"
+        door = Door(sockets.listen(name), lambda sock: sock, Trace("node", clock), 1000)
+        door.open()
+        with contextlib.ExitStack() as stack:
+            for _ in range(16 + NOISE):  # so many may be silent
+                stack.enter_context(sockets.connect(name, 10.0))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            for each in list(door._pids):
+                stack.callback(each.close)
+            door.close()
+        clock.go()
+        while not suppressed(caplog):
+            door.look()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    line = wait_told(caplog)
+    assert 'of="connection refused" suppressed=7' in line
+    assert f'by="process {os.getpid()} (7)"' in line
+
+
+def test_a_process_that_ends_tells_what_it_has_suppressed(tmp_path: Path) -> None:
+    script = (
+        "from dataplane.trace import Trace, configure\n"
+        "configure('info', 'text')\n"
+        "trace = Trace('security')\n"
+        f"for _ in range({NOISE}): trace.refused('call refused', by='10.0.0.9')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert len(done.stderr.splitlines()) == LINES_A_MINUTE + 1
+    assert 'suppressed=7 by="10.0.0.9 (7)"' in done.stderr.splitlines()[-1]
