@@ -14,7 +14,7 @@ import grpc.aio
 from msgspec.structs import replace
 
 from dataplane.config import VERSION
-from dataplane.errors import AccessDenied, ConfigError, DataplaneError
+from dataplane.errors import AccessDenied, ConfigError, DataplaneError, VersionMismatch
 from dataplane.redact import redacted
 from dataplane.rpc import status
 from dataplane.rpc.address import network_of
@@ -37,6 +37,7 @@ from dataplane.trace import Trace
 
 _trace = Trace("security")
 _NAME_SHOWN_MAX = 256
+_UNKNOWN = "there is no such call here: both sides must be of one version"
 
 _Context = Any  # grpc.aio.ServicerContext, generic in what it carries
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -50,11 +51,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self, continuation: _Continue, details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
+    ) -> grpc.RpcMethodHandler:
         """As gRPC calls it."""
         method = await continuation(details)
         if method is None:
-            return None
+            return self._refusing(details.method, _UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
         allowed = CALLS.get(details.method)
         if allowed == ANYBODY:
             return method
@@ -122,7 +123,10 @@ async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode)
     """Abort the call, with one line of the log."""
     call, peer = path.rpartition("/")[2][:_NAME_SHOWN_MAX], context.peer()
     _trace.refused("call refused", by=_host_of(peer), peer=peer, call=call, why=why)
-    await _abort(context, AccessDenied(f"the call {call} was refused: {why}", call=call), code)
+    error: DataplaneError = AccessDenied(f"the call {call} was refused: {why}", call=call)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        error = VersionMismatch(f"the call {call} was refused: {why}")
+    await _abort(context, error, code)
 
 
 def _host_of(peer: str) -> str:

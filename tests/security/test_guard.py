@@ -24,10 +24,11 @@ from trusted import (
 )
 
 from dataplane.coordinator.front import CoordinatorConfig
-from dataplane.errors import AccessDenied, ConfigError
+from dataplane.errors import AccessDenied, ConfigError, VersionMismatch
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import LedgerRequest, StatusRequest
 from dataplane.rpc.services import COORDINATOR, coordinator_methods
+from dataplane.rpc.status import error_of
 from dataplane.security.calls import CALLS
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource
@@ -95,6 +96,28 @@ def test_what_a_stranger_sends_is_not_parsed(caplog):
                     await call(b"\xff" * 1000, metadata=metadata)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert len(refusals(caplog)) == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("metadata", [(), TRUSTED.metadata()], ids=["stranger", "node"])
+def test_a_call_that_does_not_exist_is_refused_with_one_line(metadata, caplog):
+    async def main():
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            for path in (
+                f"/{COORDINATOR}/Steal",
+                "/grpc.reflection.v1.Any/Info",
+                f"/x/{'y' * 3000}",
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary(path)(b"\xff" * 1000, metadata=metadata)
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert isinstance(error_of(caught.value, address), VersionMismatch)
+                (line,) = refusals(caplog)
+                assert f"call={path.rpartition('/')[2][:256]} " in line
+                assert "there is no such call" in line
+                assert "peer=ipv4:127.0.0.1:" in line
+                assert TOKEN not in line
 
     asyncio.run(main())
 
