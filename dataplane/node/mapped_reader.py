@@ -26,9 +26,12 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Layout
+from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.limits import WorkerBytes
+
+_trace = Trace("security")
 
 
 class MappedReader:
@@ -100,16 +103,18 @@ def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
 
 
 def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
-    """Raises:  ConfigError: this node does not run the function of this name."""
+    """Raises:  ConfigError: this node does not run the function of this name; the log says so."""
     # The trainer that has started an embedded one may run the same itself.
     if config.embedded or config.allows_function(name):
         return
+    module = name.partition(":")[0]
+    _trace.refused("function refused", by=module, argument=argument, function=name)
     allowed = config.allowed_functions.split()
     listed = f"only those that start with {', '.join(allowed)}" if allowed else "no functions"
     raise ConfigError(
         f"{argument}={name!r}: this node runs {listed}. Its operator allows more with "
         "allowed_functions, a list of prefixes such as "
-        f'"{name.partition(":")[0]}:" (dataplane serve --allowed-functions, or the setting '
+        f'"{module}:" (dataplane serve --allowed-functions, or the setting '
         "allowed_functions)",
         field=argument,
     )

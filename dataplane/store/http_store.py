@@ -36,7 +36,7 @@ from dataplane.errors import (
 from dataplane.model import ObjectInfo
 from dataplane.store.connections import Connections, TimedConnection
 from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong, unmet
-from dataplane.store.policy import UrlPolicy
+from dataplane.store.policy import UrlPolicy, refused
 from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.refusals import refusal, shortened
 from dataplane.store.unreachable import unreachable, why_of
@@ -167,6 +167,7 @@ class HttpStore:
             raise StoreError(f"{url} redirects to what is not a url", shard=url)
         scheme = shortened(parts.scheme)
         if scheme not in ("http", "https") or (at.startswith("https:") and scheme == "http"):
+            refused(url, f"it redirects to {scheme}, which is not followed")
             raise StoreDenied(f"{url} redirects to {scheme}, which is not followed", shard=url)
         try:
             self._policy.check(target)

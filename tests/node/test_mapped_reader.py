@@ -32,11 +32,15 @@ def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) ->
         ("ine.text:", "only those that start with"),
     ],
 )
-def test_a_served_node_refuses_all_others(allowed: str, told: str) -> None:
+def test_a_served_node_refuses_all_others_with_one_line_of_the_log(
+    allowed: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_allowed(
             structs.replace(EXAMPLE, allowed_functions=allowed), "map", "mine.text:tokenise"
         )
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "function refused argument=map function=mine.text:tokenise"
     assert told in str(caught.value)
     assert '"mine.text:"' in str(caught.value)
 

@@ -17,8 +17,10 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
+from dataplane.store import policy
 from dataplane.store.http_store import HttpStore
 from dataplane.store.policy import UrlPolicy
+from dataplane.trace import Trace
 
 BODY = bytes(i % 251 for i in range(200_000))
 
@@ -116,6 +118,20 @@ def test_a_redirect_to_what_is_no_url_has_its_error(awry: Awry, location: str) -
     with pytest.raises(StoreError, match="redirects to what is not a url"):
         _head(awry)
     assert len(awry.seen) == 1
+
+
+@pytest.mark.parametrize("scheme", ["file", "gopher", "ftp", "dict", "s3"])
+def test_a_redirect_to_another_scheme_leaves_one_line_of_the_log(
+    awry: Awry, scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "_trace", Trace("security"))
+    awry.altered = {"Location": f"{scheme}:///etc/passwd"}
+    awry.be(Mood.ELSEWHERE)
+    with pytest.raises(StoreDenied, match=f"redirects to {scheme}, which is not followed"):
+        _head(awry)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"url refused url={_url(awry)} ")
+    assert f"it redirects to {scheme}, which is not followed" in line
 
 
 def test_a_redirect_to_another_scheme_shows_no_more_than_that(awry: Awry) -> None:
