@@ -46,7 +46,7 @@ from dataplane.rpc.membership import (
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.trace import Trace, tell_suppressed
 
-_trace = Trace("coordinator")
+_trace, _audit = Trace("coordinator"), Trace("security")
 
 T = TypeVar("T")
 LEASE_S_MIN = 0.1
@@ -199,6 +199,16 @@ class Coordinator:
             raise ClosedError("the coordinator is not running: call start() first")
         decision = self._state.decide(event, self._clock())
         self._journal.add(decision.writes)
+        for claim in decision.claims:
+            by, member = claim.node_id, claim.member
+            _audit.refused(
+                "member refused",
+                by=by,
+                node=by,
+                job=member.job_id,
+                member=member.member_id,
+                why=f"it has joined through the node {member.node_id} last",
+            )
         return decision.answer, decision.durable
 
     async def _flush(self) -> None:

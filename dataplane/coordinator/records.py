@@ -217,11 +217,19 @@ Answer = (
 )
 
 
+class Claim(Struct, frozen=True):
+    """What a node said of a member that has joined through another node, and was not heeded."""
+
+    node_id: str
+    member: Member
+
+
 class Decision(Struct, frozen=True):
     """The result of an event. If `durable`, the answer may be sent only when every write up to and
-    including these is on disk; other writes may wait and be merged.
+    including these is on disk; other writes may wait and be merged. `claims` were refused.
     """
 
     answer: Answer
     writes: tuple[Write, ...] = ()
     durable: bool = False
+    claims: tuple[Claim, ...] = ()

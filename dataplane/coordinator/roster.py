@@ -35,10 +35,11 @@ from dataplane.coordinator.records import (
     Write,
 )
 from dataplane.ledger import LedgerEntry, LedgerPosition
-from dataplane.rpc.membership import ChangeResponse, MixAsked
+from dataplane.rpc.membership import ChangeResponse, JoinRequest, MixAsked
 
 GONE_MAX = 1024
 INCARNATIONS_MAX = 1024
+_DATASET_LENGTH_MAX = 1024
 
 
 class Roster:
@@ -252,6 +253,24 @@ class Roster:
         if was_complete and not self.is_complete:
             self.incomplete_since = now
         self._missing = None
+
+
+def first_generation(request: JoinRequest, now: float) -> Job:
+    """The job that this join begins, if it is not known yet."""
+    return Job(
+        job_id=request.job_id,
+        dataset=request.dataset[:_DATASET_LENGTH_MAX],
+        spec=request.spec,
+        sample_count=request.sample_count,
+        dp_size=request.topology.dp_size,
+        generation=1,
+        incarnation=request.incarnation,
+        active_at=now,
+        pixels=request.pixels,
+        urls=request.urls,
+        format=request.format,
+        identity=request.identity,
+    )
 
 
 def restored(

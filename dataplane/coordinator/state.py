@@ -44,9 +44,9 @@ from dataplane.coordinator.mixing import tells_entries
 from dataplane.coordinator.nodes import Nodes
 from dataplane.coordinator.records import (
     Answer,
+    Claim,
     Decision,
     Event,
-    Job,
     Keep,
     Member,
     NodeRecord,
@@ -55,7 +55,7 @@ from dataplane.coordinator.records import (
     Tick,
     Write,
 )
-from dataplane.coordinator.roster import Roster, restored
+from dataplane.coordinator.roster import Roster, first_generation, restored
 from dataplane.errors import DataplaneError
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import (
@@ -76,7 +76,6 @@ from dataplane.rpc.membership import (
 )
 
 JOB_KEPT_S = 30 * 24 * 3600.0
-_DATASET_LENGTH_MAX = 1024
 # The phase of a member that was lost, or left on purpose, and the phases before.
 _LOST = (Phase.EXPIRED, (Phase.JOINED,))
 _LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
@@ -107,19 +106,21 @@ class CoordinatorState:
         self._jobs = restored(records, now, lease_s, self._makers)
         self._nodes = Nodes(self._jobs, self._makers, salt, lease_s)
         self._writes: list[Write] = []
+        self._claims: list[Claim] = []
 
     def decide(self, event: Event, now: float) -> Decision:
         """The decision for this event at this time: an answer or a refusal, and what to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
         self._now = now
         self._makers.settle(self._clock)
-        self._writes = []
+        self._writes, self._claims = [], []
         try:
             answer = self._answer(event)
         except DataplaneError as refusal:
             answer = refusal
         durable = isinstance(event, JoinRequest | LeaveRequest | ChangeRequest)
-        return Decision(answer, tuple(self._writes), durable or tells_entries(answer))
+        durable |= tells_entries(answer)
+        return Decision(answer, tuple(self._writes), durable, tuple(self._claims))
 
     def _answer(self, event: Event) -> Answer:
         match event:
@@ -161,7 +162,7 @@ class CoordinatorState:
         refusals.check_join(request)
         roster = self._jobs.get(request.job_id)
         if roster is None:
-            job = _first_generation(request, self._now)
+            job = first_generation(request, self._now)
             roster = self._jobs[request.job_id] = Roster(job, self._now, self._makers)
             self._writes += roster.begin(job, self._now)
         else:
@@ -193,7 +194,7 @@ class CoordinatorState:
         # A launcher may give two launches one name: then its first process shows the second one.
         is_new = roster.is_idle and request.member_id not in roster.members
         if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):
-            following = _first_generation(request, self._now)
+            following = first_generation(request, self._now)
             following = replace(following, generation=job.generation + 1)
             self._writes += roster.begin(following, self._now)
 
@@ -320,6 +321,7 @@ class CoordinatorState:
             if known.deadline <= self._clock:
                 self._writes += roster.move(known, Phase.EXPIRED, self._now)
             elif known.node_id != node_id:
+                self._claims.append(Claim(node_id, known))
                 return refusals.of_another_node(known)
             elif progress.generation == roster.job.generation:
                 return None
@@ -337,6 +339,8 @@ class CoordinatorState:
                 if request.progress is not None:
                     known = self._advanced(roster, known, request.progress)
                 self._writes += roster.move(known, phase, self._now)
+            elif known is not None and not is_own and known.phase is Phase.JOINED:
+                self._claims.append(Claim(request.node_id, known))
         return LeaveResponse()
 
     def _expire(self, roster: Roster) -> None:
@@ -381,20 +385,3 @@ class CoordinatorState:
             clock=self._clock,
             now=self._now,
         )
-
-
-def _first_generation(request: JoinRequest, now: float) -> Job:
-    return Job(
-        job_id=request.job_id,
-        dataset=request.dataset[:_DATASET_LENGTH_MAX],
-        spec=request.spec,
-        sample_count=request.sample_count,
-        dp_size=request.topology.dp_size,
-        generation=1,
-        incarnation=request.incarnation,
-        active_at=now,
-        pixels=request.pixels,
-        urls=request.urls,
-        format=request.format,
-        identity=request.identity,
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.coordinator import front
 from dataplane.rpc import guard
 from dataplane.store import policy
 from dataplane.trace import Trace
@@ -13,3 +14,4 @@ from dataplane.trace import Trace
 def fresh_minute(monkeypatch):
     for module in (guard, policy):
         monkeypatch.setattr(module, "_trace", Trace("security"))
+    monkeypatch.setattr(front, "_audit", Trace("security"))

@@ -136,7 +136,14 @@ def test_nobody_speaks_as_another_node(call, security, thief, why, caplog):
     conversation(converse)
 
 
-def test_a_node_renews_and_ends_only_members_of_its_own():
+def claims(caplog):
+    """The lines about members of other nodes."""
+    found = [one.getMessage() for one in caplog.records if "member refused" in one.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_a_node_renews_and_ends_only_members_of_its_own(caplog):
     """The thief says who it is, has a token for the job, and names a member of another node."""
 
     async def converse(address, owner, server):
@@ -149,9 +156,18 @@ def test_a_node_renews_and_ends_only_members_of_its_own():
             assert isinstance(verdict.error, LeaseExpired)
             assert f"is on node {N0} now" in str(verdict.error)
             assert answer.jobs == (), "no key of a job of which it has no member"
+            (line,) = claims(caplog)
             for lost in (True, False):
                 await thief.leave(leave(lost=lost, node_id=THIEF.node_id))
+                assert claims(caplog) == [line]
+            assert f"node={THIEF.node_id} job=j member=m0-i1 " in line
+            assert f"it has joined through the node {N0} last" in line
             assert await seen(server) == before
+            # The owner's own calls leave none.
+            await owner.heartbeat(beat(progress(), data_address=HERE))
+            await owner.leave(leave(lost=True))
+            await thief.leave(leave(node_id=THIEF.node_id))
+            assert claims(caplog) == []
 
     conversation(converse)
 
