@@ -39,9 +39,10 @@ def open_data_port(
     if not wanted and is_loopback(here) and is_own:
         return None  # nobody on another host can join
     if not wanted and not is_loopback(here) and not is_safe:
-        _trace.noted(
-            "no neighbours: blocks would cross the network in plain text. --peer-tls encrypts "
-            "them, --data-listen :0 allows it, --data-listen none leaves this line out"
+        _trace.failed(
+            "no data port: this node lends no blocks to other nodes and makes no slabs for them, "
+            "since these would cross the network in plain text. --peer-tls, on all nodes, encrypts "
+            "them; --data-listen :0 allows plain text, and --data-listen none leaves this line out"
         )
         return None
     return _listening(TcpAddress(here.host, int(wanted.removeprefix(":") or 0)))

@@ -60,12 +60,15 @@ def test_there_is_none_where_nobody_could_come_from():
 
 
 def test_blocks_cross_the_network_in_plain_text_only_where_that_was_allowed(caplog):
-    caplog.set_level("INFO", "dataplane")
     coordinator = "198.51.100.7:7077"  # beyond this host, if there is a network at all
     beyond = opened("", coordinator)
     caplog.clear()
     assert opened("", coordinator, is_safe=False) == ""
     assert bool(beyond) == ("plain text" in caplog.text)
+    for line in caplog.records:
+        assert line.levelname == "WARNING"
+        assert "lends no blocks to other nodes and makes no slabs" in line.getMessage()
+        assert "--peer-tls, on all nodes" in line.getMessage()
     assert opened(":0", coordinator, is_safe=False).partition(":")[0] == beyond.partition(":")[0]
     # Loopback is no network.
     assert opened("", is_safe=False).startswith("127.0.0.1:")
