@@ -9,6 +9,9 @@ Source: RFC 7519; RFC 8725, 3.1 and 3.2, about algorithms.
 
 from __future__ import annotations
 
+import base64
+import datetime as dt
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -31,6 +34,8 @@ _KEY_BYTES_MAX = 1 << 16
 _KNOWN_MAX = 4096
 _JOB_LENGTH_MAX = 256
 _PREFIXES_MAX = 64
+_ALGORITHMS = ("HS256", "RS256", "ES256")
+_YEAR_9999 = 253402300799.0
 
 # By the names of PyJWT's errors, since it is imported late.
 _WHY: Mapping[str, str] = {
@@ -84,6 +89,39 @@ class Jwts:
 def is_jwt(token: str) -> bool:
     """Whether it looks like one."""
     return token.startswith("eyJ") and token.count(".") == 2
+
+
+def outline(token: str, now: float) -> tuple[str, str]:
+    """What a JWT says of itself, and why a coordinator would refuse it now whatever its signature
+    is; "" for what is not known. For its holder, who needs neither key nor PyJWT.
+    """
+    if not is_jwt(token):
+        return "", ""
+    try:
+        header, claims = (json.loads(_decoded(part)) for part in token.split(".")[:2])
+        ends, begins = float(claims["exp"]), float(claims.get("nbf", now))
+        audience, algorithm = claims["aud"], str(header["alg"])
+        at = dt.datetime.fromtimestamp(min(max(ends, 0.0), _YEAR_9999), dt.UTC)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "a JWT", "it is damaged, or lacks the claim `exp` or `aud`"
+    found = f"a JWT until {at:%Y-%m-%d %H:%M} UTC"
+    if now > ends + _LEEWAY_S:
+        return found, "it has ended: renew it"
+    if now < begins - _LEEWAY_S:
+        return found, "it is not valid yet: check the clock"
+    if AUDIENCE not in (audience if isinstance(audience, list) else [audience]):
+        return found, f"it is not for the audience {AUDIENCE!r}"
+    if algorithm not in _ALGORITHMS:
+        return found, f"its algorithm is {algorithm[:16]!r}, not one of {', '.join(_ALGORITHMS)}"
+    try:
+        caller, _ = _caller(claims, now)
+    except WrongTokenError as error:
+        return found, str(error)
+    return f"{found}, for {', '.join(sorted(role.value for role in caller.roles))}", ""
+
+
+def _decoded(part: str) -> bytes:
+    return base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
 
 
 def _verified(token: str, secrets: tuple[str, ...], public: _Key | None) -> Mapping[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import time
+from pathlib import Path
 
+import jwt
 import pytest
 from certificates import Authority
 
@@ -59,6 +62,9 @@ def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):
     assert "chmod" in found["tls_key"][1]
     assert "tls_peers" in found["clients"][1]
     assert "none beyond this host" in found["neighbours"][0]
+    assert "lends no blocks and makes no slabs" in found["neighbours"][0]
+    assert "set peer_tls on all nodes" in found["neighbours"][1]
+    assert "peer_tls" in examined(*tls(old), "--data-listen", ":0")["neighbours"][1]
     assert "with TLS" in examined(*tls(old), "--peer-tls")["neighbours"][0]
     assert "tls_cert and tls_key and tls_ca" in examined("--peer-tls")["neighbours"][1]
 
@@ -73,10 +79,117 @@ def test_a_service_that_is_set_up_needs_no_advice(examined, tmp_path):
     found = examined(
         *("--listen", "0.0.0.0:7077", "--token-file", str(tmp_path / "token")),
         *(*tls(files), "--tls-peers", "spiffe://c/sa/*", "--allowed-urls", "s3://bucket/train"),
+        *("--peer-tls", "--allowed-functions", "mine.text: mine.audio:decode"),
     )
     assert [advice for _, advice in found.values() if advice] == []
     assert "spiffe://c/sa/x" in found["tls_cert"][0]
     assert found["coordinator"][0] == "0.0.0.0:7077: the network, with TLS and a token"
+
+
+HOUR_S = 3600
+CLAIMS = {"aud": "dataplane", "roles": ["node"]}
+
+
+@pytest.mark.parametrize(
+    ("claims", "advice"),
+    [
+        ({"exp": 8 * HOUR_S}, ""),
+        ({"exp": -HOUR_S}, "it has ended: renew it"),
+        ({"exp": 8 * HOUR_S, "nbf": HOUR_S}, "it is not valid yet"),
+        ({"exp": 48 * HOUR_S}, "ends in more than 24 hours"),
+        ({"exp": 8 * HOUR_S, "aud": "another"}, "not for the audience 'dataplane'"),
+        ({"exp": 8 * HOUR_S, "roles": ["king"]}, "its claim `roles`"),
+        ({}, "lacks the claim `exp`"),
+    ],
+)
+def test_a_jwt_that_a_coordinator_would_refuse_is_told(examined, tmp_path, claims, advice):
+    now = time.time()
+    times = {name: now + claims[name] for name in ("exp", "nbf") if name in claims}
+    made = jwt.encode(CLAIMS | claims | times, "s" * 32, "HS256")
+    token = tmp_path / "token"
+    token.write_text(f"{made}\n")
+    token.chmod(0o600)
+    found = examined("--token-file", str(token))["token"]
+    assert advice in found[1]
+    assert bool(advice) == bool(found[1])
+    assert made.rpartition(".")[0] not in str(found)
+    if times:
+        ends = dt.datetime.fromtimestamp(times["exp"], dt.UTC)
+        assert f"a JWT until {ends:%Y-%m-%d %H:%M} UTC" in found[0]
+    # Also if it is one of several, and if everybody can read it.
+    token.write_text(f"a-shared-token-of-this-test\n{made}\n")
+    token.chmod(0o644)
+    told = examined("--token-file", str(token))["token"][1]
+    assert "chmod o-rwx" in told
+    assert ("line 2: " in told) == bool(advice)
+    assert advice in told
+
+
+NAN = "eyJhbGciOiJIUzI1NiJ9.eyJhdWQiOiJkYXRhcGxhbmUiLCJleHAiOk5hTn0.x"
+
+
+@pytest.mark.parametrize(
+    "token", ["eyJhbGciOiJub25lIn0.e30.", "eyJ.eyJ.x", "eyJub3RoaW5nIQ.!!.!!!", NAN]
+)
+def test_what_only_looks_like_a_jwt_is_told(examined, monkeypatch, token):
+    monkeypatch.setenv("DATAPLANE_TOKEN", token.ljust(16, "x"))
+    assert "it is damaged" in examined()["token"][1]
+
+
+def test_a_jwt_without_a_signature_is_told(examined, monkeypatch):
+    made = jwt.encode(CLAIMS | {"exp": time.time() + HOUR_S}, None, "none")
+    monkeypatch.setenv("DATAPLANE_TOKEN", made)
+    assert "its algorithm is 'none', not one of HS256" in examined()["token"][1]
+
+
+def test_every_certificate_of_a_file_counts(examined, tmp_path):
+    hours = dt.timedelta(hours=1)
+    lasts = 99 * 24 * hours
+    sound, ended = Authority.made("sound", lasts), Authority.made("ended", -hours)
+    soon = Authority.made("soon", 3 * hours)
+    files = sound.write(tmp_path, "a", lasts=lasts)
+    assert examined(*tls(files))["tls_ca"][1] == ""
+    three = [Path(one.write(tmp_path, "x").ca).read_text() for one in (sound, ended, soon)]
+    Path(files.ca).write_text("".join(three))
+    found, advice = examined(*tls(files))["tls_ca"]
+    assert "3 certificates, the first of them until" in found
+    assert "CN=ended has ended, at " in advice
+    assert "CN=soon ends soon" in advice
+    assert "sound" not in advice
+    # So does the chain behind the own one.
+    Path(files.cert).write_text(Path(files.cert).read_text() + three[1])
+    assert "CN=ended has ended" in examined(*tls(files))["tls_cert"][1]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "advice"),
+    [
+        ("os:", "os: has functions of Python itself"),
+        ("subprocess:run", "functions of Python itself"),
+        ("os.path:", "functions of Python itself"),
+        ("mine.text", "mine.text also allows other modules that begin so: end it with a colon"),
+        ("mine.text: os:system", "os:system has"),
+    ],
+)
+def test_functions_that_trainers_may_name_are_told(examined, allowed, advice):
+    assert examined()["allowed_functions"][0].startswith("none")
+    found = examined("--allowed-functions", allowed)["allowed_functions"]
+    assert found[0] == ", ".join(allowed.split())
+    assert advice in found[1]
+
+
+def test_a_secret_of_neighbours_that_others_can_read_is_told(examined, tmp_path):
+    assert "none yet" in examined()["neighbours' keys"][0]
+    (tmp_path / "state").mkdir(mode=0o700)
+    path = tmp_path / "state" / "neighbours.key"
+    path.write_text("5" * 64 + "\n")
+    path.chmod(0o600)
+    assert examined()["neighbours' keys"] == (f"{path}, mode 0600", "")
+    path.chmod(0o640)
+    found = examined()["neighbours' keys"]
+    assert "mode 0640" in found[0]
+    assert "chmod 600" in found[1]
+    assert "5" * 64 not in str(found)
 
 
 def test_settings_that_cannot_be_used_are_told(examined):

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import datetime as dt
 import stat
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dataplane.commands.doctor.checks import Check
 from dataplane.commands.options import Settings, security_given
 from dataplane.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.address_kinds import NO_NEIGHBOURS
-from dataplane.security.jwts import INSTALL
+from dataplane.security import neighbour_keys, private_file
+from dataplane.security.jwts import INSTALL, outline
 from dataplane.security.security import Security
 from dataplane.security.tls import Pems
 
+if TYPE_CHECKING:
+    from cryptography import x509
+
 _SOON = dt.timedelta(days=2)
+_TOLD_MAX = 3
+_OF_PYTHON = sys.stdlib_module_names
 
 
 def checks(settings: Settings) -> list[Check]:
@@ -35,11 +44,13 @@ def checks(settings: Settings) -> list[Check]:
         _token(security, str(values["state_dir"])),
         _listener(security, listen, is_open=is_open),
         _neighbours(security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"])),
+        _neighbour_keys(Path(str(values["state_dir"]), neighbour_keys.OWN_NAME)),
         *_certificates(security),
         *_key(security),
         _peers(security, is_open=is_open),
         _jwt_key(str(values["jwt_key"])),
         _urls(security),
+        _functions(str(values["allowed_functions"]).split()),
     ]
 
 
@@ -47,14 +58,18 @@ def _token(security: Security, state_dir: str) -> Check:
     if security.tokens is None or not security.tokens.first():
         return Check("token", f"none yet: the first coordinator creates {state_dir}/token")
     found, told = security.tokens.current()[0], security.tokens.told
-    path = Path(told)
+    what = f"{len(found[0])} characters" if len(found) == 1 else f"{len(found)} tokens"
+    advice, path = [], Path(told)
     if told.startswith("/") and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
-        advice = f"every user of this host can read it: chmod o-rwx {path}"
-        return Check("token", f"{told}, mode {mode:04o}", advice)
+        what += f", mode {mode:04o}"
+        advice.append(f"every user of this host can read it: chmod o-rwx {path}")
+    for number, (says, why) in enumerate((outline(one, time.time()) for one in found), 1):
+        line = f"line {number}: " if len(found) > 1 else ""
+        what += f", {line}{says}" if says else ""
+        advice += [f"{line}{why}"] if why else []
     if len(found) > 1:
-        advice = "remove the old ones once every host has the new one"
-        return Check("token", f"{told}, {len(found)} tokens", advice)
-    return Check("token", f"{told}, {len(found[0])} characters")
+        advice.append("remove the old ones once every host has the new one")
+    return Check("token", f"{told}, {what}", "; ".join(advice))
 
 
 def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: bool) -> Check:
@@ -84,40 +99,74 @@ def _neighbours(security: Security, wanted: str, *, peer_tls: bool) -> Check:
         except ConfigError as error:
             return Check("neighbours", "a node does not start", str(error))
     elif not wanted and security.tls is not None and not security.insecure:
-        found = "none beyond this host: blocks would cross the network in plain text"
-        return Check("neighbours", f"{found}; peer_tls encrypts them, data_listen allows it")
+        found = (
+            "none beyond this host: a node lends no blocks and makes no slabs for other nodes, "
+            "since they would cross the network in plain text"
+        )
+        advice = "set peer_tls on all nodes, or data_listen to :0 to allow that, or to none"
+        return Check("neighbours", found, advice)
     where = "a free port" if wanted in ("", ":0") else wanted.removeprefix(":")
     found = f"a node that joins over TCP lends blocks at {where}: to nodes with the key of the job"
-    return Check("neighbours", f"{found}, {'with TLS' if peer_tls else 'in plain text'}")
+    is_plain = security.tls is not None and not peer_tls
+    advice = "peer_tls, set on all nodes, encrypts them" if is_plain else ""
+    return Check("neighbours", f"{found}, {'with TLS' if peer_tls else 'in plain text'}", advice)
+
+
+def _neighbour_keys(path: Path) -> Check:
+    """The coordinator's secret, which ends its start if others can read it."""
+    if not path.exists():
+        return Check("neighbours' keys", f"none yet: the first coordinator creates {path}")
+    found = f"{path}, mode {stat.S_IMODE(path.stat().st_mode):04o}"
+    try:
+        private_file.check(path)
+    except ConfigError as error:
+        return Check("neighbours' keys", found, str(error))
+    return Check("neighbours' keys", found)
 
 
 def _certificates(security: Security) -> Iterator[Check]:
     if security.tls is None:
         return
     try:
-        from cryptography import x509
+        import cryptography  # noqa: F401
     except ImportError:
         yield Check("certificates", "not looked at", f"to see when they end: {INSTALL}")
         return
     pems: Pems = security.tls.current()[0]
     for name, pem in (("tls_cert", pems.cert), ("tls_ca", pems.ca)):
-        if pem is None:
-            continue
-        first = x509.load_pem_x509_certificates(pem)[0]
-        now = dt.datetime.now(dt.UTC)
-        left = first.not_valid_after_utc - now
-        uris = _uris(first) if name == "tls_cert" else []
-        found = ", ".join([f"until {first.not_valid_after_utc:%Y-%m-%d %H:%M} UTC", *uris])
-        late = "it has ended: renew it" if left < dt.timedelta(0) else "it ends soon: renew it"
-        if now < first.not_valid_before_utc:
-            late = f"it begins at {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC: check the clock"
-        yield Check(name, found, late if left < _SOON or now < first.not_valid_before_utc else "")
+        if pem is not None:
+            yield _file_of_certificates(name, pem)
 
 
-def _uris(certificate: object) -> list[str]:
+def _file_of_certificates(name: str, pem: bytes) -> Check:
+    """All of them: a CA may be followed by the next one, a certificate by those that lead to it."""
     from cryptography import x509
 
-    assert isinstance(certificate, x509.Certificate)
+    now, every = dt.datetime.now(dt.UTC), x509.load_pem_x509_certificates(pem)
+    ends = min(one.not_valid_after_utc for one in every)
+    found = [f"until {ends:%Y-%m-%d %H:%M} UTC", *(_uris(every[0]) if name == "tls_cert" else ())]
+    if len(every) > 1:
+        found = [f"{len(every)} certificates", f"the first of them {found[0]}", *found[1:]]
+    late = [(one.subject.rfc4514_string(), why) for one in every if (why := _late(one, now))]
+    told = [f"{who if len(every) > 1 else 'it'} {why}" for who, why in late[:_TOLD_MAX]]
+    if len(late) > len(told):
+        told.append(f"and {len(late) - len(told)} more")
+    return Check(name, ", ".join(found), "; ".join(told))
+
+
+def _late(certificate: x509.Certificate, now: dt.datetime) -> str:
+    """What is wrong with the time of a certificate, and what to do; "" if nothing is."""
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < begins:
+        return f"begins at {begins:%Y-%m-%d %H:%M} UTC: check the clock"
+    if now > ends:
+        return f"has ended, at {ends:%Y-%m-%d %H:%M} UTC: renew or replace it"
+    return "ends soon: renew it" if ends - now < _SOON else ""
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    from cryptography import x509
+
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -159,3 +208,19 @@ def _urls(security: Security) -> Check:
         return Check("allowed_urls", ", ".join(security.allowed_urls))
     advice = "list prefixes if trainers may not read all that the node's credentials can"
     return Check("allowed_urls", "every url, but no address of a cloud's metadata", advice)
+
+
+def _functions(allowed: Sequence[str]) -> Check:
+    if not allowed:
+        return Check("allowed_functions", "none: a served node calls no functions of trainers")
+    advice = [
+        f"{one} has functions of Python itself, with which trainers can do what the node's user can"
+        for one in allowed
+        if one.partition(":")[0].partition(".")[0] in _OF_PYTHON
+    ]
+    advice += [
+        f"{one} also allows other modules that begin so: end it with a colon"
+        for one in allowed
+        if ":" not in one
+    ]
+    return Check("allowed_functions", ", ".join(allowed), "; ".join(advice))
