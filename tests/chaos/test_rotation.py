@@ -1,11 +1,17 @@
 """Certificates, their CA and the token of a service are replaced in the middle of an epoch.
 
-A small version of it, without processes, is in tests/security/test_tls.py.
+Twice each: with a coordinator and a node in this process, whose files are looked at when the test
+says so, and, slow, with processes that look at them every second.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +19,19 @@ import pyarrow.parquet as pq
 import pytest
 from certificates import Authority
 from fleet import Run, Service
+from service_here import FileClock, service_here
 from small_nodes import alone_and_small
 
 from dataplane.cli import run as dataplane
+from dataplane.errors import AccessDenied, PeerLost
+from dataplane.rpc import guard
+from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.membership import StatusRequest
+from dataplane.security import tokens, watched
+from dataplane.security.security import Security
+from dataplane.security.tls import Certificates, TlsFiles
+from dataplane.security.tokens import TokenSource
+from dataplane.trace import Trace
 
 COUNT = 300
 OLD, NEW = "the-old-token-of-this-test", "the-new-token-of-this-test"
@@ -44,6 +60,13 @@ class Trust:
         folder = self.folders[side]
         return {f"DATAPLANE_TLS_{name}": str(folder / path) for name, path in paths.items()}
 
+    def security(self, side: str, clock: Callable[[], float]) -> Security:
+        """For a part of a service in this process."""
+        folder = self.folders[side]
+        files = TlsFiles(*(str(folder / f"tls.{kind}") for kind in ("crt", "key", "ca")))
+        token = tokens.find({}, str(folder / "token"), str(folder), makes=False, clock=clock)
+        return Security(token, tls=Certificates(files, clock))
+
     def service(self, side: str, *arguments: str) -> Service:
         folder = self.folders[side]
         environ = self.tls(side) | {
@@ -51,6 +74,132 @@ class Trust:
             "DATAPLANE_TOKEN_FILE": str(folder / "token"),
         }
         return Service(f"--{side}", *arguments, environ=environ, log=folder / "log")
+
+
+class Lines:
+    """What is logged in this process, from now on."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO, "dataplane")
+        for module in (guard, watched):  # each test has its own limit of lines a minute
+            monkeypatch.setattr(module, "_trace", Trace("security"))
+
+    def with_words(self, *words: str) -> list[str]:
+        lines = [one.getMessage() for one in list(self._caplog.records)]
+        return [line for line in lines if all(word in line for word in words)]
+
+    def wait_for(self, *words: str) -> None:
+        wait_until(lambda: self.with_words(*words))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def asked(address: str, security: Security) -> None:
+    """Ask for the status with this."""
+
+    async def ask() -> None:
+        client = CoordinatorClient(address, security, patience_s=0.0)
+        try:
+            await client.status(StatusRequest())
+        finally:
+            await client.close()
+
+    asyncio.run(ask())
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    alone_and_small(monkeypatch, tmp_path)
+    pq.write_table(pa.table({"id": range(COUNT)}), tmp_path / "a.parquet", row_group_size=20)
+    return str(tmp_path / "a.parquet")
+
+
+def test_no_trainer_of_a_small_service_notices_that_trust_is_replaced(
+    tmp_path: Path,
+    url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, clock, trust = Lines(caplog, monkeypatch), FileClock(), Trust(tmp_path)
+    old, new = Authority.made("old"), Authority.made("new")
+    trust.write(old, f"{OLD}\n{NEW}", old, new)
+    before = trust.security("node", lambda: 0.0)  # never looks again
+    coordinator, node = (trust.security(side, clock) for side in trust.folders)
+
+    def replaced(authority: Authority, token: str, *trusts: Authority) -> None:
+        """Replace all files, and wait until both sides use them."""
+        seen = len(lines.with_words("read again"))
+        trust.write(authority, token, *trusts)
+        clock.look()
+        wait_until(lambda: len(lines.with_words("read again")) >= seen + 4)
+        for folder in trust.folders.values():
+            assert lines.with_words("certificates read again", str(folder))
+            assert lines.with_words("token file read again", str(folder))
+
+    with (
+        service_here(coordinator, node, lease_s=1.0) as service,
+        Run(tmp_path / "run", url, 1, {"batch_size": 10, "service": service.address}) as run,
+    ):
+        run.go(3)
+        replaced(new, f"{NEW}\n{OLD}", old, new)
+        run.go(3)
+        replaced(new, NEW, new)
+        # Whoever comes with what was valid before is a stranger.
+        with pytest.raises(PeerLost):
+            asked(service.address, before)
+        after = trust.security("node", clock)
+        with pytest.raises(AccessDenied, match="the token is not the coordinator's"):
+            asked(service.address, Security(TokenSource("a test", (OLD,)), tls=after.tls))
+        assert len(lines.with_words("call refused")) == 1
+        asked(service.address, after)
+        assert service.member_states() == ["joined"]
+        run.finish()
+        assert run.stream() == [[i] for i in range(COUNT)]
+    assert not lines.with_words("does not answer")
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    for token in (OLD, NEW):
+        assert token not in caplog.text
+    caplog.clear()
+
+
+def test_a_small_node_whose_token_is_wrong_for_a_while_keeps_its_trainer(
+    tmp_path: Path,
+    url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, clock, given = Lines(caplog, monkeypatch), FileClock(), tmp_path / "token"
+
+    def replaced(token: str) -> None:
+        given.with_suffix(".new").write_text(token)
+        given.with_suffix(".new").replace(given)
+        clock.look()
+
+    replaced(OLD)
+    source = tokens.find({}, str(given), str(tmp_path), makes=False, clock=clock)
+    head = Security(TokenSource("the tests", (OLD,)))
+    with (
+        service_here(head, Security(source), lease_s=0.5) as service,
+        Run(tmp_path / "run", url, 1, {"batch_size": 10, "service": service.address}) as run,
+    ):
+        run.go(3)
+        replaced(NEW)
+        lines.wait_for("call refused", "call=Heartbeat", "the token is not the coordinator's")
+        wait_until(lambda: service.member_states() != ["joined"])  # its lease has ended
+        run.go(3)
+        replaced(OLD)
+        wait_until(lambda: service.member_states() == ["joined"])
+        run.finish()
+        assert run.stream() == [[i] for i in range(COUNT)]
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+    assert NEW not in caplog.text
+    caplog.clear()
 
 
 @pytest.mark.slow
