@@ -8,13 +8,15 @@ import os
 import resource
 import socket
 
+import fleet
 import grpc
 import psutil
 import pytest
 from fleet import Service
 from membership import VERSION
-from trusted import STRANGER, TRUSTED, client_of, refusals, serving
+from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
 
+from dataplane import config
 from dataplane.errors import AccessDenied
 from dataplane.log_limits import LINES_A_MINUTE
 from dataplane.rpc.calls import CoordinatorClient
@@ -23,6 +25,7 @@ from dataplane.rpc.services import COORDINATOR, REQUEST_BYTES_MAX
 from dataplane.security.security import security_of
 
 FLOOD = 10_000
+SMALL_FLOOD, SMALL_FILES = 600, 320
 NOTHING = dict.fromkeys(
     ("token_file", "tls_cert", "tls_key", "tls_ca", "tls_peers", "jwt_key", "allowed_urls"), ""
 ) | {"insecure": False}
@@ -113,6 +116,41 @@ def test_silent_and_slow_connections_keep_nobody_from_a_call():
                     assert (await owner.status(StatusRequest())).version == VERSION
 
     asyncio.run(main())
+
+
+def test_a_flood_of_connections_costs_those_that_are_connected_nothing(tmp_path, monkeypatch):
+    """As many as take all the places, of one host. A small version of the next test: it does not
+    wait until the coordinator closes them.
+    """
+    limited = ("sh", "-c", f'ulimit -n {SMALL_FILES}; exec "$@"', "sh")
+    monkeypatch.setattr(fleet, "DATAPLANE", (*limited, *fleet.DATAPLANE))
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+    with (
+        Service("--coordinator", "--listen", "127.0.0.1:0", log=tmp_path / "log") as service,
+        contextlib.ExitStack() as stack,
+    ):
+        process = psutil.Process(service.process.pid)
+        host, _, port = service.address.rpartition(":")
+
+        async def main():
+            async with client_of(service.address, TRUSTED) as owner:
+                assert (await owner.status(StatusRequest())).version == config.VERSION
+                before = process.memory_info().rss
+                for _ in range(SMALL_FLOOD):
+                    stack.enter_context(socket.create_connection((host, int(port)), 60))
+                for _ in range(20):
+                    await owner.status(StatusRequest())
+                assert process.num_fds() < SMALL_FILES - 32
+                assert process.memory_info().rss - before < 64 << 20
+                stack.close()
+            # Once they are gone, everybody is let in.
+            async with client_of(service.address, TRUSTED) as another:
+                await another._patiently("status", StatusRequest(), 60.0)
+
+        asyncio.run(main())
+        assert service.stop() == 0
+    assert len((tmp_path / "log").read_text()) < 20_000
 
 
 @pytest.mark.slow
