@@ -59,7 +59,11 @@ class IndexAhead:
 
     def start(self) -> None:
         """Fork the process that answers. In the fork server, which has one thread, once."""
-        if os.fork():
+        try:
+            is_parent = os.fork() != 0
+        except OSError:  # then the node indexes
+            is_parent = True
+        if is_parent:
             for fd in self.descriptors:
                 os.close(fd)
             return

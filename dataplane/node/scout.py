@@ -76,7 +76,11 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
     except DataplaneError:
         return None  # the node says what is wrong
     found_fd = os.memfd_create("dataplane-scout", os.MFD_CLOEXEC)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # the machine starts no process, which the node tells
+        os.close(found_fd)
+        return None
     if pid:
         return Scout(pid, found_fd)
     try:
