@@ -24,7 +24,7 @@ ERROR_KEY = "dataplane-error-bin"
 _ERROR_BYTES_MAX = 4096
 _DETAILS_LENGTH_MAX = 512
 _NOUNS_MAX = 8
-_CONNECTING, _HUNG_UP = "failed to connect", "Socket closed"
+_CONNECTING, _HUNG_UP = "failed to connect", ("Socket closed", "Connection reset by peer")
 _NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _NOT_AT_THIS_TIME = ("certificate has expired", "certificate is not yet valid")
 
@@ -86,10 +86,11 @@ def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
                 f"a name that its certificate has ({details})",
                 peer=peer,
             )
-        if _HUNG_UP in details and _CONNECTING in details:
+        if _CONNECTING in details and any(one in details for one in _HUNG_UP):
             return errors.PeerLost(
-                f"{peer} hangs up at once: if it runs, it expects TLS (--tls-ca), or a certificate "
-                f"of a client (--tls-cert, --tls-key) that it trusts ({details})",
+                f"{peer} hangs up at once: if it runs, it expects TLS (--tls-ca) or a certificate "
+                f"of a client (--tls-cert, --tls-key) that it trusts, or it has no place for "
+                f"another connection, which its log then says ({details})",
                 peer=peer,
             )
         return errors.PeerLost(f"nobody answers at {peer}: {details}", peer=peer)

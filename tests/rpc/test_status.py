@@ -1,16 +1,19 @@
 """Every error survives a gRPC call: real server, real client."""
 
 import asyncio
+import socket
+import struct
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trusted import OWN, TRUSTED, join
+from trusted import OWN, TRUSTED, client_of, join
 
 from dataplane import errors
 from dataplane.rpc import status
 from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.membership import StatusRequest
 from dataplane.rpc.serve import GrpcServer
 from dataplane.rpc.v1 import types_pb2
 
@@ -113,3 +116,25 @@ def test_failures_without_an_error_of_ours_are_about_the_peer():
         assert "host:1" in str(found)
         assert "why" in str(found)
         assert found.nouns["peer"] == "host:1"
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+def test_a_server_without_places_hangs_up_and_the_error_says_that_too(is_reset):
+    """It is a reset if the client was faster, and has sent something."""
+
+    async def hang_up(reader, writer):
+        await reader.read(1 << 16)
+        if is_reset:
+            now = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        async with server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with client_of(address, TRUSTED) as client:
+                with pytest.raises(errors.PeerLost, match="no place for another connection"):
+                    await client.status(StatusRequest())
+
+    asyncio.run(main())
