@@ -248,9 +248,12 @@ class Service:
         environ: Mapping[str, str] | None = None,
         log: Path | None = None,
         awaited: bool = True,
+        within: Sequence[str] = (),
     ) -> None:
-        """`log` gets its stderr. Not `awaited`: `wait_ready` is for the caller to call."""
-        self.arguments = arguments
+        """`log` gets its stderr. Not `awaited`: `wait_ready` is for the caller to call. `within` is
+        a command that runs its command, such as `sh -c …`.
+        """
+        self.arguments, self.within = arguments, within
         self.environ = {**os.environ, **(environ or {})}
         self.ready: list[str] = []
         self.log = None if log is None else Log(log)
@@ -268,7 +271,7 @@ class Service:
         with contextlib.ExitStack() as stack:
             stderr = None if self.log is None else stack.enter_context(self.log.path.open("ab"))
             self.process = subprocess.Popen(
-                [*DATAPLANE, "serve", *self.arguments],
+                [*self.within, *DATAPLANE, "serve", *self.arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -23,6 +23,7 @@ from dataplane.machine import connections_max
 from dataplane.rpc import status
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.connections import OpenConnections
 from dataplane.rpc.credentials import server_credentials
 from dataplane.rpc.guard import Guard
 from dataplane.rpc.services import (
@@ -66,9 +67,12 @@ class GrpcServer:
     def __init__(self, address: str, security: Security) -> None:
         self._wanted = parse(address)
         self._security = security
-        most = ("grpc.max_allowed_incoming_connections", connections_max())
+        count_max = connections_max()
+        most = ("grpc.max_allowed_incoming_connections", count_max)
         guards = [] if isinstance(self._wanted, UnixAddress) else [Guard(security)]
         self._server = grpc.aio.server(interceptors=guards, options=(*_OPTIONS, most))
+        # Whoever connects to a Unix socket is the same user.
+        self._connections = OpenConnections(count_max) if guards else None
         self._health = health.aio.HealthServicer()
         self._socket_file: tuple[Path, int] | None = None
         self._in_flight = 0
@@ -109,6 +113,8 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((generic,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
+        if self._connections is not None:
+            self._connections.start(int(self.address.rpartition(":")[2]))
         await self._health.set(COORDINATOR, health_pb2.HealthCheckResponse.SERVING)
         return self.address
 
@@ -121,6 +127,8 @@ class GrpcServer:
                 await self._idle.wait()
         except TimeoutError:
             _trace.failed("stopped with calls unanswered", calls=self._in_flight)
+        if self._connections is not None:
+            await asyncio.to_thread(self._connections.close)
         await self._server.stop(None)
         if self._socket_file is not None:
             path, inode = self._socket_file
@@ -136,6 +144,8 @@ class GrpcServer:
                 await _abort(context, PeerLost(f"{self.address} is stopping", peer=self.address))
             self._in_flight += 1
             self._idle.clear()
+            if self._connections is not None:
+                self._connections.called(context.peer())
             try:
                 return await serve(request)
             except ClosedError:

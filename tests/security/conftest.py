@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dataplane.coordinator import front
-from dataplane.rpc import guard
+from dataplane.rpc import connections, guard
 from dataplane.store import policy
 from dataplane.trace import Trace
 
 
 @pytest.fixture(autouse=True)
 def fresh_minute(monkeypatch):
-    for module in (guard, policy):
+    for module in (connections, guard, policy):
         monkeypatch.setattr(module, "_trace", Trace("security"))
     monkeypatch.setattr(front, "_audit", Trace("security"))

@@ -1,0 +1,334 @@
+"""Who holds the connections of a gRPC server, and which are closed when places run short.
+
+gRPC accepts connections itself, up to a number that it is given, and turns away all others without
+a word. It has no limit for each host, and does not say whose connections it has. So a thread looks
+at the sockets of this process when few places are left, and shuts down those that keep others out.
+To gRPC this is a peer that hangs up: it closes the connection, and the place is free. A host that
+comes again and again is turned away by the kernel for a while.
+
+Invariants:
+1. While fewer than three quarters of the places are taken, no connection is closed.
+2. A connection on which a call was allowed in the last `_RECENT_S` is closed only if no place is
+   left, its host has more than its share, and no other connection can go.
+3. A connection without calls has `_SILENT_S` for its first one, unless its host has more than its
+   share.
+4. The event loop does the same work for each call, however many connections there are. The thread
+   looks only when places may be short, and for a twentieth of the time at most.
+
+Source: proc_pid_fd(5): since Linux 6.2 the size of this folder is the number of descriptors.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import socket
+import threading
+import time
+import urllib.parse
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+from dataplane import background
+from dataplane.rpc.address import network_of
+from dataplane.rpc.turning_away import turn_away
+from dataplane.trace import Trace
+
+_RECENT_S = 60.0
+"""Nodes beat every few seconds."""
+_SILENT_S = 2.0
+_PERIOD_S = 0.25
+_PAUSE_MIN_S = 0.02
+_PAUSE_FACTOR = 20
+"""The pause after a look, as a multiple of the processor time that the look took."""
+_EXCEEDED_MAX, _FORGOTTEN_S, _AWAY_S = 5, 60.0, 10.0
+"""A host that had too many connections in more looks than this within a minute is turned away for
+a while.
+"""
+_LINE_S = 60.0
+"""A host has one line of the log in this time."""
+_NEVER = float("-inf")
+_DESCRIPTORS = Path("/proc/self/fd")
+_host_of = functools.lru_cache(4096)(network_of)
+
+_trace = Trace("security")
+
+Peer = tuple[str, int]
+"""The address of the other side, and its port."""
+
+
+class PeerConnection(Struct, frozen=True):
+    """One connection: its descriptor, its peer and the peer's host, when it was first seen, and
+    when a call on it was last allowed.
+    """
+
+    descriptor: int
+    peer: Peer
+    host: str
+    seen: float
+    called: float = _NEVER
+
+    def order(self) -> tuple[float, float]:
+        """Those without a call go first, and of these the oldest."""
+        return self.called, self.seen
+
+    def is_idle(self, now: float) -> bool:
+        """Whether no call was allowed on it lately."""
+        return now - self.called > _RECENT_S
+
+
+def to_close(
+    found: Sequence[PeerConnection], count_max: int, now: float
+) -> tuple[list[PeerConnection], list[PeerConnection]]:
+    """Which connections go, so that others find places: there are `count_max`. First those of hosts
+    with more than their share, then those without calls.
+    """
+    near, share = _near(count_max), _share(count_max)
+    if len(found) < near:
+        return [], []
+    of_host: defaultdict[str, list[PeerConnection]] = defaultdict(list)
+    for one in found:
+        of_host[one.host].append(one)
+    over, busy, left = [], [], []
+    for those in of_host.values():
+        those.sort(key=PeerConnection.order)
+        excess = max(0, len(those) - share)
+        idle = sum(one.is_idle(now) for one in those[:excess])
+        over += those[:idle]
+        busy += those[idle:excess]
+        left += those[idle:]
+    silent = [one for one in left if one.is_idle(now) and now - one.seen > _SILENT_S]
+    silent.sort(key=PeerConnection.order)
+    silent = silent[: max(0, len(left) - near + 1)]
+    if len(left) - len(silent) >= count_max:
+        busy.sort(key=PeerConnection.order)
+        over += busy[: max(1, count_max // 16)]
+    return over, silent
+
+
+class OpenConnections:
+    """The connections of the gRPC server of this process: `count_max` at most. A thread looks at
+    them from `start` to `close`; the event loop says which of them `called`.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._lock = threading.Lock()
+        self._called: OrderedDict[str, float] = OrderedDict()
+        """When the last call of each peer was, the oldest first."""
+        self._seen: dict[Peer, float] = {}
+        self._closed: set[Peer] = set()
+        self._untold: dict[str, tuple[int, str]] = {}
+        self._told_at: dict[str, float] = {}
+        self._exceeded: dict[str, tuple[int, float]] = {}
+        """Of each host that had too many: in how many looks, and when it was last."""
+        self._away: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, port: int) -> None:
+        """Start looking at the connections to this port."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        background.watch("connections", future)
+        self._thread = threading.Thread(
+            target=self._watch, args=(port, future), name="dataplane-connections", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking, after a look that is under way. May be called twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def called(self, peer: str) -> None:
+        """A call was allowed on the connection of this peer, as gRPC writes it."""
+        now = time.monotonic()
+        with self._lock:
+            self._called[peer] = now
+            self._called.move_to_end(peer)
+            for _ in range(2):  # more than were added, so that the old ones get fewer
+                oldest = next(iter(self._called))
+                if now - self._called[oldest] <= _RECENT_S:
+                    break
+                del self._called[oldest]
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _watch(self, port: int, future: concurrent.futures.Future[None]) -> None:
+        pause_s = _PERIOD_S
+        try:
+            while not self._stop.wait(pause_s):
+                began, closed = time.thread_time(), 0
+                if _descriptor_count() >= _near(self._count_max) or self._away:
+                    closed = self.look(port)
+                took_s = time.thread_time() - began
+                is_attacked = closed or self._away
+                pause_s = max(_PAUSE_MIN_S if is_attacked else _PERIOD_S, _PAUSE_FACTOR * took_s)
+        except BaseException as error:  # noqa: BLE001 - it ends the process, by `background`
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def look(self, port: int) -> int:
+        """Close what keeps others out. Returns how many were closed."""
+        now = time.monotonic()
+        found = self._found(port, now)
+        over, silent = to_close(found, self._count_max, now)
+        of_all = f"of the {self._count_max} connections that open files allow"
+        too_many = f"one host may have {_share(self._count_max)} {of_all}"
+        self._close(over, port, too_many)
+        self._close(silent, port, f"no call was made on it, and few {of_all} were left")
+        self._closed = {one.peer for one in (*over, *silent)}
+        self._turn_away({one.host for one in over}, port, now)
+        left = len(found) - len(over) - len(silent)
+        if left >= self._count_max:
+            self._untold[""] = (left, "as many as open files allow, and all are in use")
+        self._tell(now)
+        return len(over) + len(silent)
+
+    def _close(self, going: list[PeerConnection], port: int, why: str) -> None:
+        for one in going:
+            _shut_down(one, port)
+            count, _ = self._untold.get(one.host, (0, ""))
+            self._untold[one.host] = (count + 1, why)
+
+    def _turn_away(self, hosts: set[str], port: int, now: float) -> None:
+        """Turn away for a while those that come again as fast as their connections are closed."""
+        for host in hosts:
+            count, _ = self._exceeded.pop(host, (0, now))
+            self._exceeded[host] = (count + 1, now)
+        self._exceeded = {
+            host: one for host, one in self._exceeded.items() if now - one[1] < _FORGOTTEN_S
+        }
+        away = {host: until for host, until in self._away.items() if now < until}
+        for host in hosts:
+            if self._exceeded[host][0] > _EXCEEDED_MAX:
+                away[host] = now + _AWAY_S
+            if self._exceeded[host][0] == _EXCEEDED_MAX + 1:
+                why = "it connects again as fast as its connections are closed"
+                _trace.refused("host turned away", by=host, peer=host, for_s=_AWAY_S, why=why)
+        if away.keys() != self._away.keys():
+            for listener in _listening(port):
+                turn_away(listener, list(away))
+        self._away = away
+
+    def _found(self, port: int, now: float) -> list[PeerConnection]:
+        with self._lock:
+            called = dict(self._called)
+        called_at = {_peer_of(peer): at for peer, at in called.items()}
+        before, self._seen = self._seen, {}
+        found = []
+        for descriptor, peer in _connected(port):
+            seen = self._seen[peer] = before.get(peer, now)
+            if peer not in self._closed:  # gRPC is about to close it
+                at = called_at.get(peer, _NEVER)
+                found.append(PeerConnection(descriptor, peer, _host_of(peer[0]), seen, at))
+        if len(found) < _near(self._count_max):
+            self._seen.clear()  # the next look may be much later
+        return found
+
+    def _tell(self, now: float) -> None:
+        """Write a line for each host that has had none for a while."""
+        self._told_at = {host: at for host, at in self._told_at.items() if now - at < _LINE_S}
+        for host in [host for host in self._untold if host not in self._told_at]:
+            count, why = self._untold.pop(host)
+            self._told_at[host] = now
+            if host:
+                _trace.refused("connections closed", by=host, peer=host, count=count, why=why)
+            else:
+                _trace.failed("nobody else can connect", connections=count, why=why)
+
+
+def _near(count_max: int) -> int:
+    return count_max - count_max // 4
+
+
+def _share(count_max: int) -> int:
+    return max(1, count_max // 2)
+
+
+def _descriptor_count() -> int:
+    return _DESCRIPTORS.stat().st_size or len(_descriptors())
+
+
+def _descriptors() -> list[int]:
+    with os.scandir(_DESCRIPTORS) as found:
+        return [int(one.name) for one in found]
+
+
+def _connected(port: int) -> Iterator[tuple[int, Peer]]:
+    """The descriptors of connections to this port of this process, and their peers."""
+    for descriptor in _descriptors():
+        peer = _peer_at(descriptor, port)
+        if peer is not None:
+            yield descriptor, peer
+
+
+def _listening(port: int) -> Iterator[socket.socket]:
+    """The sockets of this process that listen at this port; each until the next is asked for."""
+    for descriptor in _descriptors():
+        with _socket_at(descriptor, port) as sock:
+            if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield sock
+
+
+def _peer_at(descriptor: int, port: int) -> Peer | None:
+    with _socket_at(descriptor, port) as sock:
+        try:
+            host, its_port = sock.getpeername()[:2] if sock is not None else ("", 0)
+        except OSError:
+            return None  # it listens, or was closed meanwhile
+    return (_plain(host), its_port) if host else None
+
+
+@contextmanager
+def _socket_at(descriptor: int, port: int) -> Iterator[socket.socket | None]:
+    """The socket with this descriptor, if it has this port of this host. It stays open."""
+    sock = None
+    try:
+        # With a family, so that nothing of it is looked up.
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=descriptor)
+        local = sock.getsockname()
+    except OSError:
+        local = None  # a file, or closed meanwhile
+    try:
+        yield sock if isinstance(local, tuple) and local[1] == port else None
+    finally:
+        if sock is not None:
+            sock.detach()
+
+
+def _shut_down(one: PeerConnection, port: int) -> None:
+    """Hang up, if the descriptor is still that connection."""
+    try:
+        # gRPC may close it at any time, and its number be used again.
+        copy = os.dup(one.descriptor)
+    except OSError:
+        return
+    try:
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=copy)
+    except OSError:
+        return  # now a file: closing the copy would release the locks on it, see fcntl_locking(2)
+    with sock:
+        if _peer_at(copy, port) == one.peer:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # the peer was faster
+
+
+def _peer_of(shown: str) -> Peer:
+    """The peer that gRPC writes as ipv4:10.0.0.9:51234 or ipv6:%5B2001:db8::1%5D:51234."""
+    host, _, port = urllib.parse.unquote(shown).partition(":")[2].rpartition(":")
+    return _plain(host.strip("[]")), int(port) if port.isdigit() else 0
+
+
+def _plain(host: str) -> str:
+    """An address without its scope, and of IPv4 also where the socket is one of IPv6."""
+    return host.removeprefix("::ffff:") if "." in host else host.partition("%")[0]
