@@ -151,25 +151,18 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
         ],
         "nodes",
     )
+    places = ("read_bytes", "neighbour_bytes", "disk_bytes", "memory_bytes", "lent_bytes")
+    counts = [(node, [getattr(node.reads, name) for name in places]) for node in found]
     blocks = output.table(
         ("node", "data address", "origin", "neighbours", "disk", "memory", "lent"),
         [
             (
                 node.node_id,
                 node.data_address or None,
-                *(
-                    output.approximate_bytes(count) if count else None
-                    for count in (
-                        node.reads.read_bytes,
-                        node.reads.neighbour_bytes,
-                        node.reads.disk_bytes,
-                        node.reads.memory_bytes,
-                        node.reads.lent_bytes,
-                    )
-                ),
+                *(output.approximate_bytes(count) if count else None for count in of_node),
             )
-            for node in found
-            if node.data_address or node.reads.disk_bytes
+            for node, of_node in counts
+            if node.data_address or any(of_node)
         ],
         "where blocks came from",
     )

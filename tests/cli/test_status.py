@@ -113,6 +113,26 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     assert "refused the connection" in away
 
 
+def test_a_node_without_neighbours_and_disk_tells_where_its_blocks_came_from():
+    alone = structs.replace(NODE, node_id="alone-1", data_address="")
+    idle = structs.replace(NODE, node_id="idle-1", data_address="")
+
+    async def shown():
+        async with coordinator_with_one_of_two_ranks() as (address, coordinator):
+            reads = NodeReads(2, 5 << 30, memory_bytes=3 << 30)
+            await coordinator.heartbeat(HeartbeatRequest(alone, reads=reads))
+            await coordinator.heartbeat(HeartbeatRequest(idle))
+            return await dataplane("status", address)
+
+    _, out, _ = asyncio.run(shown())
+    came = out[out.index("where blocks came from") :]
+    rows = [line.split() for line in came[: came.index("where blocks are kept")].splitlines()]
+    assert [row for row in rows if row[:1] == ["alone-1"]] == [
+        ["alone-1", "-", "5.0", "GiB", "-", "-", "3.0", "GiB", "-"]
+    ]
+    assert not [row for row in rows if row[:1] == ["idle-1"]], "it has read nothing yet"
+
+
 def test_peers_of_a_dp_rank_that_are_missing_can_be_seen():
     def job(*ranks, world=4):
         members = tuple(
