@@ -15,7 +15,6 @@ from dataplane_bench.certificates import make
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
@@ -83,12 +82,12 @@ class Node:
 
     def read(
         self, etag: str, at: int = 0, length: int = LENGTH, url: str = URL
-    ) -> Awaitable[DataplaneError | None]:
+    ) -> Awaitable[fetches.Outcome]:
         """Bytes 10 to 10 + length, to this place of the arena."""
         into = Region(at, length)
         return self.end_of(fetches.ReadRange(0, url, 10, etag, tasks.BLOCK_ARENA, into))
 
-    def read_parts(self, etag: str) -> Awaitable[DataplaneError | None]:
+    def read_parts(self, etag: str) -> Awaitable[fetches.Outcome]:
         """Parts of bytes 10 to 10 + LENGTH, in one request."""
         targets = [fetches.ReadTarget(part.offset, into) for part, into in PARTS]
         first, *more = targets
@@ -103,8 +102,8 @@ class Node:
             body = BODY[part.offset : part.offset + part.length]
             assert self.bytes_at(into.offset, into.length) == body
 
-    async def end_of(self, order: fetches.ReadBody) -> DataplaneError | None:
-        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+    async def end_of(self, order: fetches.ReadBody) -> fetches.Outcome:
+        end: asyncio.Future[fetches.Outcome] = asyncio.Future()
         self.fetchers.read(order, end.set_result)
         async with asyncio.timeout(TIMEOUT_S):
             return await end

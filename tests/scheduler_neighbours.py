@@ -102,7 +102,7 @@ def elsewhere(outside: Outside, effect: events.Fetch) -> events.BlockFetched | N
     if effect.is_decoded:
         assert effect.into.length == size
         if chance.random() < 0.3:
-            outside.done += [size, 0]
+            outside.done += [size, 0, 0]
             return events.BlockFetched(effect.key, is_away=True)
         return None
     assert effect.into.length == world.blocks.marks.raw[effect.block]
@@ -111,7 +111,10 @@ def elsewhere(outside: Outside, effect: events.Fetch) -> events.BlockFetched | N
     return None
 
 
-def is_guest(outside: Outside, effect: events.Fetch) -> bool:
-    """Whether a neighbour owns the block that was fetched."""
+def given(outside: Outside, effect: events.Fetch) -> events.BlockFetched:
+    """The end of a fetch that has read a block, which a neighbour may own and have given."""
     is_asked = outside.elsewhere > 0 and not effect.is_lent
-    return is_asked and outside.chance.random() < outside.elsewhere
+    is_guest = is_asked and outside.chance.random() < outside.elsewhere
+    length = bytes_of(outside.worlds[effect.dataset_id], effect) if is_guest else 0
+    outside.done += [0, 0, length]
+    return events.BlockFetched(effect.key, is_guest=is_guest, neighbour_bytes=length)

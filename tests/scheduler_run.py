@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import numpy as np
 from scheduler_consumers import Consumer, Place
 from scheduler_disk import Disk
 from scheduler_fed import walk_of
@@ -13,7 +12,7 @@ from scheduler_invariants import Invariants
 from scheduler_makers import Makers
 from scheduler_mixture import Mixture, arena_of_passes
 from scheduler_neighbours import Neighbours
-from scheduler_traffic import Traffic
+from scheduler_traffic import Traffic, untold
 from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
 
 from dataplane.arena.slots import SlotLayout, plan_slots
@@ -388,8 +387,9 @@ class Run:
         self.neighbours.check_end()
         self.disk.check_end()
         left = [world.blocks.account for world in self.worlds.values()]
-        untold = np.array([[each.read_bytes, each.disk_us] for each in left]).sum(0)
-        assert (self.traffic.told + untold == self.outside.done).all(), "account: told once"
+        told = self.traffic.told + sum(map(untold, left))
+        done = [*self.outside.done, self.scheduler.found_bytes]
+        assert told.tolist() == done, "account: told once"
         self.traffic.times.check_end(left)
         for delivery in deliveries:
             assert delivery.slots.free_count == delivery.slots.layout.slot_count

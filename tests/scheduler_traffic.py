@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 from scheduler_evictions import Before, check_evicted
 from scheduler_joined import Joined
@@ -18,6 +19,7 @@ from scheduler_uses import ExactUses
 from dataplane.model import Region
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
+from dataplane.scheduler.account import Account
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
@@ -40,8 +42,10 @@ class Traffic:
         self._joined = Joined(scheduler, fetch_count)
         self._busy: dict[tuple[str, int], list[Region]] = {}
         self._planning: set[int] = set()
-        self.told = np.zeros(2, np.int64)
-        """Bytes read and microseconds of disk time, as reported in the times of slabs."""
+        self.told = np.zeros(4, np.int64)
+        """Bytes read, microseconds of disk time, bytes of neighbours and of memory, as reported in
+        the times of slabs.
+        """
         self.times = Times()
         self._is_settling = False
         self._making: dict[int, int] = {}
@@ -317,7 +321,7 @@ class Traffic:
         times = slab.times
         stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)
         assert min(stages) >= 0, "account: a stage that took less than no time"
-        self.told += [times.read_bytes, times.disk]
+        self.told += [times.read_bytes, times.disk, times.neighbour_bytes, times.memory_bytes]
 
     def _check_stage(self, effect: events.Stalled) -> None:
         """A rank that waits too long gets an error that says what its next slab waits for."""
@@ -376,3 +380,9 @@ class Traffic:
 
         went = [key for key in gone if key in self._blocks]
         check_evicted(self._scheduler, before, went, effect, use_of, self._forgotten)
+
+
+def untold(account: Account) -> npt.NDArray[np.int64]:
+    """What was done and not told yet, as `Traffic.told`."""
+    read, given, found = account.read_bytes, account.neighbour_bytes, account.memory_bytes
+    return np.array([read, account.disk_us, given, found])

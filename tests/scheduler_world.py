@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 from scheduler_joined import drawn_places
-from scheduler_neighbours import bytes_of, elsewhere, is_guest
+from scheduler_neighbours import bytes_of, elsewhere, given
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
@@ -195,8 +195,8 @@ class Outside:
         """The rows of each excerpt, by where it lies."""
         self.find: Callable[[int], CachedBlock | Excerpt]  # by key
         self.chance = random.Random(0)
-        self.done = np.zeros(2, np.int64)
-        """Bytes read and microseconds of disk time, as reported."""
+        self.done = np.zeros(3, np.int64)
+        """Bytes read, microseconds of disk time and bytes of neighbours, as reported."""
         self.away = 0.0
         """How many of the reads end with the store still away."""
         self.refused = 0.0
@@ -254,7 +254,7 @@ class Outside:
     def _disk(self) -> int:
         """Microseconds that a worker waited for the disk."""
         disk = self.chance.choice([0, 0, 7])
-        self.done += [0, disk]
+        self.done += [0, disk, 0]
         return disk
 
     def _no_memory(self) -> BudgetTooSmall | None:
@@ -270,7 +270,7 @@ class Outside:
         world = self.worlds[effect.dataset_id]
         if (ended := elsewhere(self, effect)) is not None:
             return ended
-        self.done += [bytes_of(world, effect), 0]
+        self.done += [bytes_of(world, effect), 0, 0]
         if error := self._no_memory():
             return events.BlockFetched(effect.key, error)
         if effect.block in world.broken:
@@ -279,7 +279,7 @@ class Outside:
             return events.BlockFetched(effect.key, StoreUnavailable("it is away"), is_away=True)
         _mark(self.part(effect.into), BlockName(effect.dataset_id, effect.block))
         self.known[effect.key] = (world, effect.block, effect.into)
-        return events.BlockFetched(effect.key, is_guest=is_guest(self, effect))
+        return given(self, effect)
 
     def _decoded(self, effect: events.DecodeBlock) -> events.BlockDecoded:
         world, block = self.worlds[effect.dataset_id], effect.block

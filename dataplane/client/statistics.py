@@ -29,9 +29,11 @@ class Statistics(Struct, frozen=True):
 
     `reading_s` is the time with a read from storage in flight. `worker_count` workers spent
     `decoding_s` and `assembling_s` on blocks and batches of this job, including `disk_wait_s`
-    waiting for local files. Of the `read_bytes`, the node's own disk had `disk_bytes`; the others
-    came from the store or from neighbours. `copied_slabs` were copied out of the delivery memory,
-    since the trainer held too much of it. `first_batch` is not a sum: it belongs to the whole run.
+    waiting for local files. Of the `read_bytes`, the node's own disk had `disk_bytes`, neighbours
+    gave `neighbour_bytes`, and `origin_bytes` came from the store. `memory_bytes` more were needed
+    and not read, since another rank or epoch had left them in memory. `copied_slabs` were copied
+    out of the delivery memory, since the trainer held too much of it. `first_batch` is not a sum:
+    it belongs to the whole run.
     """
 
     slabs: int = 0
@@ -53,7 +55,14 @@ class Statistics(Struct, frozen=True):
     assembling_s: float = 0.0
     disk_wait_s: float = 0.0
     disk_bytes: int = 0
+    neighbour_bytes: int = 0
+    memory_bytes: int = 0
     first_batch: FirstBatch = NOT_YET
+
+    @property
+    def origin_bytes(self) -> int:
+        """Bytes that were read from the store itself."""
+        return self.read_bytes - self.disk_bytes - self.neighbour_bytes
 
     @property
     def elapsed_s(self) -> float:
@@ -96,12 +105,23 @@ def sum_of(parts: Iterable[Statistics]) -> Statistics:
 class Tally:
     """Collects one stream's statistics; used by one thread at a time."""
 
-    __slots__ = ("_consumed_s", "_counts", "_in_hand", "_times", "_waits", "_workers", "is_closed")
+    __slots__ = (
+        "_by_place",
+        "_consumed_s",
+        "_counts",
+        "_in_hand",
+        "_times",
+        "_waits",
+        "_workers",
+        "is_closed",
+    )
 
     def __init__(self) -> None:
         self.is_closed = False
         self._consumed_s = 0.0
-        self._counts = (0, 0, 0, 0, 0, 0)
+        self._counts = (0, 0, 0, 0, 0)
+        self._by_place = (0, 0, 0)
+        """Bytes from the node's disk, from neighbours and from memory."""
         self._waits: Waits = (0, 0, 0, 0, 0, 0)
         self._times = (0, 0, 0, 0)
         self._workers = 0
@@ -120,14 +140,19 @@ class Tally:
         (slab, waited_s, was_copied), self._in_hand = self._in_hand, None
         self._consumed_s += seconds
         times = slab.times
-        slabs, batches, samples, read, copied, on_disk = self._counts
+        slabs, batches, samples, read, copied = self._counts
         self._counts = (
             slabs + 1,
             batches + len(slab.batches),
             samples + sum([batch.valid for batch in slab.batches]),
             read + times.read_bytes,
             copied + was_copied,
+        )
+        on_disk, given, found = self._by_place
+        self._by_place = (
             on_disk + times.disk_bytes,
+            given + times.neighbour_bytes,
+            found + times.memory_bytes,
         )
         waits = stages_waited_for(round(waited_s * _US_A_S), times)
         a, b, c, d, e, f = self._waits
@@ -144,11 +169,11 @@ class Tally:
 
     def statistics(self) -> Statistics:
         """As of now."""
-        slabs, batches, samples, read, copied, on_disk = self._counts
+        slabs, batches, samples, read, copied = self._counts
         fetch, decode, room, queue, assemble, other = (us / _US_A_S for us in self._waits)
         reading, decoding, assembling, disk = (us / _US_A_S for us in self._times)
         return Statistics(
             slabs, batches, samples, read, copied, self._workers, self._consumed_s,
             sum(self._waits) / _US_A_S, fetch, decode, room, queue, assemble, other,
-            reading, decoding, assembling, disk, on_disk,
+            reading, decoding, assembling, disk, *self._by_place,
         )  # fmt: skip

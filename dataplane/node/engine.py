@@ -41,7 +41,7 @@ from dataplane.node.sources import BlockSources
 from dataplane.node.stall import stall_error
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import tasks
-from dataplane.rpc.fetches import HeldDecoded, Outcome, PartlyGiven
+from dataplane.rpc.fetches import HeldDecoded, NeighbourGave, Outcome, PartlyGiven
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
@@ -253,14 +253,14 @@ class Engine:
             self._fetcher.fetch(reads)
 
     def _on_fetched(self, key: int, name: BlockName, found: Outcome) -> None:
-        is_guest = self.lent.fetched(name, found)
+        of = self.lent.fetched(name, found), self._kept.has_read(name)
         if isinstance(found, HeldDecoded):
             self._tell(events.BlockFetched(key, decoded_bytes=found.length))
             return
         assert not isinstance(found, PartlyGiven), "an end of several blocks"
-        is_away = isinstance(found, (*UNREACHABLE, NeighbourGone))
-        of = {"is_guest": is_guest, "is_from_disk": self._kept.has_read(name)}
-        self._tell(events.BlockFetched(key, found, is_away, **of))
+        given, error = (found.length, None) if isinstance(found, NeighbourGave) else (0, found)
+        is_away = isinstance(error, (*UNREACHABLE, NeighbourGone))
+        self._tell(events.BlockFetched(key, error, is_away, 0, *of, given))
 
     def _decode(self, effect: events.DecodeBlock) -> None:
         dataset, key = self._datasets[effect.dataset_id], effect.key

@@ -40,6 +40,7 @@ from dataplane.node.fetchers import Fetchers, Report
 from dataplane.node.policy import allowed_urls
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
 from dataplane.node.range_source import RangeSource
+from dataplane.node.read_parts import ReadParts, is_all_there
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
@@ -193,7 +194,7 @@ class Fetcher:
     def _ask(self, block: BlockRead, neighbour: fetches.Neighbour) -> None:
         """Ask a neighbour for each piece; fetchers read from the store what it does not send."""
         if neighbour.form is BlockForm.DECODED:
-            parts = _Parts(block.report)
+            parts = ReadParts(block.report)
             self._read(block.raw, 0, tasks.BLOCK_ARENA, block.into, parts, neighbour)
             parts.are_all()
             return
@@ -224,13 +225,14 @@ class Fetcher:
             self._note(url, found)
             block.report(found)
 
-        def read(error: fetches.Outcome) -> None:
-            if error is None and kept is not None and block.is_copied:
-                self.origin.read(fetches.CopyPreamble(0, kept.region, head), end)
+        def read(found: fetches.Outcome) -> None:
+            if is_all_there(found) and kept is not None and block.is_copied:
+                copied = fetches.CopyPreamble(0, kept.region, head)
+                self.origin.read(copied, lambda error: end(error or found))
             else:
-                end(error)
+                end(found)
 
-        parts = _Parts(read)
+        parts = ReadParts(read)
         if kept is not None:  # at the same time as the block, so that both take one round trip
             self._preamble(raw, kept, parts.one_more())
         elif place.length:
@@ -262,8 +264,12 @@ class Fetcher:
                     if (end := found.ends[number]) == NOT_GIVEN:  # as one of several
                         asked = replace(neighbour, block=neighbour.block + number)
                         self._read_alone(raw, piece, asked)
+                    elif end == GIVEN_WHOLE:
+                        piece.report(fetches.NeighbourGave(piece.target.into.length))
                     else:
-                        piece.report(None if end == GIVEN_WHOLE else fetches.HeldDecoded(end))
+                        piece.report(fetches.HeldDecoded(end))
+                elif isinstance(found, fetches.NeighbourGave):
+                    piece.report(fetches.NeighbourGave(piece.target.into.length))
                 else:
                     piece.report(found)
 
@@ -274,7 +280,7 @@ class Fetcher:
     def _read_alone(
         self, raw: tasks.RawBlockRef, piece: _Piece, neighbour: fetches.Neighbour | None = None
     ) -> None:
-        parts, target = _Parts(piece.report), piece.target
+        parts, target = ReadParts(piece.report), piece.target
         self._read(raw, target.offset, tasks.BLOCK_ARENA, target.into, parts, neighbour)
         parts.are_all()
 
@@ -328,7 +334,7 @@ class Fetcher:
         """Read once, even if several blocks start together; not at all if indexing did so."""
         if kept.reading is None or kept.has_failed:
             kept.reading = asyncio.get_running_loop().create_future()
-            parts = _Parts(partial(_set, kept.reading))
+            parts = ReadParts(partial(_set, kept.reading))
             if not self._preambles.fill(kept):
                 at = raw.preamble_place.offset
                 self._read(raw, at, tasks.PREAMBLE_ARENA, kept.region, parts)
@@ -341,7 +347,7 @@ class Fetcher:
         offset: int,
         arena_id: int,
         into: Region,
-        parts: _Parts,
+        parts: ReadParts,
         neighbour: fetches.Neighbour | None = None,
     ) -> None:
         """Read bytes of a shard from the neighbour, if one is named, or the store."""
@@ -359,32 +365,6 @@ class _Piece(Struct, frozen=True):
 
     target: fetches.ReadTarget
     report: Report
-
-
-class _Parts:
-    """Counts the parts of one read; `report` is called once all have ended, with the first error.
-    Parts are reported later than they are added.
-    """
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._left = 1
-        self._error: fetches.Outcome = None
-
-    def one_more(self) -> Report:
-        """Reports the end of one more part."""
-        self._left += 1
-        return self._ended
-
-    def are_all(self) -> None:
-        """No part will be added."""
-        self._ended(None)
-
-    def _ended(self, error: fetches.Outcome) -> None:
-        self._left -= 1
-        self._error = self._error or error
-        if not self._left:
-            self._report(self._error)
 
 
 def _set(reading: asyncio.Future[fetches.Outcome], error: fetches.Outcome) -> None:

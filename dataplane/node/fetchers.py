@@ -285,7 +285,7 @@ class Fetchers:
             if read is not None:
                 fetcher.reading_bytes -= read.length
                 self._count_read(read, body)
-                read.report(body.error or _partly(body.ends))
+                read.report(body.error or _end_of(body))
         elif isinstance(body, fetches.SlabRead):
             fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
             fetcher.was_of_use, self._useless = True, 0
@@ -380,10 +380,11 @@ class Fetchers:
             self._dispatch()
 
 
-def _partly(ends: tuple[int, ...]) -> fetches.Outcome:
+def _end_of(end: fetches.ReadEnded) -> fetches.Outcome:
     """How a read has ended without an error."""
+    ends, given = end.ends, end.neighbour_bytes
     if not ends:
-        return None
+        return fetches.NeighbourGave(given) if given else None
     return fetches.HeldDecoded(ends[0]) if len(ends) == 1 else fetches.PartlyGiven(ends)
 
 

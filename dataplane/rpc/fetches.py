@@ -177,8 +177,14 @@ class PartlyGiven(Struct, frozen=True):
     ends: tuple[int, ...]
 
 
-Outcome = DataplaneError | HeldDecoded | PartlyGiven | None
-"""How an order has ended; None: all bytes are there."""
+class NeighbourGave(Struct, frozen=True):
+    """The end of a read: all bytes are there, and so many of them are from a neighbour."""
+
+    length: int
+
+
+Outcome = DataplaneError | HeldDecoded | PartlyGiven | NeighbourGave | None
+"""How an order has ended; None: all bytes are there, and none of them are from a neighbour."""
 
 
 class StorePause(Struct, frozen=True):

@@ -292,6 +292,8 @@ class StageTimes(Struct, frozen=True):
     disk: int = 0
     workers: int = 0
     disk_bytes: int = 0
+    neighbour_bytes: int = 0
+    memory_bytes: int = 0
 
 
 class Slab(Struct, frozen=True):

@@ -56,6 +56,10 @@ class Account(Struct, eq=False):
     disk_us: int = 0
     disk_bytes: int = 0
     """Of the bytes read, those that the node's own disk had."""
+    neighbour_bytes: int = 0
+    """Of the bytes read, those that neighbours gave."""
+    memory_bytes: int = 0
+    """What was needed and not read, since it was in memory."""
     _reading_s: float = 0.0
     _reads: int = 0
     _reading_since: float = 0.0
@@ -73,9 +77,9 @@ class Account(Struct, eq=False):
         if not self._reads:
             self._reading_s += now - self._reading_since
 
-    def take(self, now: float) -> tuple[int, int, int, int, int]:
-        """(bytes read, reading, decoding, waiting for disks, bytes from the node's disk), times in
-        microseconds. Counting restarts from zero.
+    def take(self, now: float) -> tuple[int, ...]:
+        """(bytes read, reading, decoding, waiting for disks, bytes from the node's disk, from
+        neighbours, from memory), times in microseconds. Counting restarts from zero.
         """
         if self._reads:
             self._reading_s += now - self._reading_since
@@ -83,9 +87,10 @@ class Account(Struct, eq=False):
         found = (
             self.read_bytes, round(self._reading_s * _US_A_S),
             round(self.decoding_s * _US_A_S), self.disk_us, self.disk_bytes,
+            self.neighbour_bytes, self.memory_bytes,
         )  # fmt: skip
         self.read_bytes, self._reading_s, self.decoding_s, self.disk_us = 0, 0.0, 0.0, 0
-        self.disk_bytes = 0
+        self.disk_bytes = self.neighbour_bytes = self.memory_bytes = 0
         return found
 
 
@@ -97,8 +102,8 @@ def stage_times(
     """
     fetch, decode, room, queue, assemble, ready = stages
     done = [account.take(now) for account in accounts]
-    read_bytes, reading, decoding, disk, disk_bytes = map(sum, zip(*done, strict=True))
+    read_bytes, reading, decoding, disk, *by_place = map(sum, zip(*done, strict=True))
     return StageTimes(
         fetch, decode, room, queue, assemble, ready,
-        read_bytes, reading, decoding, disk, worker_count, disk_bytes,
+        read_bytes, reading, decoding, disk, worker_count, *by_place,
     )  # fmt: skip

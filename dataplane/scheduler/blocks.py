@@ -258,6 +258,7 @@ class BlockTable:
         dataset = block.dataset
         read = dataset.read_bytes(block.index) if block.raw is not None else into.length
         dataset.account.read_ended(self._time.now, 0 if event.decoded_bytes else read)
+        dataset.account.neighbour_bytes += event.neighbour_bytes
         dataset.marks.fetched[block.index] = self._time.now
         if self._drop_forgotten(block):
             return

@@ -1,9 +1,9 @@
 """The scheduler's events (inputs) and effects (outputs): its whole interface.
 
 The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
-For each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows, CopyKept,
-LendBlock and KeepBlock it reports the end exactly once, as the event Planned, BlockFetched,
-BlockDecoded, SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. Times are monotonic.
+Of each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows, CopyKept, LendBlock
+and KeepBlock it reports the end exactly once, as the event Planned, BlockFetched, BlockDecoded,
+SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. Times are monotonic.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class StreamAdopted(Struct, frozen=True):
 
 
 class NextOrderKnown(Struct, frozen=True):
-    """The order of the stream that the consumer of this one is expected to read next: blocks are
-    kept for it.
-    """
+    """The order that this stream's consumer is expected to read next: blocks are kept for it."""
 
     stream_id: int
     order: SampleOrder
@@ -125,8 +123,8 @@ class Planned(Struct, frozen=True):
 
 class BlockFetched(Struct, frozen=True):
     """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later.
-    `decoded_bytes`: nothing was read, since the neighbour that has the block has it only decoded,
-    in so many bytes. `is_guest`: a neighbour owns it. `is_from_disk`: its disk had it.
+    `decoded_bytes`: nothing was read, since the neighbour has the block only decoded, and so long.
+    `is_guest`: a neighbour owns it, and gave `neighbour_bytes`. `is_from_disk`: its disk had it.
     """
 
     key: int
@@ -135,6 +133,7 @@ class BlockFetched(Struct, frozen=True):
     decoded_bytes: int = 0
     is_guest: bool = False
     is_from_disk: bool = False
+    neighbour_bytes: int = 0
 
 
 class BlockDecoded(Struct, frozen=True):

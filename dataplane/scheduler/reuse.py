@@ -29,5 +29,7 @@ class Reuse:
             marks = dataset.marks
             remote = some[marks.is_remote[some]]
             again = remote[marks.used[remote] >= marks.fetched[remote]]
-            self.found_bytes += int(dataset.stored[again].sum())
+            found = int(dataset.stored[again].sum())
+            self.found_bytes += found
+            dataset.account.memory_bytes += found
             marks.used[remote] = now

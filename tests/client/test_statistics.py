@@ -50,6 +50,18 @@ def test_a_tally_adds_up_to_the_time_of_the_loop_and_the_last_slab_counts_when_i
     assert sum(waits) - found.disk_wait_s == pytest.approx(found.waited_s)
 
 
+def test_bytes_are_told_apart_by_where_they_came_from():
+    tally = Tally()
+    for _ in range(2):
+        times = StageTimes(read_bytes=100, disk_bytes=10, neighbour_bytes=30, memory_bytes=500)
+        tally.handed_over(slab(times), 0.1, was_copied=False)
+        tally.consumed(0.1)
+    found = tally.statistics()
+    assert (found.read_bytes, found.disk_bytes, found.neighbour_bytes) == (200, 20, 60)
+    assert (found.origin_bytes, found.memory_bytes) == (120, 1000)
+    assert found.plus(found).since(found) == found
+
+
 @given(st.lists(st.builds(Statistics, slabs=us, samples=us, consumed_s=st.floats(0, 1e6))))
 def test_statistics_of_a_part_are_the_whole_without_the_rest(parts):
     whole, first = sum_of(parts), sum_of(parts[:2])

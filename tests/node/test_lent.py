@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from scheduler_world import World
 from small_engine import SmallEngine
 
+from dataplane.errors import StoreDenied
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import RUN_PARTS, BlockRead
@@ -23,11 +25,13 @@ from dataplane.node.lent import LentBlocks
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import (
+    CopyPreamble,
     HeldDecoded,
     Neighbour,
+    NeighbourGave,
     Outcome,
     PartlyGiven,
-    ReadRange,
+    ReadBody,
     ReadTarget,
     SlabMaker,
 )
@@ -215,9 +219,9 @@ class Told:
     """An origin that ends each order as the test says."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[ReadRange, Report]] = []
+        self.orders: list[tuple[Any, Report]] = []
 
-    def read(self, order: ReadRange, report: Report) -> None:
+    def read(self, order: ReadBody, report: Report) -> None:
         self.orders.append((order, report))
 
 
@@ -242,15 +246,46 @@ def test_what_is_refused_of_a_run_is_asked_for_alone(ends: list[int]) -> None:
     ((order, report),) = origin.orders
     assert order.targets == tuple(ReadTarget(10 * n, Region(64 * n, 9)) for n in range(len(ends)))
     assert order.neighbour == reads[0].neighbour
-    report(PartlyGiven(tuple(ends)) if any(ends) else None)
+    report(PartlyGiven(tuple(ends)) if any(ends) else NeighbourGave(9 * len(ends)))
     left = [n for n, end in enumerate(ends) if end == NOT_GIVEN]
     assert [each.neighbour for each, _ in origin.orders[1:]] == [reads[n].neighbour for n in left]
     assert [each.into for each, _ in origin.orders[1:]] == [reads[n].into for n in left]
     for _, end in origin.orders[1:]:
         end(None)
-    held = {n: HeldDecoded(77) if end == 77 else None for n, end in enumerate(ends)}
-    assert found == held
+    each_end = {GIVEN_WHOLE: NeighbourGave(9), 77: HeldDecoded(77), NOT_GIVEN: None}
+    assert found == {n: each_end[end] for n, end in enumerate(ends)}
     preambles.close()
+
+
+@pytest.mark.parametrize("error", [None, StoreDenied("url: no")])
+def test_what_a_neighbour_gave_of_a_block_is_told_when_all_of_it_is_there(
+    error: StoreDenied | None,
+) -> None:
+    """Its two pieces are asked for, its preamble comes from the store, and is then copied."""
+    pieces = Region(20, 10), Region(50, 1)
+
+    async def run() -> list[Outcome]:
+        origin, found, preambles = Told(), list[Outcome](), Preambles(4096)
+        fetcher = Fetcher(origin, preambles)  # type: ignore[arg-type]
+        raw = tasks.RawBlockRef("s3://b/0", 0, 1, Region(0, 60), Region(0, 5), 99, pieces=pieces)
+        read = BlockRead(1, raw, Region(0, 16), found.append, True, LENDER, bytes(16))
+        fetcher.fetch([read])
+        asked = [(order, end) for order, end in origin.orders if order.neighbour is not None]
+        assert [order.into for order, _ in asked] == [Region(5, 10), Region(15, 1)]
+        for order, end in asked:
+            end(NeighbourGave(order.length))
+        for order, end in origin.orders:
+            if order.neighbour is None:
+                end(None)
+        await asyncio.sleep(0)
+        assert found == []
+        order, end = origin.orders[-1]
+        assert type(order) is CopyPreamble
+        end(error)
+        preambles.close()
+        return found
+
+    assert asyncio.run(run()) == [error or NeighbourGave(11)]
 
 
 def read(

@@ -28,6 +28,8 @@ from dataplane.worker.forking import fork_server
 
 __all__ = ["awry"]
 
+GAVE = fetches.NeighbourGave(LENGTH)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_fork_server(run_mark: str) -> Iterator[None]:
@@ -68,7 +70,7 @@ def test_a_neighbours_bytes_arrive_and_the_store_is_not_asked(awry: Awry, etag: 
         async with node() as at, lending_node() as lent:
             no_store(at)
             reads = [order(etag, lent.neighbour(n, 50), n * LENGTH) for n in range(5)]
-            assert await asyncio.gather(*map(at.end_of, reads)) == [None] * 5
+            assert await asyncio.gather(*map(at.end_of, reads)) == [GAVE] * 5
             for n in range(5):
                 assert at.bytes_at(n * LENGTH) == lent.block(n, 50, LENGTH)
             assert awry.seen == []
@@ -100,7 +102,7 @@ def test_a_block_that_is_only_decoded_is_asked_for_in_that_form(awry: Awry, etag
             assert await at.end_of(order(etag, lent.neighbour())) == fetches.HeldDecoded(4321)
             lent.answer = lent.give
             decoded = lent.neighbour(3, form=BlockForm.DECODED)
-            assert await at.end_of(order(etag, decoded)) is None
+            assert await at.end_of(order(etag, decoded)) == GAVE
             assert at.bytes_at(0) == lent.block(3, 0, LENGTH)
             assert awry.seen == []
             assert at.fetchers.statistics().read_bytes == 0
@@ -114,6 +116,7 @@ def test_a_block_that_is_only_decoded_is_asked_for_in_that_form(awry: Awry, etag
 
 
 LENGTHS = [into.length for _, into in PARTS]
+RUN_GAVE = fetches.NeighbourGave(sum(LENGTHS))
 
 
 def run_order(etag: str, neighbour: fetches.Neighbour) -> fetches.ReadRange:
@@ -142,7 +145,7 @@ def test_of_a_run_only_what_the_neighbour_gives_is_read_and_the_rest_is_told(
 
                 lent.answer = answer
                 found = await at.end_of(run_order(etag, lent.neighbour(2)))
-                assert found == (fetches.PartlyGiven(ends) if any(ends) else None)
+                assert found == (fetches.PartlyGiven(ends) if any(ends) else RUN_GAVE)
                 for number, ((_, into), end) in enumerate(zip(PARTS, ends, strict=True)):
                     expected = bytes(into.length)
                     if end == GIVEN_WHOLE:
@@ -163,7 +166,7 @@ def test_a_run_of_a_neighbour_that_stalls_or_is_gone_is_one_read_of_the_store(
     async def play() -> None:
         async with node() as at, lending_node() as lent:
             lent.answer = lambda asked: lent.give_run(asked, LENGTHS, (GIVEN_WHOLE,) * 3)
-            assert await at.end_of(run_order(etag, lent.neighbour(2))) is None
+            assert await at.end_of(run_order(etag, lent.neighbour(2))) == RUN_GAVE
             assert awry.seen == []
             os.kill(lent.lending.pid, signal.SIGSTOP)
             for neighbour in (lent.neighbour(2), lent.neighbour(address="127.0.0.1:1")):
@@ -261,7 +264,7 @@ def test_bytes_that_are_wrong_are_read_from_the_store(awry: Awry, etag: str) -> 
 def test_a_neighbour_that_stalls_is_overtaken_by_the_store(awry: Awry, etag: str) -> None:
     async def play() -> None:
         async with node() as at, lending_node() as lent:
-            assert await at.end_of(order(etag, lent.neighbour())) is None
+            assert await at.end_of(order(etag, lent.neighbour())) == GAVE
             os.kill(lent.lending.pid, signal.SIGSTOP)
             await from_store(at, awry, order(etag, lent.neighbour()))
             found = at.fetchers.statistics()
@@ -289,7 +292,7 @@ def test_a_neighbour_that_stalls_with_a_decoded_block_is_not_waited_for(
     async def play() -> None:
         async with node() as at, lending_node() as lent:
             decoded = lent.neighbour(3, form=BlockForm.DECODED)
-            assert await at.end_of(order(etag, decoded)) is None
+            assert await at.end_of(order(etag, decoded)) == GAVE
             lent.answer = lambda asked: None
             late = await at.end_of(order(etag, decoded))
             assert type(late) is NeighbourGone
@@ -320,7 +323,7 @@ def test_a_connection_that_has_died_unused_is_opened_again(awry: Awry, etag: str
         async with node() as at, lending_node() as lent:
             no_store(at)
             for _ in range(3):
-                assert await at.end_of(order(etag, lent.neighbour())) is None
+                assert await at.end_of(order(etag, lent.neighbour())) == GAVE
                 os.kill(lent.lending.pid, signal.SIGKILL)
                 await lent.until(lambda: not lent.lending.pid)
                 await lent.until(lambda: lent.lending.pid)

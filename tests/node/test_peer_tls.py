@@ -59,7 +59,7 @@ def test_blocks_and_slabs_arrive_byte_for_byte_also_while_certificates_are_repla
     async def everything(at: Reader, maker: Maker) -> None:
         maker.answer = maker.give
         reads = [at.end_of(block(maker, n, n * LENGTH)) for n in range(3)]
-        assert await asyncio.gather(*reads) == [None] * 3
+        assert await asyncio.gather(*reads) == [fetches.NeighbourGave(LENGTH)] * 3
         for n in range(3):
             assert at.bytes_at(n * LENGTH) == maker.block(n, 0, LENGTH)
         maker.answer = maker.give_slab

@@ -22,6 +22,7 @@ from fleet import Service
 from servers import S3Server
 
 from dataplane.cli import run
+from dataplane.client.statistics import sum_of
 from dataplane.index.indexing import open_dataset
 
 SHARDS, BLOCKS, BLOCK_ROWS, ROW_BYTES = 12, 3, 64, 4096
@@ -93,6 +94,12 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
             assert sorted(ids) == list(range(ROWS)), f"epoch {epoch}: a sample is lost or repeated"
         size = ROWS * (ROW_BYTES + 8)
         until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
+        of_loaders = sum_of([first.statistics(), second.statistics()])
+        # The loaders tell what they have consumed; footers are told by nodes alone.
+        assert size // 4 < of_loaders.neighbour_bytes <= reads("neighbour_bytes")
+        assert size // 2 < of_loaders.origin_bytes <= reads("read_bytes")
+        assert size // 2 < of_loaders.memory_bytes <= reads("memory_bytes")
+        assert of_loaders.disk_bytes == 0
         # Of two epochs; footers count, and blocks that were asked for twice.
         assert reads("read_bytes") < 1.3 * size
 

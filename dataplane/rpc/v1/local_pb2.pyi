@@ -386,7 +386,7 @@ class Layout(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers", "disk_bytes")
+    __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers", "disk_bytes", "neighbour_bytes", "memory_bytes")
     FETCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -399,6 +399,8 @@ class StageTimes(_message.Message):
     DISK_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOUR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     fetch: int
     decode: int
     room: int
@@ -411,7 +413,9 @@ class StageTimes(_message.Message):
     disk: int
     workers: int
     disk_bytes: int
-    def __init__(self, fetch: _Optional[int] = ..., decode: _Optional[int] = ..., room: _Optional[int] = ..., queue: _Optional[int] = ..., assemble: _Optional[int] = ..., ready: _Optional[int] = ..., read_bytes: _Optional[int] = ..., reading: _Optional[int] = ..., decoding: _Optional[int] = ..., disk: _Optional[int] = ..., workers: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
+    neighbour_bytes: int
+    memory_bytes: int
+    def __init__(self, fetch: _Optional[int] = ..., decode: _Optional[int] = ..., room: _Optional[int] = ..., queue: _Optional[int] = ..., assemble: _Optional[int] = ..., ready: _Optional[int] = ..., read_bytes: _Optional[int] = ..., reading: _Optional[int] = ..., decoding: _Optional[int] = ..., disk: _Optional[int] = ..., workers: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Steps(_message.Message):
     __slots__ = ("first", "stride", "rows", "valid")
