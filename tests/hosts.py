@@ -28,7 +28,7 @@ import hosts_namespaces
 import hosts_network
 import numpy as np
 from hosts_faults import KINDS, Faults, Round
-from hosts_origin import Plan, epoch_reads
+from hosts_origin import Plan, epoch_reads, later_reads
 from hosts_service import READS, ROW_BYTES, URL, Failed, Job, Service, Shape, started
 
 QUICK: dict[str, Any] = {
@@ -138,6 +138,14 @@ def _tell_reads(service: Service, plan: Plan, job: Job, tell: _Tell) -> None:
     predicted = plan.predicted_bytes(len(job.ranks))
     told = ", ".join(f"{one / 1e6:.1f} MB" for one in predicted)
     tell("predicted", predicted, f"as `dataplane plan` predicts the first epochs: {told}")
+    hosts = len({rank.host.address for rank in job.ranks})
+    later = later_reads(plan, reads, len(job.ranks), hosts)
+    tell("eviction", asdict(later), (
+        f"epochs after the first read {later.measured_bytes / 1e6:.1f} MB from the store, predicted "
+        f"{later.predicted_bytes / 1e6:.1f} MB; LRU with the same memory would read "
+        f"{later.least_recent_bytes / 1e6:.1f} MB, {later.better:.2f} times as much (predicted: "
+        f"{later.predicted_better:.2f} times)"
+    ))  # fmt: skip
     counts = service.reads()
     told = ", ".join(
         f"{name} {count / 1e6:.1f} MB" for name, count in counts.items() if name.endswith("_bytes")

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from caches import least_recent
 from hosts_service import BUCKET, DELIVERY_MIB, SLAB_BYTES, Job, Shape
 from msgspec import structs
 
 from dataplane.commands.plan_reads import predicted_reads
 from dataplane.config import JobSpec
 from dataplane.index.indexing import index_dataset
+from dataplane.node.dataset import can_pack, dataset_of
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.order import Order
@@ -45,7 +47,15 @@ class Plan:
         ramp = shuffle_of(sizes, shape.lanes, shape.window).ramp
         self._options = shape.options | {"ramp": ramp}
         self._first = np.cumsum(rows) - rows
-        self.shape = shape
+        self.shape, self.arena_bytes = shape, int(shape.arena.removesuffix("MiB")) << 20
+        self.spec = JobSpec(
+            self.manifest.fingerprint, global_batch=shape.batch, **(shape.options | self._options)
+        )
+        packed = can_pack(self.manifest, self.spec, self.arena_bytes)
+        size = self.arena_bytes
+        self.dataset = dataset_of(
+            1, self.manifest, self.spec, packed=packed, arena_bytes=size
+        ).blocks
 
     def order(self, epoch: int) -> Order:
         return Order(self.manifest.block_rows, epoch=epoch, **self._options)
@@ -61,16 +71,28 @@ class Plan:
         """
         shape = self.shape
         config = structs.replace(
-            default_node_config(), block_arena_bytes=int(shape.arena.removesuffix("MiB")) << 20,
+            default_node_config(), block_arena_bytes=self.arena_bytes,
             slab_bytes=SLAB_BYTES, delivery_bytes_per_rank=DELIVERY_MIB << 20, cache_bytes=0,
         )  # fmt: skip
-        spec = JobSpec(
-            self.manifest.fingerprint, global_batch=shape.batch, **(shape.options | self._options)
-        )
-        found = predicted_reads(self.manifest, spec, Cluster(size, shape.ranks), config, 0)
+        found = predicted_reads(self.manifest, self.spec, Cluster(size, shape.ranks), config, 0)
         assert found is not None
         together = found.with_neighbours or found.alone
         return [epoch.origin_bytes for epoch in together.epochs]
+
+    def least_recent_bytes(self, size: int, hosts: int, epochs: int) -> int:
+        """What so many epochs would read from the store if all nodes were one LRU cache."""
+        marks = self.dataset.marks
+        held = np.where(marks.decoded > 0, marks.decoded, marks.raw)
+        room = hosts * self.arena_bytes // int(held.max())
+        length = self.shape.batches_per_slab(size) * self.shape.batch
+        slabs = []
+        for epoch in range(epochs):
+            order = self.order(epoch)
+            for at in range(0, order.sample_count, length):
+                stop = min(at + length, order.sample_count)
+                slabs.append(np.unique(order.locate(np.arange(at, stop))[0]).tolist())
+        whole = float(self.manifest.block_length.mean())
+        return round(least_recent(slabs, room) * whole)
 
     def first_blocks(self, epoch: int, ranks: Sequence[int], size: int) -> set[int]:
         """Those that these ranks need soon after the start of an epoch."""
@@ -78,6 +100,39 @@ class Plan:
         positions = np.arange(min(steps * self.shape.batch, self.manifest.sample_count))
         own = positions[np.isin(positions % size, ranks)]
         return set(self.order(epoch).locate(own)[0].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class LaterReads:
+    """Bytes that the epochs after the first one read from the store: as measured, as predicted, and
+    of an LRU cache of all the memory, which reads nothing ahead. `better` and `predicted_better`:
+    how many times as much LRU reads.
+    """
+
+    measured_bytes: int
+    predicted_bytes: int
+    least_recent_bytes: int
+
+    @property
+    def better(self) -> float:
+        return self.least_recent_bytes / max(self.measured_bytes, 1)
+
+    @property
+    def predicted_better(self) -> float:
+        return self.least_recent_bytes / max(self.predicted_bytes, 1)
+
+
+def later_reads(plan: Plan, reads: Sequence[EpochReads], ranks: int, hosts: int) -> LaterReads:
+    """Of as many epochs as are predicted. What the first one has read ahead is left out, and what
+    the last one has read ahead is in it.
+    """
+    predicted = plan.predicted_bytes(ranks)[: len(reads)]
+    count, whole = len(predicted), int(plan.manifest.block_length.sum())
+    return LaterReads(
+        sum(each.origin_bytes for each in reads[1:count]),
+        sum(predicted[1:]),
+        plan.least_recent_bytes(ranks, hosts, count) - whole,
+    )
 
 
 def epoch_reads(log: Path, plan: Plan, job: Job) -> list[EpochReads]:
