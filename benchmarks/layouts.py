@@ -7,6 +7,11 @@ photographs of zstd-compressed token lists: by one rank, and by `--tp` processes
 one dp rank. Counts the processor time of the node and of its workers (user and system) in each
 epoch, and that of the trainers in the second. The first epoch allocates the memory of every rank.
 Both ways take turns in rounds, and the median round of each counts.
+
+"decode" is the part of the node's one worker that decodes: blocks, and with photographs also the
+slabs whose images it makes, without the slabs that it copies from these for the other peers. It is
+the worker's processor time, divided as the time of its tasks is. Blocks of token lists are decoded
+in the first epoch alone, since they stay in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 BLOCK_ROWS = 64
+WHAT = (
+    "node, first epoch", "node, second epoch", "decode, first epoch", "decode, second epoch",
+    "all trainers",
+)  # fmt: skip
 TOKENS = 2048
 RANK = """
 import json, resource, sys
@@ -40,8 +49,16 @@ with DataLoader(
     print("open", flush=True)
     for _ in range(2):
         sys.stdin.readline()
-        rows = sum(len(next(iter(batch.values()))) for batch in loader)
-        print(rows, flush=True)
+        began = before = loader.statistics()
+        rows, slabs = 0, []
+        for batch in loader:
+            rows += len(next(iter(batch.values())))
+            if (now := loader.statistics()).slabs > before.slabs:
+                slabs.append(now.since(before).assembling_s)
+                before = now
+        now = loader.statistics()
+        slabs.append(now.since(before).assembling_s)
+        print(json.dumps([rows, now.since(began).decoding_s, slabs]), flush=True)
     sys.stdin.readline()
 """
 
@@ -84,8 +101,20 @@ def tell(rank: subprocess.Popen[str], line: str) -> None:
     rank.stdin.flush()
 
 
-def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, float, float]:
-    """CPU seconds of the node in the first and the second epoch, and of all trainers there."""
+def decode_share(told: list[tuple[int, float, list[float]]], *, images: bool) -> float:
+    """Of the time of the worker's tasks, the part in which it decoded blocks and made images, from
+    what the ranks tell: rows, time for blocks, and time for each slab. Of equal slabs, one is made.
+    """
+    decoding_s = sum(one for _, one, _ in told)
+    slabs = list(zip(*(slabs for _, _, slabs in told), strict=True))
+    made_s = sum(map(max, slabs)) if images else 0.0
+    return (decoding_s + made_s) / (decoding_s + sum(map(sum, slabs)))
+
+
+def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, ...]:
+    """CPU seconds: of the node in the first and the second epoch, of decoding in both, and of all
+    trainers in the second.
+    """
     environ = {**os.environ, "DATAPLANE_WORKER_COUNT": "1", "OMP_NUM_THREADS": "1"}
     ranks: list[subprocess.Popen[str]] = []
     for tp_rank in range(tp):
@@ -107,18 +136,22 @@ def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, float, 
         for child in trainer.children()
         if "dataplane.node" in child.cmdline()
     ]
-    spent = []
+    (worker,) = [one for one in node.children(recursive=True) if one.name() == "dp-worker"]
+    spent, decoding = [], []
     for _ in range(2):
         before, own = cpu_s(node), [sum(one.cpu_times()[:2]) for one in trainers]
+        of_worker = cpu_s(worker)
         for rank in ranks:
             tell(rank, "go\n")
-        for rank in ranks:
-            assert int(heard(rank)) == given.samples
+        told = [json.loads(heard(rank)) for rank in ranks]
+        assert [rows for rows, _, _ in told] == [given.samples] * tp
         spent.append(cpu_s(node) - before)
+        share = decode_share(told, images=given.photographs is not None)
+        decoding.append(share * (cpu_s(worker) - of_worker))
     of_trainers = sum(sum(one.cpu_times()[:2]) for one in trainers) - sum(own)
     for rank in ranks:
         rank.communicate("done\n")
-    return spent[0], spent[1], of_trainers
+    return (*spent, *decoding, of_trainers)
 
 
 def main() -> None:
@@ -139,17 +172,19 @@ def main() -> None:
             tokens(given.samples, url)
         else:
             photographs(given.photographs, given.samples, url)
-        found: dict[int, list[tuple[float, float, float]]] = {1: [], given.tp: []}
+        found: dict[int, list[tuple[float, ...]]] = {1: [], given.tp: []}
         for _ in range(given.rounds):
             for tp, trials in found.items():
                 trials.append(trial(given, url, tp))
-                print(f"tp={tp}: " + ", ".join(f"{one:.2f}" for one in trials[-1]))
+                times = zip(WHAT, trials[-1], strict=True)
+                print(f"tp={tp}: " + ", ".join(f"{what} {one:.2f}" for what, one in times))
     medians = {
         tp: [statistics.median(one) for one in zip(*t, strict=True)] for tp, t in found.items()
     }
-    for at, what in enumerate(("node, first epoch", "node, second epoch", "all trainers")):
+    for at, what in enumerate(WHAT):
         one, many = medians[1][at], medians[given.tp][at]
-        print(f"{what}: {one:.2f} and {many:.2f} CPU s, {many / one:.3f} times")
+        ratio = f"{many / one:.3f} times" if one > 0.01 else "hardly any"
+        print(f"{what}: {one:.2f} and {many:.2f} CPU s, {ratio}")
 
 
 if __name__ == "__main__":
