@@ -3,9 +3,14 @@
     python benchmarks/neighbours.py [--block-kib 8192] [--run 1] [--mib 4096] [--threads 4]
         [--namespaces] [--tls]
 
-The lender is bound to processor 0 and the asker to processor 1. With --namespaces, which needs
-root, they are in two network namespaces that a veth pair joins; without, they use loopback. The
-node's part, which answers what the lender asks, runs in the process of this script.
+The lender's side is bound to processor 0 and the asker's side to processor 1. With --namespaces,
+which needs root, they are in two network namespaces that a veth pair joins; without, they use
+loopback. Each side has the process that moves bytes (lender, fetcher), and the part of a node that
+answers or gives its orders, in the event loop of another process. Nodes have more in their loops:
+schedulers, workers and trainers are not there.
+
+Each line has how late a tick of these two loops was, at the 99th percentile: of the lender's side,
+then of the asker's. The processor of each loop is also that of the process that moves bytes.
 
 With --run, so many blocks that lie one after the other are asked for at once, and rounds of this
 and of single blocks take turns.
@@ -22,33 +27,37 @@ import ctypes
 import itertools
 import multiprocessing
 import os
-import resource
 import secrets
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
+from dataplane.machine import ProcessorWaits
 from dataplane.model import Region
 from dataplane.neighbours import wire
-from dataplane.neighbours.asking import Lines
-from dataplane.neighbours.line_tls import LineTls
+from dataplane.node.fetchers import Fetchers
 from dataplane.node.lending import Lending
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarget, StartFetching
 from dataplane.rpc.lending import Asked
+from dataplane.rpc.tasks import BLOCK_ARENA
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 ARENA_BYTES = 512 << 20
 KEY = secrets.token_bytes(32)
 GIB = 1 << 30
+TICK_S = 0.001
 CLONE_NEWNET = 0x40000000
 LENDER_ADDRESS, ASKER_ADDRESS = "10.213.0.1", "10.213.0.2"
 
@@ -59,7 +68,7 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, default=8192)
     parser.add_argument("--run", type=int, default=1, help="blocks that are asked for at once")
     parser.add_argument("--mib", type=int, default=4096, help="moved in each round")
-    parser.add_argument("--threads", type=int, default=4, help="connections")
+    parser.add_argument("--threads", type=int, default=4, help="reads under way, each a connection")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--namespaces", action="store_true")
     parser.add_argument("--tls", action="store_true", help="compare plain text and TLS")
@@ -125,6 +134,7 @@ def enter(namespace: str) -> None:
 async def lend(
     options: argparse.Namespace, lends: str, asks: str, tls: PeerTls | None = None
 ) -> None:
+    """The process of the lender, as a node lends: its event loop answers each ask."""
     block_bytes = options.block_kib << 10
     blocks = ARENA_BYTES // block_bytes
     arena = Arena.create("lent", ARENA_BYTES)
@@ -140,22 +150,13 @@ async def lend(
         lending.give(asked.number, first, note=note, more=tuple(more))
 
     enter(lends)
+    os.sched_setaffinity(0, {0})
     listener = socket.create_server((LENDER_ADDRESS if lends else "127.0.0.1", 0))
     trace = Trace("bench")
     lending = Lending(listener, "lender", arena, give, lambda _: None, trace, tls=tls)
     lending.keys("job", 1, KEY)
-    os.sched_setaffinity(lending.pid, {0})
-    neighbour = Neighbour(
-        "{}:{}".format(*listener.getsockname()),
-        "job",
-        1,
-        KEY,
-        "asker",
-        "lender",
-        bytes(16),
-        0,
-        0,
-    )
+    of = ("asker", "lender", bytes(16), 0, 0)
+    neighbour = Neighbour("{}:{}".format(*listener.getsockname()), "job", 1, KEY, *of)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=ask, args=(theirs, asks, neighbour, options, blocks, tls))
@@ -165,7 +166,8 @@ async def lend(
         for number in range(options.rounds * (1 + (options.run > 1))):
             before = cpu_s(lending.pid)
             ours.send("begin")
-            took_s, asker_s = await asyncio.to_thread(ours.recv)
+            async with ticking() as ticks:
+                took_s, asker_s, asker_ticks = await asyncio.to_thread(ours.recv)
             moved = options.mib << 20
             lender_s = cpu_s(lending.pid) - before
             print(
@@ -173,7 +175,8 @@ async def lend(
                 f"{'TLS' if tls else 'plain'}: "
                 f"{moved / took_s / 1e9:5.2f} GB/s, "
                 f"CPU s/GiB: lender {lender_s * GIB / moved:.2f}, asker {asker_s * GIB / moved:.2f}"
-                f", load {os.getloadavg()[0]:.1f}",
+                f"; p99 of the loops: {p99(ticks)} and {p99(asker_ticks)}"
+                f"; load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
         ours.send("end")
@@ -191,57 +194,97 @@ def ask(
     blocks: int,
     tls: PeerTls | None,
 ) -> None:
-    """The process of the asker, as a fetcher works: threads that fill extents of an arena."""
+    """The process of the asker, as a node asks: its event loop gives orders to a fetcher."""
     enter(namespace)
     os.sched_setaffinity(0, {1})
+    with contextlib.suppress(EOFError):
+        asyncio.run(ask_rounds(pipe, neighbour, options, blocks, tls))
+
+
+async def ask_rounds(
+    pipe: Connection,
+    neighbour: Neighbour,
+    options: argparse.Namespace,
+    blocks: int,
+    tls: PeerTls | None,
+) -> None:
+    """Answer each "begin" of the lender with a round."""
     block_bytes = options.block_kib << 10
+    arena, preambles = Arena.create("asked", ARENA_BYTES), Arena.create("preambles", 1 << 20)
+    start = StartFetching((), 60.0, 30.0, tls=tls)
+    fetchers = Fetchers(1, start, (arena, preambles), Trace("bench"), Outages())
+    fetchers.start()
+    fetchers.pause(Pause("s3://nowhere", 3, 1e6))  # no read is asked for again there
+
+    async def read(number: int, together: int) -> None:
+        at = number * together % blocks
+        first, *more = [
+            ReadTarget(each * block_bytes, Region(each * block_bytes, block_bytes))
+            for each in range(at, at + together)
+        ]
+        place = ("s3://nowhere/shard", first.offset, "etag", BLOCK_ARENA, first.into, tuple(more))
+        end: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        fetchers.read(ReadRange(0, *place, replace(neighbour, block=at)), end.set_result)
+        found = await end
+        assert found == NeighbourGave(together * block_bytes), found
+
+    async def run(numbers: Iterator[int], together: int) -> None:
+        for number in numbers:
+            await read(number, together)
+
     count = (options.mib << 20) // block_bytes
-    arena = Arena.create("asked", ARENA_BYTES)
-    arena.prepare(0, ARENA_BYTES)
-    lines, turns = Lines(None if tls is None else LineTls(tls)), threading.Lock()
-
-    def run(numbers: Iterator[int], together: int) -> None:
-        while True:
-            with turns:
-                number = next(numbers, None)
-            if number is None:
-                return
-            at = number * together % blocks
-            asked = replace(neighbour, block=at)
-            into = [
-                arena.view(each * block_bytes, block_bytes) for each in range(at, at + together)
-            ]
-            if together > 1:
-                answer, _ = lines.read_run(asked, into, lambda _: None, lambda: None)
-            else:
-                answer = lines.read(asked, into[0], lambda _: None, lambda: None)
-            for each in into:
-                each.release()
-            assert answer.length == together * block_bytes
-
+    await asyncio.gather(*(read(number, 1) for number in range(blocks)))  # allocates the arena
     pipe.send("ready")
     rounds = itertools.count()
-    while pipe.recv() == "begin":
+    while await asyncio.to_thread(pipe.recv) == "begin":
         together = at_once(options, next(rounds))
-        began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+        (fetcher,) = fetchers.pids
+        began, used = time.monotonic(), time.process_time() + cpu_s(fetcher)
         numbers = iter(range(count // together))
-        threads = [
-            threading.Thread(target=run, args=(numbers, together)) for _ in range(options.threads)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        took_s, now = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF)
-        spent_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-        pipe.send((took_s, spent_s))
-    lines.close()
+        async with ticking() as ticks:
+            await asyncio.gather(*(run(numbers, together) for _ in range(options.threads)))
+        spent_s = time.process_time() + cpu_s(fetcher) - used
+        pipe.send((time.monotonic() - began, spent_s, ticks))
+    fetchers.close()
     arena.close()
+    preambles.close()
+
+
+@contextlib.asynccontextmanager
+async def ticking() -> AsyncIterator[list[tuple[float, float]]]:
+    """How late the ticks of this event loop are: in all, and without the time for which its thread
+    waited for a processor, in seconds.
+    """
+    ticks: list[tuple[float, float]] = []
+    waits = ProcessorWaits(threading.get_native_id())
+
+    async def tick() -> None:
+        while True:
+            due, queued_s = time.monotonic() + TICK_S, waits.seconds()
+            await asyncio.sleep(TICK_S)
+            late_s = time.monotonic() - due
+            ticks.append((late_s, max(0.0, late_s - (waits.seconds() - queued_s))))
+
+    task = asyncio.create_task(tick())
+    try:
+        yield ticks
+    finally:
+        task.cancel()
+        waits.close()
+
+
+def p99(ticks: list[tuple[float, float]]) -> str:
+    """The 99th percentile of both, in milliseconds."""
+    if not ticks:
+        return "no tick yet"
+    late, own = (sorted(each)[len(each) * 99 // 100] * 1e3 for each in zip(*ticks, strict=True))
+    return f"{late:.1f} ms ({own:.1f} without waits for the processor)"
 
 
 def cpu_s(pid: int) -> float:
     """Processor time of a process so far."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 if __name__ == "__main__":
