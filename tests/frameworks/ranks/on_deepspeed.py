@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import asdict
 
 import torch.distributed
 from dataplane_torch import Topology
-from msgspec.structs import asdict
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 warnings.filterwarnings("ignore")
