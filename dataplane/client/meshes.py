@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -47,6 +48,10 @@ OTHER_AXES: Final = frozenset(
         "model_parallel",
     ]
 )
+
+
+_PARTS_OF_BATCH: Final = frozenset(["dp_replicate", "dp_shard"])
+"""Together, they are the batch axis of torchtitan."""
 
 
 class Mesh(Protocol):
@@ -157,12 +162,12 @@ def _check_whole(
 ) -> None:
     """Refuse a part of a mesh that lacks a batch axis: ranks along it would read equal batches."""
     missing: list[str] = []
-    if whole is not None and len(whole.shape) == 1 and "fsdp" in names:
-        # In torchtitan, a view of the world whose axis fsdp joins dp_shard and cp.
+    size = math.prod(mesh.shape)
+    why = "" if whole is None or len(whole.shape) > 1 else _doubt(names, size, world_size)
+    if why:
         raise ConfigError(
-            f"{_shown(mesh)} divides a mesh of one axis, and its axis 'fsdp' may join ranks that "
-            "read different batches with ranks that share a sequence. Pass the mesh for batches "
-            "(in torchtitan parallel_dims.get_mesh('batch')), or batch_axes=",
+            f"{_shown(mesh)} divides a mesh of one axis, {why}. Pass the mesh for batches (in "
+            "torchtitan parallel_dims.get_mesh('batch')), or batch_axes=",
             field="batch_axes",
         )
     if whole is not None and not (set(names) - set(_names(whole))):
@@ -171,9 +176,6 @@ def _check_whole(
             for name, size in zip(_names(whole), whole.shape, strict=True)
             if size > 1 and name in BATCH_AXES and name not in names
         ]
-    size = 1
-    for extent in mesh.shape:
-        size *= extent
     if missing or (not chosen and size < world_size):
         lacking = f"the batch axis {missing[0]!r}" if missing else "every batch axis"
         raise ConfigError(
@@ -181,6 +183,25 @@ def _check_whole(
             f"{world_size} ranks: pass the whole mesh, or name its axes in batch_axes=",
             field="device_mesh",
         )
+
+
+def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
+    """Why a view of the world, as torchtitan makes several, may not be the one for batches; "" if
+    it is.
+    """
+    if "fsdp" in names:  # dp_shard and cp
+        return (
+            "and its axis 'fsdp' may join ranks that read different batches with ranks that share "
+            "a sequence"
+        )
+    parts = _PARTS_OF_BATCH.intersection(names)
+    if size < world_size and len(parts) == 1:
+        (other,) = _PARTS_OF_BATCH - parts
+        return (
+            f"and covers {size} of {world_size} ranks: the others may lie along {other!r}, which "
+            "it lacks, and would read equal batches"
+        )
+    return ""
 
 
 def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:

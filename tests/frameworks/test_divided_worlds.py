@@ -51,3 +51,23 @@ def test_deepspeed_tells_every_rank_its_batch_and_its_stage(tmp_path) -> None:
     assert [one["cp_rank"] for one in found["sequence"]] == [0, 1, 2, 3] * 2
     assert [one["dp_rank"] for one in found["tensor"]] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {one["dp_size"] for one in found["tensor"]} == {4}
+
+
+def test_torchtitan_has_a_mesh_for_batches_and_its_others_are_refused(tmp_path) -> None:
+    for backend, ranks in told_by("on_torchtitan.py", "torchtitan", tmp_path).items():
+        # Its order is pp, dp_replicate, dp_shard, cp, tp.
+        batch = [rank["batch"] for rank in ranks]
+        assert [one["dp_rank"] for one in batch] == [rank // 4 for rank in range(16)]
+        assert {(one["dp_size"], one["source"]) for one in batch} == {
+            (4, "DeviceMesh(batch=4), batch axes: batch")
+        }
+        if backend != "partial_dtensor":
+            assert [rank["both"]["dp_rank"] for rank in ranks] == [i // 4 for i in range(16)]
+        if backend == "spmd_types":
+            assert [rank["dp"]["dp_rank"] for rank in ranks] == [i // 4 for i in range(16)]
+        for rank in ranks:
+            others = set(rank) - {"batch", "dp", "both"}
+            assert {"dp_replicate", "cp", "tp"} < others
+            assert all(isinstance(rank[name], str) for name in others), "it was accepted"
+            assert "get_mesh('batch')" in rank["dp_replicate"]
+            assert "get_mesh('batch')" in rank["fsdp" if "fsdp" in rank else "dp_shard"]

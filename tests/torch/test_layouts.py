@@ -99,6 +99,26 @@ def test_views_of_the_world_say_which_of_their_axes_are_for_batches(world) -> No
     assert Topology.auto(device_mesh=mesh_of(fsdp=4, tp=2)).dp_rank == 2
 
 
+def test_a_view_of_the_world_with_one_of_two_batch_axes_is_refused(world) -> None:
+    """Replicas would read the same samples without a word."""
+    world(5, 8)
+    whole = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    view = whole._unflatten(0, (2, 2, 2), ("dp_replicate", "dp_shard", "tp"))
+    for part, other in (
+        (view["dp_shard"], "dp_replicate"),
+        (view["dp_replicate"], "dp_shard"),
+        (view["dp_shard", "tp"], "dp_replicate"),
+    ):
+        with pytest.raises(ConfigError, match=f"may lie along '{other}'.*get_mesh\\('batch'\\)"):
+            Topology.auto(device_mesh=part)
+    assert Topology.auto(device_mesh=view["dp_shard"], batch_axes=["dp_shard"]).dp_size == 2
+    found = Topology.auto(device_mesh=view["dp_replicate", "dp_shard"])
+    assert (found.dp_rank, found.dp_size) == (2, 4)
+    assert Topology.auto(device_mesh=view).dp_size == 4
+    every = whole._unflatten(0, (1, 8), ("dp_replicate", "dp_shard"))
+    assert Topology.auto(device_mesh=every["dp_shard"]).dp_rank == 5, "it has all ranks"
+
+
 def test_a_loader_takes_its_place_from_the_mesh(world, fake) -> None:
     world(6, 8)
     mesh, node = mesh_of(dp=2, cp=2, tp=2), fake()
