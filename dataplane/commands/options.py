@@ -148,9 +148,11 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def setting_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def setting_options(
+    *names: str, also: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the options of these settings. It is called with `settings`: all of them,
-    each with its source.
+    each with its source. `also`: another flag for a setting.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +168,7 @@ def setting_options(*names: str) -> Callable[[Callable[..., Any]], Callable[...,
 
         made: Callable[..., Any] = resolved
         for name in reversed(names):
-            made = _option(settings.BY_NAME[name])(made)
+            made = _option(settings.BY_NAME[name], (also or {}).get(name))(made)
         return config_option(made)
 
     return decorate
@@ -185,9 +187,12 @@ def security_given(given: Settings, *, listens: bool) -> Security:
     return security_of({**values, "allowed_urls": " ".join(allowed)}, listens=listens)
 
 
-def _option(setting: units.Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _option(
+    setting: units.Setting, also: str | None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     meaning = setting.meaning[0].upper() + setting.meaning[1:]
     text = f"{meaning}.  [env: {setting.variable}]"
+    names = [setting.flag, *filter(None, [also]), setting.name]
     if setting.kind is units.SWITCH:
-        return click.option(setting.flag, setting.name, is_flag=True, default=None, help=text)
-    return click.option(setting.flag, setting.name, metavar=setting.kind.metavar, help=text)
+        return click.option(*names, is_flag=True, default=None, help=text)
+    return click.option(*names, metavar=setting.kind.metavar, help=text)

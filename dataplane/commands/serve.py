@@ -65,8 +65,9 @@ class ServeRole:
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
 @setting_options(
-    *_COORDINATOR_SETTINGS, "join", "service", *SECURITY_SETTINGS, *NODE_SETTINGS, *_LOG_SETTINGS
-)
+    *_COORDINATOR_SETTINGS, "join", "service", *SECURITY_SETTINGS, *NODE_SETTINGS, *_LOG_SETTINGS,
+    also={"worker_count": "--workers"},
+)  # fmt: skip
 @click.pass_context
 def serve(
     context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool

@@ -107,6 +107,22 @@ def test_a_second_signal_stops_at_once(tmp_path):
             assert process.wait(60) == 0
 
 
+def test_workers_is_another_way_to_write_worker_count_and_names_no_other_setting(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DATAPLANE_WORKERS", "5")  # reads in flight, of commands
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    for given, count in ((("--workers", "0"), 0), (("--worker-count", "2"), 2)):
+        few = (*SMALL[:2], *given)
+        with Service("--listen", "127.0.0.1:0", *few) as service:
+            (node,) = json.loads(ask("status", service.address, "--json").stdout)["nodes"]
+            assert node["worker_count"] == count
+    (tmp_path / "dataplane.toml").write_text("workers = 3")
+    refused = ask("serve", "--config", str(tmp_path / "dataplane.toml"))
+    assert refused.returncode == 2
+    assert "workers" in refused.stderr
+
+
 def test_a_standalone_node_joins_a_coordinator_on_another_address(tmp_path):
     head = f"head-{os.getpid()}:7077"
     with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (_, address):
