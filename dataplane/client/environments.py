@@ -82,6 +82,17 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
     return Topology(source=f"{ALONE} (pod {index} of a Job or JobSet, which gives it no rank)")
 
 
+def several_pods(environ: Mapping[str, str]) -> str:
+    """What says that a process without a rank is in one of several pods of a Job or JobSet; "" if
+    nothing does. The first pod's index is 0, as that of a single one, but manifests name the
+    address of a master only for several.
+    """
+    index, master = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("MASTER_ADDR", "")
+    if index.isdecimal() and int(index):
+        return f"JOB_COMPLETION_INDEX={index}"
+    return f"JOB_COMPLETION_INDEX=0 and MASTER_ADDR={master}" if index == "0" and master else ""
+
+
 def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
     """Refuse what PyTorchJob gives a pod of several processes: RANK counts pods there, and
     WORLD_SIZE processes. It is meant for torchrun, which replaces both, and sets LOCAL_RANK.

@@ -8,13 +8,15 @@ single rank. The topology says which source won.
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from msgspec import Struct
 
-from dataplane.client.environments import LIMIT, from_environment
+from dataplane.client.environments import ALONE, LIMIT, from_environment, several_pods
 from dataplane.client.frameworks import Modules, from_frameworks, ranks_of
 from dataplane.client.meshes import Mesh, mesh_topology
 from dataplane.errors import ConfigError
@@ -54,8 +56,22 @@ def find_topology(
     if dp_rank is not None and dp_size is not None:
         given = replace(found, dp_rank=dp_rank, dp_size=dp_size)
         found = replace(_whole(given), source=f"dp_rank= and dp_size=; {found.source}")
+    elif found.source.startswith(ALONE) and (pods := several_pods(environ)):
+        _warn_of(pods)
     _check(found)
     return found
+
+
+@functools.cache
+def _warn_of(pods: str) -> None:
+    """Once in a process."""
+    warnings.warn(
+        f"{pods}: this is one of several pods of a Job or JobSet, and nothing gives it a rank. So "
+        "it reads the whole dataset as a single process, and so does each of the others. Start the "
+        "processes with torchrun, or set RANK and WORLD_SIZE in the pods. If every pod is meant to "
+        "read all of it, pass dp_rank=0, dp_size=1",
+        stacklevel=4,
+    )
 
 
 def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules) -> Topology:

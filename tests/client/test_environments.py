@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from dataplane.client import topology
 from dataplane.client.environments import ALONE, from_environment
 from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
@@ -115,3 +116,28 @@ def test_a_pod_without_a_rank_is_alone_and_says_so() -> None:
     assert found.source == f"{ALONE} (pod 3 of a Job or JobSet, which gives it no rank)"
     # torchrun starts several processes in this pod: this one is none of them
     assert from_environment(TRAIN_JOB | {"PET_NPROC_PER_NODE": "8"}) == Topology()
+
+
+FIRST = JOB_SET | {"JOB_COMPLETION_INDEX": "0"}
+ONLY = {name: value for name, value in FIRST.items() if not name.startswith("MASTER")}
+
+
+def test_one_of_several_pods_without_ranks_warns_once() -> None:
+    topology._warn_of.cache_clear()
+    for environ, said in (
+        (JOB_SET, "JOB_COMPLETION_INDEX=3: this is one of several pods"),
+        (FIRST, "JOB_COMPLETION_INDEX=0 and MASTER_ADDR=pytorch-workers-0-0.pytorch: this is one"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            assert find_topology(environ).dp_size == 1
+        find_topology(environ)  # warnings are errors in tests
+    topology._warn_of.cache_clear()
+
+
+def test_pods_that_have_ranks_or_are_alone_or_are_meant_to_be_do_not_warn() -> None:
+    topology._warn_of.cache_clear()
+    ranks = {"RANK": "3", "WORLD_SIZE": "4"}
+    for environ in (JOB_SET | ranks, JOB_SET | TORCHRUN, TRAIN_JOB, ONLY, KUBERNETES, {}):
+        find_topology(environ)
+    assert find_topology(JOB_SET, dp_rank=0, dp_size=1) == Topology()
+    assert find_topology(JOB_SET, explicit=Topology()) == Topology()
