@@ -68,10 +68,12 @@ def index(
 
     The manifest lists shards with size and ETag, and their blocks with sample counts. It is stored
     in the cache folder, where `serve` and trainers find it; -o also writes it to a file, which can
-    be used in place of a dataset's URL. An interrupted run continues where it stopped. --codes
-    reads the columns that jobs need as codes (DataLoader(codes=…)), --pack the one whose rows they
-    pack, and --where, --sample and --split count the rows of jobs with the same arguments of
-    DataLoader; otherwise each node does this when such a job is first opened.
+    be used in place of a dataset's URL. An interrupted run continues where it stopped.
+
+    --pack and --where, --sample and --split count the packs and rows of jobs with the same
+    arguments of DataLoader. Without them, the first node that opens such a job counts for all nodes
+    of its launch; of local files, each node does. --codes finds the values of columns that come as
+    codes (DataLoader(codes=…)). Without it, each node finds them when it first opens such a job.
 
     URLs may have globs and braces; a folder means all shards below it.
 
