@@ -28,7 +28,7 @@ _FILE_BYTES_MAX = 1 << 20
 
 
 class TlsFiles(Struct, frozen=True):
-    """Paths of PEM files; "" for none. `cert` is a chain, with the own certificate first."""
+    """Paths of PEM files; "" for none. `cert` begins with the certificate of this process."""
 
     cert: str = ""
     key: str = ""
@@ -66,7 +66,7 @@ class Certificates:
         return self._pems.current()
 
     def complaint(self) -> str:
-        """What to do about the own certificate if nobody trusts it at this time; else ""."""
+        """What to do about the certificate of this process if nobody trusts it now; else ""."""
         own = self.current()[0].cert
         why = "" if own is None else why_not_valid(own, dt.datetime.now(dt.UTC))
         if not why:

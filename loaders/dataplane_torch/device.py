@@ -85,7 +85,8 @@ def find_target(given: Given) -> Target | None:
     if device is None or device.type == "cpu":
         return None
     if device.type != "cuda":
-        raise _refusal(given, "batches are copied to CUDA devices: leave it out, and move them")
+        how = f"move each batch in your loop, as in batch['x'].to({str(device)!r})"
+        raise _refusal(given, f"batches come to CUDA devices only. Leave device= out, and {how}")
     if not torch.cuda.is_available():
         is_built = torch.version.cuda is not None or torch.version.hip is not None
         why = (
@@ -93,7 +94,7 @@ def find_target(given: Given) -> Target | None:
             if is_built
             else f"this torch ({torch.__version__}) is built without CUDA: install one that has it"
         )
-        raise _refusal(given, f'{why}, or leave it out (device="cpu" means the same)')
+        raise _refusal(given, f'{why}, or leave device= out (device="cpu" means the same)')
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         raise _refusal(given, f"the CUDA devices here are 0 to {count - 1}")

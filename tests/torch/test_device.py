@@ -191,7 +191,8 @@ def test_batches_that_are_held_stay_right(epochs, onto) -> None:
         (-1, "number of a CUDA device"),
         (True, "number of a CUDA device"),
         (1.5, "number of a CUDA device"),
-        ("mps", "CUDA devices"),
+        ("mps", r"to CUDA devices only. Leave device= out, and move each batch .*\.to\('mps'\)"),
+        ("xla", r"to CUDA devices only. Leave device= out, and move each batch .*\.to\('xla'\)"),
         (torch.device("meta"), "CUDA devices"),
         ("cuda:99", "CUDA"),
         (99, "CUDA"),
@@ -207,7 +208,7 @@ def test_a_device_that_is_not_here_is_refused_before_any_work(device, match, dat
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda", 1)])
 def test_without_cuda_the_error_says_what_to_do(device) -> None:
-    with pytest.raises(ConfigError, match=r"leave it out"):
+    with pytest.raises(ConfigError, match=r"leave device= out"):
         DataLoader([1, 2, 3], device=device)
 
 
