@@ -39,7 +39,8 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "tls_cert",
         FILE_OR_NONE,
-        "the own certificate, and those that lead to its CA, in PEM; what listens needs one",
+        "the certificate of this process, and after it those that lead to its CA, in PEM; whatever "
+        "listens with TLS needs one",
         fixed(""),
     ),
     Setting("tls_key", FILE_OR_NONE, "the key of tls_cert, in PEM", fixed("")),
@@ -72,8 +73,8 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "allowed_functions",
         WORDS,
-        "prefixes of the functions of map= and collate= that workers of a served node may call, "
-        'such as "mypackage.text:"; if not set, none',
+        "prefixes of the functions of map= and collate= that may be called, by workers of a served "
+        'node or by a command, such as "mypackage.text:"; if not set, none',
         fixed(""),
     ),
     Setting(

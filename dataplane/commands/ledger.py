@@ -14,7 +14,7 @@ import msgspec
 
 from dataplane.commands import output
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     json_option,
     setting_options,
@@ -31,7 +31,7 @@ def ledger() -> None:
 
 def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS),
+        setting_options(*CLIENT_SETTINGS),
         click.argument("job", metavar="JOB|LEDGER"),
     ):
         command = option(command)

@@ -10,7 +10,7 @@ import click
 from dataplane.commands import output
 from dataplane.commands.changing import changed, told_as_json, who
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     json_option,
     setting_options,
@@ -30,7 +30,7 @@ _COUNT = click.IntRange(min=0)
     help="From this step of its epoch on, counted from 0. Default: as soon as possible.",
 )
 @click.option("--epoch", type=_COUNT, help="Of that step. Default: the one that the job is in.")
-@setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS)
+@setting_options(*CLIENT_SETTINGS)
 @json_option
 def mix(
     settings: Settings,

@@ -46,6 +46,12 @@ NODE_SETTINGS = (
     "stall_timeout_s",
 )
 SECURITY_SETTINGS = tuple(setting.name for setting in security_settings.SECURITY_SETTINGS)
+CLIENT_SETTINGS = (
+    *("join", "listen", "state_dir", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure"),
+)
+"""What a command needs to reach a coordinator. The others of SECURITY_SETTINGS act in what listens,
+in nodes, and where functions are called.
+"""
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:

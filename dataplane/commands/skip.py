@@ -7,7 +7,7 @@ import click
 from dataplane.commands import output
 from dataplane.commands.changing import changed, tell, who
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     json_option,
     setting_options,
@@ -24,7 +24,7 @@ from dataplane.errors import ConfigError
     help="Counted from 0 in their epoch; STOP is the first that is not skipped.",
 )
 @click.option("--epoch", type=click.IntRange(min=0), help="Default: the one that the job is in.")
-@setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS)
+@setting_options(*CLIENT_SETTINGS)
 @json_option
 def skip(
     settings: Settings, *, job: str, steps: str, epoch: int | None, as_json: bool

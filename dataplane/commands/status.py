@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dataplane.commands import output
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     json_option,
     security_given,
@@ -43,7 +43,7 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
-@setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS)
+@setting_options(*CLIENT_SETTINGS)
 @json_option
 def status(
     settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool

@@ -10,7 +10,7 @@ from dataplane.commands import output
 from dataplane.commands.changing import changed, tell, who
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     json_option,
     setting_options,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     help="Accept a dataset whose ETags differ from those of the job.",
 )
 @workers_option
-@setting_options("cache_dir", "join", "listen", "state_dir", *SECURITY_SETTINGS)
+@setting_options("cache_dir", *CLIENT_SETTINGS, "allowed_functions")
 @json_option
 @interruptible
 def tombstone(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dataplane.commands.options import (
-    SECURITY_SETTINGS,
+    CLIENT_SETTINGS,
     Settings,
     format_option,
     json_option,
@@ -124,8 +124,7 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
         format_option,
         view_options,
         workers_option,
-        setting_options("cache_dir", "join", "listen", "state_dir",
-                        *SECURITY_SETTINGS),
+        setting_options("cache_dir", *CLIENT_SETTINGS, "allowed_functions"),
         json_option,
     )  # fmt: skip
     for option in reversed(options):

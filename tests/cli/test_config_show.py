@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from dataplane import settings
 from dataplane.cli import run
 from dataplane.compiled import Compiled
 from dataplane.config import VERSION
@@ -92,6 +93,35 @@ def test_what_is_no_command_is_a_usage_error(arguments, capsys):
 def test_help_teaches_by_example(capsys):
     assert run(["--help"]) == 0
     assert "Exit status:" in capsys.readouterr().out
+
+
+CLIENTS = (
+    "status", "mix", "skip", "tombstone", "trace", "where", "replay", "ledger show",
+    "ledger export", "ledger verify", "ledger diff",
+)  # fmt: skip
+FOR_SERVERS = ("jwt_key", "tls_peers", "allowed_urls", "peer_tls")
+CALLS_FUNCTIONS = {"tombstone", "trace", "where", "replay"}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_command_that_connects_has_the_flags_that_act_there_and_no_others(name, capsys):
+    given = name.split()
+    assert run([*given, "--help"]) == 0
+    words = set(capsys.readouterr().out.split())
+    for setting in ("join", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure"):
+        assert settings.BY_NAME[setting].flag in words
+    assert ("--allowed-functions" in words) == (name in CALLS_FUNCTIONS)
+    for setting in FOR_SERVERS:
+        flag = settings.BY_NAME[setting].flag
+        assert flag not in words
+        assert run([*given, flag]) == 2
+        assert "No such option" in capsys.readouterr().err
+
+
+def test_index_tells_who_counts_without_it(capsys):
+    assert run(["index", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the first node that opens such a job counts for all nodes of its launch" in told
 
 
 def test_version_is_one_line(capsys):
