@@ -45,7 +45,7 @@ def memory_needed(task: SlabTask) -> int:
     """Bytes that the blocks of a task take while the last of them is decoded."""
     blocks = [task.datasets.find(number) for number in task.plan.blocks.tolist()]
     raw = [int(dataset.marks.raw[block]) for dataset, block in blocks]
-    decoded = [int(dataset.marks.decoded[block]) for dataset, block in blocks]
+    decoded = [dataset.decoded_bytes(block) for dataset, block in blocks]
     on_the_way = [a for a, b in zip(raw, decoded, strict=True) if b]
     return sum(b or a for a, b in zip(raw, decoded, strict=True)) + max(on_the_way, default=0)
 

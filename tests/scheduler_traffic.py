@@ -17,6 +17,7 @@ from scheduler_times import Times
 from scheduler_uses import ExactUses
 
 from dataplane.model import Region
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.account import Account
@@ -61,7 +62,7 @@ class Traffic:
         self._makes: dict[int, tuple[int, int, Sequence[int]]] = {}
         """The batches, bytes and keys of each slab that is made."""
         self._uses = ExactUses(scheduler)
-        self._guests: set[int] = set()
+        self._guests: dict[int, list[SampleOrder]] = {}
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Traffic:
                 self._joined.ended(event.key)
                 self._end(event.key)
                 if event.is_guest:
-                    self._guests.add(event.key)
+                    self._guests[event.key] = self._uses.orders_now(*self._blocks[event.key])
             case events.BlockDecoded():
                 is_local = len(self._busy["block", event.key]) == 1
                 if is_local and isinstance(event.result, tasks.Decoded) and not event.result.stored:
@@ -141,13 +142,16 @@ class Traffic:
         """What blocks 3 needs."""
         emptied_for = self._scheduler._emptied_for
         if self._scheduler._deliveries.groups:
-            return None if emptied_for is None else Before({}, set(), set(), False, emptied_for)
+            nothing = Before({}, {}, [], set(), set(), False, emptied_for)
+            return None if emptied_for is None else nothing
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
         holdings = self._scheduler._blocks.holdings
         lent, kept = {*holdings._lent}, {*holdings._recent}
         evictable = {key: block for key, block in evictable.items() if block.regions}
-        return Before(evictable, lent, kept, True, emptied_for)
+        regions = {key: block.regions for key, block in evictable.items()}
+        free = self._scheduler._blocks._allocator.free_extents()
+        return Before(evictable, regions, free, lent, kept, True, emptied_for)
 
     # -- effects ---------------------------------------------------------------------------------
 
@@ -193,15 +197,16 @@ class Traffic:
 
     def _effects(self, before: Before | None, effects: list[events.Effect]) -> None:
         gone: list[int] = []
+        is_first = True
         for effect in effects:
             self.times.effect(effect, self._lent_by(effect))
             match effect:
                 case events.Fetch() | events.DecodeBlock():
                     if before is not None and before.is_alone and gone:
-                        self._check_evicted(before, gone, effect)
+                        self._check_evicted(before, gone, effect, is_first=is_first)
                     if before is not None and before.emptied_for is not None:
                         self._check_emptied(before.emptied_for, effect)
-                    gone = []
+                    gone, is_first = [], False
                     self._load(effect)
                 case events.ClearRestartIndexes():
                     assert not gone, "blocks 5: something was evicted for restart indexes"
@@ -370,16 +375,23 @@ class Traffic:
             assert is_of(head, effect), "scheduler 2: it was emptied for another task"
 
     def _check_evicted(
-        self, before: Before, gone: list[int], effect: events.Fetch | events.DecodeBlock
+        self,
+        before: Before,
+        gone: list[int],
+        effect: events.Fetch | events.DecodeBlock,
+        *,
+        is_first: bool,
     ) -> None:
         names = {key: (b.dataset.dataset_id, b.index) for key, b in before.evictable.items()}
         names |= {**self._blocks, effect.key: (effect.dataset_id, effect.block)}
 
         def use_of(key: int) -> int:
-            return self._uses.use(*names[key], is_guest=key in self._guests)
+            return self._uses.use(*names[key], self._guests.get(key))
 
         went = [key for key in gone if key in self._blocks]
-        check_evicted(self._scheduler, before, went, effect, use_of, self._forgotten)
+        check_evicted(
+            self._scheduler, before, went, effect, use_of, self._forgotten, is_first=is_first
+        )
 
 
 def untold(account: Account) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 
 from dataplane.errors import ClosedError
+from dataplane.model import Region
 
 GRANULE_BYTES = 4096
 _SPARE_PARTS = 8
@@ -166,3 +167,11 @@ class FreeTrial:
             return True
         fits = lengths[-1] >= max(need, other) and lengths[0] >= min(need, other)
         return fits and len(lengths) > 1
+
+    def is_in_room(self, regions: Sequence[Region], first: int, second: int = 0) -> bool:
+        """Whether one of these is in the extents that have room for both lengths, as `has_room`
+        has found.
+        """
+        need, other = rounded(first), rounded(second) if second else 0
+        largest = self._largest[-1:] if self._largest[-1][0] >= need + other else self._largest
+        return any(at <= each.offset < at + length for length, at in largest for each in regions)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dataplane.config import JobSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
-    from dataplane.scheduler.predicted import Prediction
+    from dataplane.scheduler.predicted import Guests, Prediction
+
+Ints = npt.NDArray[np.int64]
 
 _EPOCHS = 3
 
@@ -95,13 +101,28 @@ def predicted_reads(
     if hosts > 1:
         whole = [remote] * len(orders)
         of_hosts = hosts * arena_bytes, *of_reads, hosts * disk
-        together = predicted(dataset.blocks, orders, whole, *of_hosts)
+        lent = functools.partial(_guests, cluster, orders)
+        together = predicted(dataset.blocks, orders, whole, *of_hosts, lent)
     with_neighbours = None if together is None else _reads(together, 1)
     return PredictedReads(arena_bytes, _reads(alone, hosts), with_neighbours, disk)
 
 
+def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints) -> Guests:
+    """Each host owns as many blocks as any other, wherever they are read."""
+    from dataplane.scheduler.predicted import Guests
+
+    order, hosts = orders[epoch], cluster.host_count
+    counts, is_local = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.bool_)
+    for host in range(hosts):
+        is_read = cluster.reads(host, *order.block_lanes(blocks), order.lanes)
+        is_owner = blocks % hosts == host
+        counts += is_read & ~is_owner
+        is_local |= is_read & is_owner
+    return Guests(counts, is_local)
+
+
 def _is_read(
-    order: Order, cluster: Cluster, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]
+    order: Order, cluster: Cluster, blocks: Ints
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which blocks the first host reads; the others read as many."""
     return cluster.reads(0, *order.block_lanes(blocks), order.lanes)

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
+from dataplane.plan.order import SampleOrder
 from dataplane.scheduler.dataset import DatasetBlocks
 
 
@@ -34,8 +35,13 @@ class CachedBlock(Struct, eq=False):
     restart_indexes: Region | None = None
     lent: int = 0
     """How many times it is being sent to a neighbour."""
-    is_guest: bool = False
-    """Whether a neighbour owns it, and keeps it for the next epoch."""
+    guest_of: tuple[SampleOrder, ...] | None = None
+    """If a neighbour owns it, and keeps it for the next epoch: the orders that it is here for."""
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether a neighbour owns it."""
+        return self.guest_of is not None
 
     @property
     def touched(self) -> int:

@@ -7,9 +7,10 @@ Invariants:
 1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
    writes it.
-3. The block evicted first is the one that the plan needs last. For a block that is read ahead, only
-   blocks that are needed later go, and none that a task or neighbours wait for (`holdings.py`).
-   Everything else in the arena is evicted before any block that is still needed.
+3. Of the blocks whose memory is of use, the one evicted first is the one that the plan needs last
+   (`room.py`). For a block that is read ahead, only blocks that are needed later go, and none that
+   a task or neighbours wait for (`holdings.py`). Everything else in the arena is evicted before any
+   block that is still needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.
@@ -227,7 +228,7 @@ class BlockTable:
         dataset, index = block.dataset, block.index
         elsewhere = 0 if how.is_lent else self._elsewhere.get((dataset.dataset_id, index), 0)
         length = elsewhere or dataset.marks.raw.item(index)
-        decoded = 0 if elsewhere else dataset.marks.decoded.item(index)
+        decoded = 0 if elsewhere else dataset.decoded_bytes(index)
         if not (how.greedy or how.is_lent or self.holdings.may_read_ahead(length + decoded)):
             self.room.is_full = True
             return False
@@ -277,7 +278,7 @@ class BlockTable:
 
     def _decode(self, block: CachedBlock, *, greedy: bool, away: int) -> bool:
         dataset, index = block.dataset, block.index
-        length = int(dataset.marks.decoded[index])
+        length = dataset.decoded_bytes(index)
         decoded = block.decoded or self.room.of_block(block, length, greedy=greedy, away=away)
         if decoded is None:
             return False
@@ -307,15 +308,16 @@ class BlockTable:
         if not result.stored:
             self._grown(block, result.bytes)
             return
+        block.dataset.was_decoded(block.index, result.bytes)
         self._allocator.shrink(block.decoded.offset, result.bytes)
         block.decoded = Region(block.decoded.offset, result.bytes)
         self._drop_raw(block)
         self._become_ready(block)
 
     def _grown(self, block: CachedBlock, decoded_bytes: int) -> None:
-        """The index underestimated the block's decoded size. Remember its true size."""
+        """The block is larger than was expected. Remember its true size."""
         assert block.decoded is not None
-        block.dataset.marks.decoded[block.index] = decoded_bytes
+        block.dataset.was_decoded(block.index, decoded_bytes)
         if decoded_bytes > self.arena_bytes:
             url, raw = block.dataset.url(block.index), int(block.dataset.marks.raw[block.index])
             self._fail(block, budgets.block_too_large(url, decoded_bytes + raw, self.arena_bytes))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.scheduler.account import Account
+from dataplane.scheduler.block_sizes import DecodedParts
 from dataplane.scheduler.joined import BlockPlaces
 
 Ints = npt.NDArray[np.int64]
@@ -21,10 +22,12 @@ _NONE = np.empty(0, np.int64)
 class Marks(Struct, frozen=True, eq=False):
     """What is known of each block, as arrays, since every slab needs hundreds of them.
 
-    Shapes:  all: int64[blocks], but fetched, used: float64[blocks], is_remote: bool[blocks].
+    Shapes:  all: int64[blocks], but fetched, used: float64[blocks], is_remote, is_exact:
+    bool[blocks].
     keys: the key of the block while rows can be gathered from it, or 0.   pins: number of pins.
     touched: when it was last needed.   raw: bytes as fetched, 0 for a block of a local file.
-    decoded: bytes once decoded, as far as is known, 0 for a block that needs no decoding.
+    decoded: bytes once decoded, 0 for a block that needs no decoding.   is_exact: whether it was
+    decoded before; until then, `decoded` is what the index expects.
     fetched: when it was last read from storage.   used: when a stream last needed it for the first
     time, -1 if none has.   is_remote: it must be fetched into the arena.
     wanted: number of waiting tasks that have rows of it.   held: bytes of the arena that it takes.
@@ -40,13 +43,17 @@ class Marks(Struct, frozen=True, eq=False):
     is_remote: npt.NDArray[np.bool_]
     wanted: Ints
     held: Ints
+    is_exact: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, raw: Ints, decoded: Ints, is_remote: npt.NDArray[np.bool_]) -> Self:
         """The marks of blocks that are not in memory yet."""
         keys, pins, touched, wanted, held = np.zeros((5, len(raw)), np.int64)
         fetched, used = np.zeros(len(raw)), np.full(len(raw), -1.0)
-        return cls(keys, pins, touched, raw, decoded, fetched, used, is_remote, wanted, held)
+        is_exact = np.zeros(len(raw), np.bool_)
+        return cls(
+            keys, pins, touched, raw, decoded, fetched, used, is_remote, wanted, held, is_exact
+        )
 
 
 class DatasetBlocks(Struct, frozen=True, eq=False):
@@ -71,10 +78,30 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
     places: BlockPlaces | None = None
     digest: bytes = b""
     account: Account = field(default_factory=Account)
+    decoded_parts: DecodedParts = field(default_factory=DecodedParts)
 
     def cost(self, blocks: Ints) -> Ints:
         """What each of these blocks takes of the arena while it is decoded, as far as is known."""
-        return self.marks.raw[blocks] + self.marks.decoded[blocks]
+        return self.marks.raw[blocks] + self.decoded(blocks)
+
+    def decoded(self, blocks: Ints) -> Ints:
+        """The bytes of each of these blocks once decoded, as far as is known; 0 if it needs no
+        decoding.
+        """
+        known = self.marks.decoded[blocks]
+        return np.where(self.marks.is_exact[blocks], known, self.decoded_parts.all_expected(known))
+
+    def decoded_bytes(self, block: int) -> int:
+        """As `decoded`, of one block."""
+        known = self.marks.decoded.item(block)
+        return known if self.marks.is_exact.item(block) else self.decoded_parts.expected(known)
+
+    def was_decoded(self, block: int, decoded_bytes: int) -> None:
+        """A block turned out to be so large."""
+        if not self.marks.is_exact.item(block):
+            self.decoded_parts.seen(self.marks.decoded.item(block), decoded_bytes)
+            self.marks.is_exact[block] = True
+        self.marks.decoded[block] = max(decoded_bytes, 1)
 
     def read_bytes(self, block: int) -> int:
         """What a fetch of the block reads: its region also has room for the shard's preamble."""

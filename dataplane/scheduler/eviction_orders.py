@@ -31,11 +31,11 @@ class EvictionOrders:
             self._uses_of[block.key] = uses
 
     def fetched(self, block: CachedBlock, *, is_guest: bool) -> None:
-        """It was fetched. A guest, which a neighbour owns, is not kept for the next epoch."""
+        """It was fetched. A guest, which a neighbour owns, is only kept for the epoch it is for."""
         if is_guest:
             uses = self._uses_of[block.key]
             uses.remove(block)
-            block.is_guest = True
+            block.guest_of = uses.orders_now(block)
             uses.add(block)
 
     def remove(self, block: CachedBlock) -> None:

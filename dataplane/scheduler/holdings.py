@@ -7,8 +7,9 @@ each neighbour reads for itself.
 
 Invariants:
 1. Blocks that wanted blocks would drive out are not read ahead: those that are being loaded take at
-   most a LOADING_PARTS-th of the arena, or are one, since nothing can take their memory back; if
-   neighbours ask, all wanted ones leave a LENT_PARTS-th of it.
+   most a LOADING_PARTS-th of the arena, or are one, since nothing can take their memory back. If
+   neighbours ask, they take at most an ASKED_LOADING_PARTS-th, and all wanted ones leave a
+   LENT_PARTS-th of it.
 2. What was sent last stays for other neighbours, up to a LENT_PARTS-th of the arena.
 """
 
@@ -21,6 +22,7 @@ from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 
 LOADING_PARTS = 5
+ASKED_LOADING_PARTS = 8
 LENT_PARTS = 4
 _SEEN_MAX = 64
 
@@ -41,7 +43,8 @@ class Holdings:
 
     def may_read_ahead(self, length: int) -> bool:
         """Whether so much may be taken for a block that no task is held up by."""
-        if self._loading and LOADING_PARTS * (self._loading_bytes + length) > self._arena_bytes:
+        parts = ASKED_LOADING_PARTS if self.is_asked else LOADING_PARTS
+        if self._loading and parts * (self._loading_bytes + length) > self._arena_bytes:
             return False
         left = self._arena_bytes - self._arena_bytes // LENT_PARTS
         return not self.is_asked or self._wanted_bytes + length <= left

@@ -267,6 +267,20 @@ class NextUse:
                 soonest = min(soonest, max(span[0] - reading.position, 0))
         return soonest
 
+    def orders_now(self, block: CachedBlock) -> tuple[SampleOrder, ...]:
+        """The orders in which open streams need a block: those that are being read, or else that in
+        which it is needed first.
+        """
+        needs: list[tuple[int, WalkPosition]] = []
+        for reading in self._readings(block.dataset):
+            ((first, last),) = reading.spans([block.index])
+            if reading.is_open and last >= reading.position:
+                needs.append((first - reading.position, reading))
+        now = [reading for _, reading in needs if reading.position >= 0]
+        if needs and not now:
+            now.append(min(needs, key=lambda need: need[0])[1])
+        return tuple(reading.order for reading in now)
+
     def is_spare(self, dataset: DatasetBlocks, use: int) -> bool:
         """Whether a block whose next use is so far away is not needed by any open stream, as of the
         last search, but at most by those of the next epoch.
@@ -374,11 +388,17 @@ def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]
 
 
 def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:
-    """Look up the first and last position of these blocks. A block that a neighbour keeps for the
-    next epoch need not be kept here, too.
+    """Look up the first and last position of these blocks. A block of a neighbour is only kept for
+    the epoch it was fetched for: the neighbour keeps it for the next one.
     """
-    if blocks:
-        found = reading.spans([block.index for block in blocks])
-        spans.update(zip([block.key for block in blocks], found, strict=True))
-    if not reading.is_open:
-        spans.update((block.key, _NOWHERE) for block in blocks if block.is_guest)
+    if not blocks:
+        return
+    found = reading.spans([block.index for block in blocks])
+    spans.update(zip([block.key for block in blocks], found, strict=True))
+    spans.update((block.key, _NOWHERE) for block in blocks if not _is_here_for(block, reading))
+
+
+def _is_here_for(block: CachedBlock, reading: WalkPosition) -> bool:
+    if block.guest_of is None:
+        return True
+    return reading.is_open and any(order is reading.order for order in block.guest_of)

@@ -6,15 +6,20 @@ Invariants:
    node do: `Room`, `NextUse` and `Allocator` are its own.
 2. The time grows with the blocks that are looked at, which are BLOCKS_MAX at most: of a larger
    dataset every n-th, with an n-th of the arena.
+3. Nodes that lend each other blocks are one node, with the memory of all. A block that is lent
+   takes memory on each node that reads it, from when it is read until its window closes, and its
+   owner keeps it as it was read.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from dataplane.arena.allocator import Allocator
@@ -32,6 +37,20 @@ from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 
 BLOCKS_MAX = 4000
+
+
+class Guests(Struct, frozen=True):
+    """On how many nodes each block is read that do not own it, and whether its owner reads it.
+
+    Shapes:  counts: int64[n].   is_local: bool[n].
+    """
+
+    counts: Ints
+    is_local: npt.NDArray[np.bool_]
+
+
+GuestsOf = Callable[[int, Ints], Guests]
+"""Of an epoch and some of its blocks."""
 
 
 class EpochReads(Struct, frozen=True):
@@ -62,6 +81,10 @@ class Prediction(Struct, frozen=True):
     is_too_small: bool
 
 
+def _no_guests(_epoch: int, blocks: Ints) -> Guests:
+    return Guests(np.zeros(len(blocks), np.int64), np.ones(len(blocks), np.bool_))
+
+
 def predicted(
     dataset: DatasetBlocks,
     orders: Sequence[SampleOrder],
@@ -70,10 +93,11 @@ def predicted(
     ahead: int,
     under_way: int,
     cache_bytes: int = 0,
+    guests: GuestsOf = _no_guests,
 ) -> Prediction:
     """The reads of all but the last of these consecutive epochs, each of which needs these blocks,
     with an arena of this size and so much disk, if blocks are read as many positions `ahead`, and
-    so many are being fetched or decoded at any time.
+    so many are being fetched or decoded at any time. `guests`: of nodes that lend blocks.
 
     Shapes:  needed: int64[n] each, rising.
     """
@@ -82,7 +106,8 @@ def predicted(
     memory_and_disk = arena_bytes // step, cache_bytes // step
     node = _Node(dataset, orders, *memory_and_disk, ahead, under_way // step)
     for epoch, blocks in enumerate(needed[:-1]):
-        node.read(epoch, blocks[blocks % step == 0])
+        some = blocks[blocks % step == 0]
+        node.read(epoch, some, guests(epoch, some))
     return Prediction(
         tuple(
             _scaled(dataset, blocks, step, *read)
@@ -131,6 +156,8 @@ class _Node:
         self._disk.is_known = True
         self._held: dict[int, CachedBlock] = {}
         self._keys = itertools.count(1)
+        self._guests: list[tuple[int, int]] = []
+        """Where the window of each closes, and its memory."""
         self._under_way: deque[Region] = deque()
         self._under_way_max = under_way
         self.missed: list[list[int]] = []
@@ -138,32 +165,56 @@ class _Node:
         """The blocks that each epoch has read from storage, and from the disk, so far."""
         self.is_too_small = False
 
-    def read(self, epoch: int, blocks: Ints) -> None:
+    def read(self, epoch: int, blocks: Ints, guests: Guests) -> None:
         """Load what the next epoch needs, in the order in which it does."""
-        first, _ = self._orders[epoch].block_span(blocks)
+        first, last = self._orders[epoch].block_span(blocks)
         by_first = np.argsort(first, kind="stable")
         self.missed.append([])
         self.on_disk.append([])
         reached = -self._ahead if epoch else 0
-        for index, needed in zip(blocks[by_first].tolist(), first[by_first].tolist(), strict=True):
+        each = (blocks, first, last, guests.counts, guests.is_local)
+        for index, needed, closes, count, is_local in zip(
+            *(array[by_first].tolist() for array in each), strict=True
+        ):
             reached = max(reached, needed - self._ahead)
-            if index in self._held:
-                continue
-            is_on_disk = self._disk.is_kept(self._dataset, index)
-            (self.on_disk if is_on_disk else self.missed)[-1].append(index)
-            self._go_to(epoch, reached)
-            if not self._load(index, greedy=False):
-                reached = needed
+            if index not in self._held:
+                is_on_disk = self._disk.is_kept(self._dataset, index)
+                (self.on_disk if is_on_disk else self.missed)[-1].append(index)
                 self._go_to(epoch, reached)
-                self.is_too_small |= not self._load(index, greedy=True)
-            if (change := self._disk.choose(self._dataset, index)) is not None:
-                self._disk.ended(change.name, is_done=True)
+                if not self._load(index, is_local=is_local, greedy=False):
+                    reached = needed
+                    self._go_to(epoch, reached)
+                    is_loaded = self._load(index, is_local=is_local, greedy=True)
+                    self.is_too_small |= not is_loaded
+                if (change := self._disk.choose(self._dataset, index)) is not None:
+                    self._disk.ended(change.name, is_done=True)
+            if count:
+                self._go_to(epoch, reached)
+                self._lend(index, count, self._started(epoch) + closes)
+
+    def _started(self, epoch: int) -> int:
+        """Positions of all epochs before this one."""
+        return sum(order.sample_count for order in self._orders[:epoch])
+
+    def _lend(self, index: int, count: int, closes: int) -> None:
+        """So many nodes have a copy until this position."""
+        marks = self._dataset.marks
+        block = CachedBlock(self._dataset, index, next(self._keys), BlockPhase.READY)
+        length = marks.decoded.item(index) or marks.raw.item(index)
+        for _ in range(count):
+            region = self._room.of_block(block, length, greedy=False, away=self._ahead)
+            if region is None:
+                self.is_too_small = True
+                return
+            heapq.heappush(self._guests, (closes, region.offset))
 
     def _go_to(self, epoch: int, position: int) -> None:
         """Where the reader is: before the epoch's first position, it is still in the one before."""
         now = epoch - (position < 0)
         at = position + (epoch - now) * self._orders[now].sample_count
         left = self._orders[now].sample_count - at
+        while self._guests and self._guests[0][0] < self._started(epoch) + position:
+            self._allocator.free(heapq.heappop(self._guests)[1])
         number = now + 1 if now < epoch else -now - 2
         self._readings = [
             WalkPosition(now, self._orders[now], at),
@@ -171,12 +222,14 @@ class _Node:
             WalkPosition(number, self._orders[now + 1], -left, is_open=now < epoch),
         ]
 
-    def _load(self, index: int, *, greedy: bool) -> bool:
-        """Load a block: False if that takes more than what no open window needs."""
+    def _load(self, index: int, *, is_local: bool, greedy: bool) -> bool:
+        """Load a block: False if that takes more than what no open window needs. It is decoded only
+        where it is read.
+        """
         marks = self._dataset.marks
         block = CachedBlock(self._dataset, index, next(self._keys), BlockPhase.READY)
         block.raw = self._room.of_block(block, marks.raw.item(index), greedy=greedy)
-        decoded_bytes = marks.decoded.item(index)
+        decoded_bytes = marks.decoded.item(index) if is_local else 0
         if block.raw is not None and decoded_bytes:
             block.decoded = self._room.of_block(block, decoded_bytes, greedy=greedy)
             self._under_way.append(block.raw)

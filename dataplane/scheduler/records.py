@@ -219,7 +219,7 @@ class SlabTask(Struct, eq=False):
         """Bytes of block arena that its blocks need together, as far as is known."""
         kept = largest = 0
         for dataset, blocks in self.datasets.parts(self.plan.blocks):
-            raw, decoded = dataset.marks.raw[blocks], dataset.marks.decoded[blocks]
+            raw, decoded = dataset.marks.raw[blocks], dataset.decoded(blocks)
             kept += int(np.where(decoded > 0, decoded, raw).sum())
             largest = max(largest, int(raw[decoded > 0].max(initial=0)))
         return kept + largest

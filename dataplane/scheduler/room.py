@@ -29,6 +29,9 @@ Leaves = Callable[[CachedBlock, int], bool]
 so many positions away, and those rows can be copied."""
 
 
+_SPARED_MAX = 64
+
+
 class ReadMode(NamedTuple):
     """How a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour may. Whoever
     wants it needs it so many positions `away`.
@@ -124,12 +127,16 @@ class Room:
         self, block: CachedBlock, length: int, how: ReadMode, *, is_brief: bool
     ) -> Region | None:
         """Room for a block that is read. If only a neighbour waits for it, no block goes that an
-        open stream needs, or that is needed sooner.
+        open stream needs, or that is needed sooner. If a neighbour does, what others have got goes,
+        too.
         """
         if how.is_lent and not self.is_wanted(block):
             limit = max(self._uses.use_of(block.dataset, block.index), how.away)
-            return self._found(self._needed_by_nobody(limit), length, is_brief=is_brief)
-        going = self._needed_less(block, greedy=how.greedy, away=how.away)
+            going = self._needed_by_nobody(limit)
+        else:
+            going = self._needed_less(block, greedy=how.greedy, away=how.away)
+        if how.is_lent:
+            going = self._then_lent(going)
         return self._found(going, length, is_brief=is_brief)
 
     def _of_both(
@@ -182,17 +189,22 @@ class Room:
             yield slab, NEVER
 
     def _needed_by_nobody(self, limit: int) -> Victims:
-        """What no open stream needs, nor anybody else so soon; then what neighbours have got and no
-        task here waits for.
-        """
-        named = set[int]()
+        """What no open stream needs, nor anybody else so soon."""
         with contextlib.closing(self._uses.farthest()) as farthest:
             for block, use in farthest:
                 if not self._is_spare(block, use):
                     break
                 if use > limit or use == NEVER:
-                    named.add(block.key)
                     yield block, use
+
+    def _then_lent(self, going: Victims) -> Victims:
+        """These, then what neighbours have got and no task here waits for."""
+        named = set[int]()
+        with contextlib.closing(going):
+            for each, use in going:
+                if isinstance(each, CachedBlock):
+                    named.add(each.key)
+                yield each, use
         for block in self._holdings.lent():
             if block.key not in named:
                 yield block, NEVER
@@ -243,6 +255,9 @@ class Room:
     ) -> bool:
         """Evict the first of these, as many as needed to make room for both lengths, or none if all
         of them are not enough. Whether there is room.
+
+        Those that lie apart from that room stay. If they are many, they go, too: the next searches
+        would look at them again.
         """
         # Check first: evicting blocks without gaining enough room would mean loading them again.
         trial = self._allocator.trial()
@@ -256,6 +271,8 @@ class Room:
                     break
             else:
                 return False
+        if len(chosen) <= _SPARED_MAX:
+            chosen = [one for one in chosen if trial.is_in_room(one[0].regions, length, beside)]
         self.leaving = [
             each
             for each, use in chosen

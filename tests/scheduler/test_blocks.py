@@ -16,7 +16,7 @@ from dataplane.model import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
-from dataplane.scheduler import eviction_orders
+from dataplane.scheduler import eviction_orders, room
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
@@ -131,6 +131,47 @@ def test_what_nobody_waits_for_evicts_only_what_is_needed_later_than_it() -> Non
     assert table.resident == [3, 8]
     assert table.load(4)
     assert table.resident == [3, 4]
+
+
+def test_what_lies_apart_from_the_room_that_is_found_stays() -> None:
+    table = _four_apart()
+    assert table.load(3, greedy=True)
+    assert table.resident == [3, 5, 11], "only two of these lie side by side"
+
+
+def test_what_lies_apart_goes_too_if_each_search_would_look_at_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_SPARED_MAX", 2)
+    table = _four_apart()
+    assert table.load(3, greedy=True)
+    assert table.resident == [3, 5]
+
+
+def _four_apart() -> Table:
+    """Four blocks fill the arena: that needed last, that needed first, and two more."""
+    table = Table(4)
+    for index in (11, 5, 9, 10):
+        assert table.load(index)
+    table.dataset.marks.raw[3] = 2 * GRANULE_BYTES
+    return table
+
+
+def test_a_block_is_given_the_room_that_others_needed_not_what_the_index_says() -> None:
+    table = Table(12, decoded_bytes=6 * GRANULE_BYTES)
+    given = []
+    for index, actual in ((3, 2 * GRANULE_BYTES), (4, 2 * GRANULE_BYTES), (3, 0)):
+        assert table.load(index)
+        decode = table.effects[-1]
+        assert isinstance(decode, DecodeBlock)
+        given.append(decode.into.length)
+        result = tasks.Decoded(actual or given[-1], stored=True)
+        table.blocks.decoded(BlockDecoded(decode.key, result, 0.0))
+        block = table.blocks.find(table.dataset, 3)
+        assert block is not None
+        if index == 4:
+            table.blocks.evict(block)
+    assert given == [6 * GRANULE_BYTES, 2 * GRANULE_BYTES + 64, 2 * GRANULE_BYTES]
 
 
 def test_a_block_that_found_no_room_finds_it_once_a_later_one_is_unpinned() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dataplane.config import JobSpec
 from dataplane.plan.order import Order
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
-from dataplane.scheduler.predicted import predicted
+from dataplane.scheduler.predicted import Guests, predicted
 
 READ_AHEAD = 22
 """Slabs whose blocks are loaded before they are needed, which LRU does not do."""
@@ -86,6 +86,30 @@ def test_later_epochs_load_as_few_blocks_with_a_disk_as_predicted(
     assert later <= 1.02 * (epochs - 1) * (blocks - disk)
     best, usual = (each(run.slabs, room + disk) - blocks for each in (fewest, least_recent))
     assert later - best < (usual - best) / 2
+
+
+def test_copies_that_neighbours_keep_take_memory_in_the_prediction() -> None:
+    blocks = 200
+    pages, rows = np.full(blocks, PAGE, np.int64), np.full(blocks, 8, np.int64)
+    marks = Marks.of(pages, pages, np.ones(blocks, np.bool_))
+    dataset = DatasetBlocks(1, "made up", marks, pages, rows, url=str)
+    orders = [Order(rows, 1, True, 4, 16, epoch) for epoch in range(4)]
+
+    def later(copies: int, *, is_local: bool) -> int:
+        guests = Guests(np.full(blocks, copies), np.full(blocks, is_local))
+        every = [np.arange(blocks)] * len(orders)
+        found = predicted(
+            dataset, orders, every, blocks * PAGE // 2, 88, 0, guests=lambda _epoch, _: guests
+        )
+        assert found.epochs[0].blocks_read == blocks
+        assert not found.is_too_small
+        return sum(each.blocks_read for each in found.epochs[1:])
+
+    alone = predicted(dataset, orders, [np.arange(blocks)] * 4, blocks * PAGE // 2, 88, 0)
+    assert later(0, is_local=True) == sum(each.blocks_read for each in alone.epochs[1:])
+    assert later(0, is_local=True) < later(1, is_local=True) < later(2, is_local=True)
+    # What an owner does not read itself stays as it was fetched, which is as long here.
+    assert later(1, is_local=False) == later(1, is_local=True)
 
 
 def test_a_disk_with_room_for_everything_is_read_alone() -> None:

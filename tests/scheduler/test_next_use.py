@@ -56,9 +56,11 @@ class Memory:
         self.held: dict[int, CachedBlock] = {}
         self._touches = itertools.count(1)
 
-    def touch(self, index: int) -> None:
+    def touch(self, index: int, *, is_guest: bool = False) -> None:
         if index not in self.held:
             block = CachedBlock(self.dataset, index, next(self._touches), BlockPhase.READY)
+            if is_guest:
+                block.guest_of = self.uses.orders_now(block)
             self.held[index] = block
             self.uses.add(block)
         self.dataset.marks.touched[index] = next(self._touches)
@@ -328,3 +330,48 @@ def test_reading_an_epoch_misses_no_more_than_lru_and_no_less_than_the_best(
     lru = _misses(blocks, room, lambda _, held: held[0])
     # The node knows windows, not rows: between the best and what guessing gives.
     assert _fewest(tuple(blocks), room) <= _misses(blocks, room, planned) <= lru
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_block_of_a_neighbour_is_only_kept_for_the_epoch_it_was_fetched_for(
+    is_open: bool,
+) -> None:
+    """Also if the stream of the next epoch is open already, as that of a rank that has ended."""
+    now, later = (Order(np.ones(200, np.int64), 1, True, 1, 1, epoch) for epoch in (0, 1))
+    soon, sooner = (int(now.locate(np.array([at]))[0][0]) for at in (60, 55))
+    memory = Memory([1] * 200, [WalkPosition(1, now, 50)])
+    memory.readings.append(WalkPosition(2, later, -150, is_open=is_open))
+    for index, is_guest in ((soon, True), (sooner, False)):
+        memory.touch(index, is_guest=is_guest)
+    assert memory.farthest() == [(soon, 10), (sooner, 5)]
+    memory.readings[0] = WalkPosition(1, now, 61)
+    memory.readings[1] = memory.readings[1]._replace(position=-139)
+    (first,), _ = later.block_span(np.array([sooner]))
+    assert memory.farthest() == [(soon, NEVER), (sooner, 139 + first)]
+
+
+def test_a_block_of_a_neighbour_that_is_read_ahead_stays_for_the_next_epoch() -> None:
+    now, later = (Order(np.ones(200, np.int64), 1, True, 1, 1, epoch) for epoch in (0, 1))
+    (index,), _ = later.locate(np.array([3]))
+    (read,), _ = now.block_span(np.array([index]))
+    memory = Memory([1] * 200, [WalkPosition(1, now, read + 1), WalkPosition(2, later, -9)])
+    memory.touch(index, is_guest=True)
+    assert memory.farthest() == [(index, 12)]
+    memory.readings = [WalkPosition(2, later, 2)]
+    assert memory.farthest() == [(index, 1)]
+    memory.readings = [WalkPosition(2, later, 4)]
+    assert memory.farthest() == [(index, NEVER)]
+
+
+def test_a_block_of_a_neighbour_that_two_open_streams_read_stays_until_both_have() -> None:
+    orders = [_order([1] * 200, seed, 1, 1) for seed in (1, 2)]
+    firsts = [order.block_span(np.arange(200))[0].tolist() for order in orders]
+    index = next(i for i in range(200) if 20 < firsts[0][i] < 80 and firsts[1][i] > 100)
+    first, second = (each[index] for each in firsts)
+    memory = Memory([1] * 200, [WalkPosition(i, order, 0) for i, order in enumerate(orders)])
+    memory.touch(index, is_guest=True)
+    assert memory.farthest() == [(index, first)]
+    memory.readings = [reading._replace(position=first + 1) for reading in memory.readings]
+    assert memory.farthest() == [(index, second - first - 1)]
+    memory.readings = [reading._replace(position=second + 1) for reading in memory.readings]
+    assert memory.farthest() == [(index, NEVER)]
