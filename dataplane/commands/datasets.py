@@ -17,8 +17,9 @@ from dataplane.commands.stores import STORES
 from dataplane.config import NodeConfig
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
-from dataplane.index.indexing import Connect, IndexProgress, Progress, open_dataset
+from dataplane.index.indexing import open_dataset
 from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import Connect, IndexProgress, Progress
 from dataplane.index.viewing import viewed
 from dataplane.model import Region, View
 from dataplane.node.stored_rows import StoredRows, stored_rows

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 from dataplane.errors import DataplaneError
 from dataplane.formats.base import Format, ShardIndex, ShardReader
 from dataplane.index.found import SHARDS_MAX, FoundDataset, Scouted
-from dataplane.index.indexing import StoredShard, choose_shards
+from dataplane.index.indexing import choose_shards
 from dataplane.index.journal import (
     IndexJournal,
     dataset_name,
@@ -29,6 +29,7 @@ from dataplane.index.journal import (
     shard_keys,
     version_of,
 )
+from dataplane.index.run import StoredShard
 from dataplane.model import ObjectInfo, Region
 from dataplane.store.expand import expand
 from dataplane.store.local import LocalStore

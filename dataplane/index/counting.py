@@ -22,9 +22,9 @@ from msgspec import Struct, structs
 
 from dataplane.formats import registry
 from dataplane.index.count_journal import CountJournal
-from dataplane.index.indexing import Connect, IndexProgress, Progress, StoredShard
 from dataplane.index.journal import digest
 from dataplane.index.projection import Projection
+from dataplane.index.run import Connect, IndexProgress, Progress, StoredShard
 from dataplane.model import ObjectInfo, Region, View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.permute import Words

@@ -21,7 +21,7 @@ from msgspec import Struct, field
 
 from dataplane.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.index.indexer import PART_BYTES
-from dataplane.index.indexing import StoredShard
+from dataplane.index.run import StoredShard
 from dataplane.machine import OwnTime, kill_count_for_memory
 from dataplane.rpc import local, sockets, tasks
 from dataplane.trace import Trace

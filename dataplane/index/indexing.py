@@ -1,36 +1,19 @@
 """A dataset's manifest: list the shards, index them in parallel, check that their schemas agree.
 
-1. The manifest depends only on the listing, never on the order in which shards were indexed.
-2. The dataset's schema is that of the first shard that has one.
-3. Shards indexed before a failure or an interruption are not indexed again (see journal.py).
+1. Shards indexed before a failure or an interruption are not indexed again (see journal.py).
+2. What becomes of the indexes is described in run.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
-import threading
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
-from operator import itemgetter
-from typing import TypeVar
-
-import pyarrow as pa
-from msgspec import Struct
-from msgspec.structs import replace
-from typing_extensions import Buffer
 
 from dataplane import collector, suffixes
-from dataplane.errors import ClosedError, ConfigError
+from dataplane.errors import ConfigError
 from dataplane.formats import not_shards, registry
-from dataplane.formats.base import Block, Format, ShardIndex
-from dataplane.formats.inferred import is_inferred
-from dataplane.formats.nulls import aligned, node_count
-from dataplane.formats.source import read_in_threads
+from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.found import FoundDataset
 from dataplane.index.journal import (
     IndexJournal,
@@ -40,69 +23,15 @@ from dataplane.index.journal import (
     shard_keys,
     version_of,
 )
-from dataplane.index.one_schema import check_same
-from dataplane.model import ObjectInfo, Region
+from dataplane.index.run import Connect, IndexRun, IndexShard, Progress, StoredShard
+from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import NEVER
-from dataplane.plan.shard import IndexedShard
 from dataplane.store import connect as stores
-from dataplane.store.base import Store
 from dataplane.store.expand import expand
 from dataplane.store.urls import Url, normalise
 
 MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3
-
-T = TypeVar("T")
-Connect = Callable[[str], Store]
-IndexShard = Callable[[Format, "StoredShard"], ShardIndex]
-Progress = Callable[["IndexProgress"], None]
-
-
-class IndexProgress(Struct, frozen=True):
-    """How far indexing has come."""
-
-    shard_count: int
-    shards_done: int
-    bytes_done: int
-    bytes_total: int
-
-
-class StoredShard(Struct, frozen=True):
-    """One listed object as formats read it. Once `stop` is set, reading raises ClosedError."""
-
-    listed: ObjectInfo
-    store: Store
-    stop: threading.Event
-
-    @property
-    def url(self) -> str:
-        return self.listed.url
-
-    @property
-    def size_bytes(self) -> int:
-        return self.listed.size_bytes
-
-    def read(self, offset: int, length: int) -> Buffer:
-        """As `ShardReader.read`, pinned to the etag that was listed."""
-        self._check()
-        if length == 0:
-            return b""
-        return self.store.read(self.url, offset, length, self.listed.etag)
-
-    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """As `ShardReader.read_all`, pinned to the etag that was listed."""
-        return read_in_threads(self, places)
-
-    def stream(self) -> Iterator[Buffer]:
-        """As `ShardReader.stream`, pinned to the etag that was listed."""
-        for piece in self.store.stream(self.url, self.listed.etag):
-            self._check()
-            yield piece
-
-    def _check(self) -> None:
-        if self.stop.is_set():
-            raise ClosedError("indexing was stopped")
 
 
 def open_dataset(
@@ -177,7 +106,7 @@ def index_dataset(
         version = version_of(chosen)
         keys = shard_keys(version, listed)
     known = {} if found is None else {keys[at]: decode_index(one) for at, one in found.indexes}
-    run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
+    run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:
         return run.manifest(names, run.indexed(workers, known, keys, None))
     journal = IndexJournal(cache_dir, dataset_name(version, names))
@@ -240,158 +169,3 @@ def choose_shards(
     if len(known) == 1 and len(shards) == len(formats) - formats.count(None):
         return registry.by_name(known.pop()), shards
     return registry.dataset_format(s.url for s in shards), shards
-
-
-class _Run:
-    """One indexing of one listing."""
-
-    def __init__(
-        self,
-        chosen: Format,
-        listed: Sequence[ObjectInfo],
-        progress: Progress | None,
-        connect: Connect,
-        index_shard: IndexShard,
-    ) -> None:
-        self._format = chosen
-        self._index_shard = index_shard
-        self._listed = listed
-        self._progress = progress
-        self._connect = connect
-        self._stop = threading.Event()
-        self._reference: tuple[str, pa.Schema] | None = None
-        self._done: dict[int, ShardIndex] = {}
-        self._early: dict[int, ShardIndex] = {}
-        self._bytes_done = 0
-        self._bytes_total = sum(shard.size_bytes for shard in listed)
-
-    def indexed(
-        self,
-        workers: int,
-        remembered: dict[str, ShardIndex],
-        keys: Sequence[str],
-        journal: IndexJournal | None,
-    ) -> list[ShardIndex]:
-        """Every shard's index, in the order of the shards."""
-        self._report()
-        for shard, key in enumerate(keys):
-            if key in remembered:
-                self._arrived(shard, remembered[key])
-        todo = [shard for shard, key in enumerate(keys) if key not in remembered]
-        self._in_parallel(workers, todo, keys, journal)
-        return [self._done[shard] for shard in range(len(keys))]
-
-    def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
-        """The manifest of the listing."""
-        schema = pa.schema([]) if self._reference is None else self._reference[1]
-        nodes = node_count(schema)
-        shards = [
-            IndexedShard(
-                shard, _in_order_of(schema, index), index.preamble, index.zero_copy,
-                _nulls_as(schema, nodes, index),
-            )
-            for shard, index in zip(self._listed, indexes, strict=True)
-        ]  # fmt: skip
-        return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
-
-    def _in_parallel(
-        self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: IndexJournal | None
-    ) -> None:
-        waiting = iter(todo)
-        ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]] = queue.SimpleQueue()
-        pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="dataplane-index")
-        running = 0
-        try:
-            while True:
-                for shard in islice(waiting, 2 * max(1, workers) - running):
-                    end = partial(_put, ended, shard)
-                    pool.submit(self._index, shard).add_done_callback(end)
-                    running += 1
-                if not running:
-                    return
-                # If several shards fail at once, report the first one's error.
-                together = sorted(_all_of(ended), key=itemgetter(0))
-                running -= len(together)
-                for shard, future in together:
-                    self._accept_new(shard, keys[shard], future.result(), journal)
-        finally:
-            self._stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _index(self, shard: int) -> ShardIndex:
-        listed = self._listed[shard]
-        stored = StoredShard(listed, self._connect(listed.url), self._stop)
-        return self._index_shard(self._format, stored)
-
-    def _accept_new(
-        self, shard: int, key: str, index: ShardIndex, journal: IndexJournal | None
-    ) -> None:
-        if journal is not None:
-            journal.remember(key, index)
-        self._arrived(shard, index)
-
-    def _arrived(self, shard: int, index: ShardIndex) -> None:
-        """Accept it once the first shard is indexed, since all schemas are compared with that
-        one.
-        """
-        self._early[shard] = index
-        if 0 in self._early or 0 in self._done:
-            for each in sorted(self._early):
-                self._accept(each, self._early.pop(each))
-
-    def _accept(self, shard: int, index: ShardIndex) -> None:
-        url = self._listed[shard].url
-        # Without a sample, no schema could be inferred.
-        if len(index.schema) or not is_inferred(index.schema):
-            if self._reference is None:
-                self._reference = (url, index.schema)
-            check_same(index.schema, url, self._reference[1], self._reference[0])
-        self._done[shard] = index
-        self._bytes_done += self._listed[shard].size_bytes
-        self._report()
-
-    def _report(self) -> None:
-        if self._progress is not None:
-            shards, done = len(self._listed), len(self._done)
-            self._progress(IndexProgress(shards, done, self._bytes_done, self._bytes_total))
-
-
-def _put(
-    ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]],
-    shard: int,
-    future: Future[ShardIndex],
-) -> None:
-    ended.put((shard, future))
-
-
-def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
-    """All that is there; waits for the first one."""
-    yield waiting.get()
-    with contextlib.suppress(queue.Empty):
-        while True:
-            yield waiting.get_nowait()
-
-
-def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
-    """A shard's blocks, their columns in the order of the dataset's schema, not of the shard's."""
-    if index.schema is schema or index.schema.names == schema.names:
-        return index.blocks
-    places = [3 * index.schema.get_field_index(name) for name in schema.names]
-    return [
-        replace(
-            block,
-            columns=[at for place in places for at in block.columns[place : place + 3]],
-        )
-        for block in index.blocks
-    ]
-
-
-def _nulls_as(schema: pa.Schema, nodes: int, index: ShardIndex) -> Sequence[int]:
-    """A shard's null counts in terms of the dataset's schema, which has so many field nodes."""
-    rows = sum(block.rows for block in index.blocks)
-    if not rows:
-        return array("q", [NEVER]) * nodes
-    found = index.nulls
-    if found and index.schema is not schema and not index.schema.equals(schema):
-        found = aligned(schema, index.schema, found, rows)
-    return found if len(found) == nodes else ()

@@ -30,8 +30,9 @@ from dataplane.errors import StoreError
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.found import FoundDataset
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
-from dataplane.index.indexing import Connect, StoredShard, open_dataset
+from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
+from dataplane.index.run import Connect, StoredShard
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import messages, tasks

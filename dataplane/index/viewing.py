@@ -11,8 +11,8 @@ from msgspec import structs
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
-from dataplane.index.indexing import Connect, Progress
 from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import Connect, Progress
 from dataplane.model import View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.null_counts import NullCounts

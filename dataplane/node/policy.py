@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError
-from dataplane.index.indexing import Connect
 from dataplane.index.processes import KeepPreamble, open_manifest
+from dataplane.index.run import Connect
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest

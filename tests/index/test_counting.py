@@ -21,8 +21,9 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, CorruptShard
 from dataplane.index.block_counts import counts_of
 from dataplane.index.counting import counted
-from dataplane.index.indexing import IndexProgress, StoredShard, index_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import IndexProgress, StoredShard
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Int64, Manifest

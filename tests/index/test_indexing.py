@@ -20,7 +20,8 @@ from dataplane.errors import (
 )
 from dataplane.formats import registry
 from dataplane.index import journal
-from dataplane.index.indexing import IndexProgress, index_dataset, open_dataset
+from dataplane.index.indexing import index_dataset, open_dataset
+from dataplane.index.run import IndexProgress
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 
