@@ -14,9 +14,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
-from typing_extensions import Buffer
-
 from dataplane.errors import DataplaneError
 from dataplane.formats.base import Format, ShardIndex, ShardReader
 from dataplane.index.found import SHARDS_MAX, FoundDataset, Scouted
@@ -29,8 +26,9 @@ from dataplane.index.journal import (
     shard_keys,
     version_of,
 )
+from dataplane.index.parts import NotReadError, PartsOfShard
 from dataplane.index.run import StoredShard
-from dataplane.model import ObjectInfo, Region
+from dataplane.model import ObjectInfo
 from dataplane.store.expand import expand
 from dataplane.store.local import LocalStore
 from dataplane.store.urls import normalise
@@ -96,31 +94,3 @@ def _preamble(at: int, index: ShardIndex, reader: ShardReader) -> Iterator[tuple
     if place.length and isinstance(reader, PartsOfShard):
         with contextlib.suppress(NotReadError):
             yield at, place.offset, bytes(reader.read(place.offset, place.length))
-
-
-class NotReadError(Exception):
-    """Nobody has read these bytes of a shard."""
-
-
-class PartsOfShard(Struct, eq=False):
-    """A shard of which only these parts are there: their offsets and bytes."""
-
-    url: str
-    size_bytes: int
-    parts: list[tuple[int, bytes]]
-
-    def read(self, offset: int, length: int) -> Buffer:
-        """As `ShardReader.read`.   Raises:  NotReadError."""
-        for begin, content in self.parts:
-            at = offset - begin
-            if at >= 0 and at + length <= len(content):
-                return memoryview(content)[at : at + length]
-        raise NotReadError
-
-    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """As `ShardReader.read_all`.   Raises:  NotReadError."""
-        return [self.read(place.offset, place.length) for place in places]
-
-    def stream(self) -> Iterator[Buffer]:
-        """Not possible.   Raises:  NotReadError."""
-        raise NotReadError

@@ -74,7 +74,7 @@ class IndexJournal:
         self._folder = _folder(cache_dir, dataset)
         self._log: int | None = None
         self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
-        self._frames = _Frames()
+        self._frames = IndexFrames()
         with cache_faults(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._sweep()
@@ -103,7 +103,7 @@ class IndexJournal:
         found: dict[str, ShardIndex] = {}
         for path in self._found:
             with contextlib.suppress(FileNotFoundError):
-                found |= _read_log(path.read_bytes())
+                found |= decode_indexes(path.read_bytes())
         return found
 
     def remember(self, key: str, index: ShardIndex) -> None:
@@ -118,7 +118,7 @@ class IndexJournal:
         self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
     ) -> None:
         """Publish the manifest and one log of all its shards; remove the logs of other runs."""
-        frames = _Frames()
+        frames = IndexFrames()
         kept = self._folder / f"shards-{key}.log"
         with cache_faults(self._folder):
             publish(kept, b"".join(frames.of(name, index) for name, index in shards))
@@ -174,16 +174,16 @@ def written_at(path: Path) -> float:
 
 def encode_index(index: ShardIndex) -> bytes:
     """Serialise one shard's index for another process."""
-    return _Frames().of("", index)
+    return IndexFrames().of("", index)
 
 
 def decode_index(content: bytes) -> ShardIndex:
     """The inverse of `encode_index`."""
-    return _read_log(content)[""]
+    return decode_indexes(content)[""]
 
 
-class _Frames:
-    """Makes the frames of one log."""
+class IndexFrames:
+    """Makes the frames of one log: `decode_indexes` reads them, one after the other."""
 
     def __init__(self) -> None:
         self._written: set[str] = set()
@@ -246,7 +246,8 @@ def _schema(serialised: bytes) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(serialised))
 
 
-def _read_log(content: bytes) -> dict[str, ShardIndex]:
+def decode_indexes(content: bytes) -> dict[str, ShardIndex]:
+    """The indexes of all shards in a log, by key."""
     schemas: dict[str, pa.Schema] = {}
     found: dict[str, ShardIndex] = {}
     for facts, body in frames_in(content):
