@@ -35,6 +35,7 @@ from dataplane.store.connect import Stores
 ROWS = 64
 COLUMNS = 12
 _LOOK_S = 0.05
+_NAMES = ("dp-indexer", "dp-index_reader", "dp-index_parser")
 
 
 def main() -> None:
@@ -116,7 +117,7 @@ class _Children:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     used = child.cpu_times()
-                    if child.name() == "dp-indexer":
+                    if child.name() in _NAMES:
                         self._seen[child.pid] = used.user + used.system
 
 

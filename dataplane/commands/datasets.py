@@ -66,6 +66,7 @@ def opened(
                 progress=shown(bar.add_task("indexing", total=None, note=""), "shards"),
                 connect=STORES.connect,
                 index_shard=processes.index,
+                begin_batches=processes.begin_batches,
             )
         if not view.where:
             return viewed(whole, view, STORES.connect, config)

@@ -23,7 +23,7 @@ from dataplane.index.journal import (
     shard_keys,
     version_of,
 )
-from dataplane.index.run import Connect, IndexRun, IndexShard, Progress, StoredShard
+from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Progress, StoredShard
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.store import connect as stores
@@ -43,6 +43,7 @@ def open_dataset(
     progress: Progress | None = None,
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
+    begin_batches: BeginBatches | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
     """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
@@ -64,6 +65,7 @@ def open_dataset(
             progress=progress,
             connect=connect,
             index_shard=index_shard,
+            begin_batches=begin_batches,
             found=found,
         )
     if len(names) > 1:
@@ -85,6 +87,7 @@ def index_dataset(
     progress: Progress | None = None,
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
+    begin_batches: BeginBatches | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
     """The manifest of the shards that `urls` name, from the cache or newly made. A cache folder of
@@ -92,7 +95,8 @@ def index_dataset(
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard`
     is called in threads; the default parses the bytes in this process, so use it only for trusted
-    ones. What was `found` by another process is not listed or indexed again.
+    ones. It gets what `begin_batches` leaves out, or all. What was `found` by another process is
+    not listed or indexed again.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
@@ -106,7 +110,7 @@ def index_dataset(
         version = version_of(chosen)
         keys = shard_keys(version, listed)
     known = {} if found is None else {keys[at]: decode_index(one) for at, one in found.indexes}
-    run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here)
+    run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
         return run.manifest(names, run.indexed(workers, known, keys, None))
     journal = IndexJournal(cache_dir, dataset_name(version, names))

@@ -9,6 +9,8 @@ Invariants:
 3. A shard without progress for a while is stuck; time spent reading from a store does not count,
    since stores have their own deadlines.
 4. Processes are started when a shard must be indexed, and end with the run.
+5. Long lists of remote shards are indexed in batches (batches.py). What these leave out, for
+   whatever reason, is indexed here, so that errors, retries and blame are those of one shard.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing_extensions import Buffer
 from dataplane.config import NodeConfig
 from dataplane.errors import StoreError
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.batches import IndexBatches, KeepPreamble
 from dataplane.index.found import FoundDataset
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
@@ -35,8 +38,8 @@ from dataplane.index.journal import decode_index
 from dataplane.index.run import Connect, StoredShard
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
-from dataplane.rpc import messages, tasks
-from dataplane.store.urls import local_path
+from dataplane.rpc import fetches, messages, tasks
+from dataplane.store.urls import local_path, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
 from dataplane.worker.limits import WorkerBytes
@@ -48,41 +51,54 @@ _TASKS_BEFORE_NEXT = 2
 _INDEXED_AT_ONCE = 64
 _READS_AT_ONCE = 64
 
+# For fewer it is not worth it to start more processes.
+_BATCHED_MIN = 256
+_READER_PAIRS_MAX = 4
+_READER_BUDGET_S = 5.0
+"""What takes longer to read is left out: the node tells people that it waits for a store."""
+
 Answer = TypeVar("Answer")
-KeepPreamble = Callable[[str, str, Region, bytes], None]
-"""Gets the url, etag, place and bytes of a shard's preamble. Called in threads."""
 _Part = tuple[int, "Future[Buffer]"]
 """Where bytes of a shard start, and the bytes."""
 
 
-def _keep_nothing(_url: str, _etag: str, _place: Region, _content: bytes) -> None: ...
-
-
 class IndexProcesses:
-    """The processes of one run. Thread-safe. Use as a context: at its end they are killed."""
+    """The processes of one run. Thread-safe. Use as a context: at its end they are killed. `keep`
+    gets the preambles that are read. `reading` is how processes reach stores, if any may.
+    """
 
     def __init__(
         self,
         memory: WorkerBytes,
         task_timeout_s: float,
         process_count: int,
-        keep: KeepPreamble = _keep_nothing,
+        keep: KeepPreamble | None = None,
+        reading: fetches.StartFetching | None = None,
     ) -> None:
         self._memory, self._task_timeout_s, self._keep = memory, task_timeout_s, keep
-        self._process_count = process_count
+        self._process_count, self._reading = process_count, reading
         self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
         self._choosing, self._alone = threading.Lock(), threading.Lock()
         self._shared: list[IndexerProcess] = []
         self._holding, self._holds = threading.Lock(), False
 
     @classmethod
-    def of(cls, config: NodeConfig, keep: KeepPreamble = _keep_nothing) -> Self:
-        """With the limits of a node's workers."""
+    def of(
+        cls, config: NodeConfig, keep: KeepPreamble | None = None, *, is_policed: bool = False
+    ) -> Self:
+        """With the limits of a node's workers, and its policy if it is for a node."""
         return cls(
             WorkerBytes.of(config),
             config.task_timeout_s,
             min(len(os.sched_getaffinity(0)), _PROCESSES_MAX),
             keep,
+            fetches.StartFetching(
+                tuple(b"%s=%s" % entry for entry in os.environb.items()),
+                _READER_BUDGET_S,
+                config.fetch_timeout_s,
+                is_policed=is_policed,
+                allowed_urls=prefixes_of(config.allowed_urls) if is_policed else (),
+            ),
         )
 
     def __enter__(self) -> Self:
@@ -102,6 +118,24 @@ class IndexProcesses:
         CorruptShard: it ends the process.  DataStallError: it is stuck.
         """
         return _locally_first(shard, partial(self._index, format_, shard))
+
+    def begin_batches(self, format_: Format, listed: Sequence[ObjectInfo]) -> IndexBatches | None:
+        """As `BeginBatches`: of a format that says what it reads first, many shards in a store."""
+        reading, is_able = self._reading, hasattr(format_, "first_reads")
+        if reading is None or not is_able or len(listed) < _BATCHED_MIN:
+            return None
+        if local_path(listed[0].url) is not None:
+            return None
+        self._hold_fork_server()
+        return IndexBatches(
+            format_,
+            len(listed),
+            reading,
+            self._memory.base,
+            self._task_timeout_s,
+            min(max(1, len(os.sched_getaffinity(0)) // 2), _READER_PAIRS_MAX),
+            self._keep,
+        )
 
     def count(self, shard: StoredShard, order: tasks.CountRows, decoded_bytes: int) -> Int64:
         """How many rows the view has of each of these blocks. The largest of them decodes to this
@@ -156,11 +190,14 @@ class IndexProcesses:
     def _kept(self, listed: ObjectInfo, parts: Sequence[_Part], index: ShardIndex) -> ShardIndex:
         """The index. The preamble is handed on if it came with the first parts."""
         place = index.preamble
-        for offset, part in parts if place.length else ():
+        keep = self._keep
+        if keep is None or not place.length:
+            return index
+        for offset, part in parts:
             at, content = place.offset - offset, memoryview(part.result())
             if 0 <= at <= len(content) - place.length:
                 found = bytes(content[at : at + place.length])
-                self._keep(listed.url, listed.etag, place, found)
+                keep(listed.url, listed.etag, place, found)
                 break
         return index
 
@@ -183,11 +220,14 @@ class IndexProcesses:
                 process.users -= 1
 
     def _started(self, memory_bytes: int) -> IndexerProcess:
+        self._hold_fork_server()
+        return IndexerProcess(memory_bytes, self._reads)
+
+    def _hold_fork_server(self) -> None:
         with self._holding:
             if not self._holds:
                 fork_server.acquire()
                 self._holds = True
-        return IndexerProcess(memory_bytes, self._reads)
 
 
 def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
@@ -205,7 +245,7 @@ def open_manifest(
     config: NodeConfig,
     connect: Connect,
     source: messages.DatasetSource,
-    keep: KeepPreamble = _keep_nothing,
+    keep: KeepPreamble | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
     """Open a dataset for a node: shards that are not cached are indexed in processes, unless they
@@ -213,7 +253,7 @@ def open_manifest(
 
     Raises:  as `open_dataset`.
     """
-    with IndexProcesses.of(config, keep) as processes:
+    with IndexProcesses.of(config, keep, is_policed=not config.embedded) as processes:
         return open_dataset(
             source.urls,
             format_name=source.format,
@@ -221,6 +261,7 @@ def open_manifest(
             workers=_INDEXED_AT_ONCE,
             connect=connect,
             index_shard=processes.index,
+            begin_batches=processes.begin_batches,
             found=found,
         )
 

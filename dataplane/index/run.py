@@ -11,12 +11,12 @@ import contextlib
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from operator import itemgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 from msgspec import Struct
@@ -39,7 +39,10 @@ from dataplane.store.base import Store
 T = TypeVar("T")
 Connect = Callable[[str], Store]
 IndexShard = Callable[[Format, "StoredShard"], ShardIndex]
+BeginBatches = Callable[[Format, Sequence[ObjectInfo]], "ShardBatches | None"]
+"""Begins to index these shards in batches; None if they are to be indexed one by one."""
 Progress = Callable[["IndexProgress"], None]
+_Single = tuple[int, "Future[ShardIndex]"]
 
 
 class IndexProgress(Struct, frozen=True):
@@ -88,6 +91,39 @@ class StoredShard(Struct, frozen=True):
             raise ClosedError("indexing was stopped")
 
 
+class BatchEnd(Struct, frozen=True):
+    """What has become of some shards: the indexes of those that are not left out."""
+
+    shards: Sequence[int]
+    indexes: Mapping[int, ShardIndex]
+
+
+class ShardBatches(Protocol):
+    """Indexes many shards at once, and may leave out any of them."""
+
+    @property
+    def shards_at_once(self) -> int: ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a batch can be sent now."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will never be room again."""
+
+    def send(
+        self,
+        shards: Sequence[int],
+        listed: Sequence[ObjectInfo],
+        tell: Callable[[BatchEnd], None],
+    ) -> None:
+        """Index these, and tell their end, once; perhaps from a thread."""
+
+    def close(self) -> None:
+        """End all of them."""
+
+
 class IndexRun:
     """One indexing of one listing."""
 
@@ -98,8 +134,10 @@ class IndexRun:
         progress: Progress | None,
         connect: Connect,
         index_shard: IndexShard,
+        begin_batches: BeginBatches | None = None,
     ) -> None:
         self._format = chosen
+        self._begin_batches = begin_batches
         self._index_shard = index_shard
         self._listed = listed
         self._progress = progress
@@ -143,26 +181,18 @@ class IndexRun:
     def _in_parallel(
         self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: IndexJournal | None
     ) -> None:
-        waiting = iter(todo)
-        ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]] = queue.SimpleQueue()
-        pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="dataplane-index")
-        running = 0
+        batches = None
+        if self._begin_batches is not None:
+            batches = self._begin_batches(self._format, [self._listed[shard] for shard in todo])
+        work = _Work(self._listed, todo, workers, self._index, batches)
         try:
-            while True:
-                for shard in islice(waiting, 2 * max(1, workers) - running):
-                    end = partial(_put, ended, shard)
-                    pool.submit(self._index, shard).add_done_callback(end)
-                    running += 1
-                if not running:
-                    return
-                # If several shards fail at once, report the first one's error.
-                together = sorted(_all_of(ended), key=itemgetter(0))
-                running -= len(together)
-                for shard, future in together:
-                    self._accept_new(shard, keys[shard], future.result(), journal)
+            while work.begin():
+                for shard, found in work.ended():
+                    index = found.result() if isinstance(found, Future) else found
+                    self._accept_new(shard, keys[shard], index, journal)
         finally:
             self._stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            work.close()
 
     def _index(self, shard: int) -> ShardIndex:
         listed = self._listed[shard]
@@ -202,12 +232,72 @@ class IndexRun:
             self._progress(IndexProgress(shards, done, self._bytes_done, self._bytes_total))
 
 
-def _put(
-    ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]],
-    shard: int,
-    future: Future[ShardIndex],
-) -> None:
-    ended.put((shard, future))
+class _Work:
+    """What of a run is to be done, and under way: single shards in threads, others in batches."""
+
+    def __init__(
+        self,
+        listed: Sequence[ObjectInfo],
+        todo: Sequence[int],
+        workers: int,
+        index: Callable[[int], ShardIndex],
+        batches: ShardBatches | None,
+    ) -> None:
+        self._listed, self._index, self._batches = listed, index, batches
+        self._waiting = deque(todo)
+        self._left_out: deque[int] = deque()
+        self._ended: queue.SimpleQueue[_Single | BatchEnd] = queue.SimpleQueue()
+        self._singles_max = 2 * max(1, workers)
+        self._pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="dataplane-index")
+        self._singles = self._in_batches = 0
+
+    def begin(self) -> bool:
+        """Begin what there is room for; False if all is done."""
+        if self._batches is not None:
+            self._begin_batches(self._batches)
+        is_batched = self._batches is not None and not self._batches.is_over
+        while self._singles < self._singles_max:
+            if self._left_out:
+                shard = self._left_out.popleft()
+            elif self._waiting and not (is_batched and self._in_batches):
+                shard = self._waiting.popleft()
+            else:
+                break
+            self._pool.submit(self._index, shard).add_done_callback(partial(self._put, shard))
+            self._singles += 1
+        return bool(self._singles or self._in_batches)
+
+    def ended(self) -> list[tuple[int, Future[ShardIndex] | ShardIndex]]:
+        """What has ended since, in the order of the shards: if several fail at once, the error of
+        the first one is raised. Waits.
+        """
+        found: list[tuple[int, Future[ShardIndex] | ShardIndex]] = []
+        for end in _all_of(self._ended):
+            if isinstance(end, BatchEnd):
+                self._in_batches -= 1
+                found.extend(end.indexes.items())
+                self._left_out.extend(each for each in end.shards if each not in end.indexes)
+            else:
+                self._singles -= 1
+                found.append(end)
+        return sorted(found, key=itemgetter(0))
+
+    def close(self) -> None:
+        """End what is under way."""
+        if self._batches is not None:
+            self._batches.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_batches(self, batches: ShardBatches) -> None:
+        """None while single shards wait: either they are slow, or a store does not answer."""
+        while self._waiting and len(self._left_out) < self._singles_max and batches.has_room:
+            count = min(batches.shards_at_once, len(self._waiting))
+            shards = [self._waiting.popleft() for _ in range(count)]
+            self._in_batches += 1
+            batches.send(shards, [self._listed[shard] for shard in shards], self._ended.put)
+
+    def _put(self, shard: int, future: Future[ShardIndex]) -> None:
+        self._ended.put((shard, future))
 
 
 def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:

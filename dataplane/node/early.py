@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from dataplane.config import NodeConfig
-from dataplane.index.processes import KeepPreamble, open_manifest
+from dataplane.index.batches import KeepPreamble
+from dataplane.index.processes import open_manifest
 from dataplane.model import Region
 from dataplane.node.index_ahead import IndexAhead
 from dataplane.node.policy import policy_of

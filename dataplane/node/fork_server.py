@@ -51,6 +51,13 @@ def _fetcher() -> _Main:
     return process.main
 
 
+def _index_reader() -> _Main:
+    # As late: only many shards are worth one.
+    from dataplane.index import batch_reader
+
+    return batch_reader.main
+
+
 def _lender() -> _Main:
     # As late: only nodes with neighbours have one.
     from dataplane.neighbours import process
@@ -62,6 +69,7 @@ _ROLES: dict[str, Callable[[], _Main]] = {
     "worker": lambda: worker.main,
     "indexer": lambda: indexer.main,
     "fetcher": _fetcher,
+    "index_reader": _index_reader,
     "lender": _lender,
 }
 

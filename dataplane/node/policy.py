@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError
-from dataplane.index.processes import KeepPreamble, open_manifest
+from dataplane.index.batches import KeepPreamble
+from dataplane.index.processes import open_manifest
 from dataplane.index.run import Connect
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import messages
-from dataplane.store.urls import normalise
+from dataplane.store.urls import prefixes_of
 
 if TYPE_CHECKING:
     from dataplane.node.early import EarlyOpening
@@ -39,7 +40,7 @@ def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
 
     Raises:  ConfigError: one is not a url.
     """
-    return tuple(map(normalise, config.allowed_urls.split()))
+    return prefixes_of(config.allowed_urls)
 
 
 def opening(

@@ -136,7 +136,10 @@ def _message_class(cls: _Class) -> type[Message]:
 
 def _modules() -> Iterator[types.ModuleType]:
     yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2, making_pb2)
-    # A late import: trainers and workers never call a coordinator, and start faster without it.
+    # Late imports: most processes never need these, and start faster without them.
+    from dataplane.rpc.v1 import index_batches_pb2
+
+    yield index_batches_pb2
     from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2
 
     yield from (coordinator_pb2, sharing_pb2)
@@ -152,6 +155,10 @@ def _values(file: str) -> types.ModuleType:
         from dataplane.rpc import sharing
 
         return sharing
+    if file == "index_batches.proto":
+        from dataplane.rpc import index_batches
+
+        return index_batches
     return {
         "local.proto": messages,
         "worker.proto": tasks,

@@ -340,7 +340,7 @@ class FromIndexer(Struct, frozen=True):
 
 
 class StartChild(Struct, frozen=True):
-    """Fork a "worker", an "indexer" or a "fetcher" with this limit of private memory, bound to
+    """Fork a process of this role, such as "worker", with this limit of private memory, bound to
     these processors if any are given.
     """
 

@@ -66,6 +66,14 @@ def normalise(url: Url) -> str:
     return f"{scheme}://{rest}"
 
 
+def prefixes_of(text: str) -> tuple[str, ...]:
+    """The prefixes of urls in a setting, as `normalise` writes urls.
+
+    Raises:  ConfigError: one is not a url.
+    """
+    return tuple(map(normalise, text.split()))
+
+
 def _check_slashes(text: str) -> None:
     typo = _MISSING_SLASH.match(text)
     if typo is not None and not os.path.lexists(text):

@@ -318,9 +318,10 @@ class _Shared:
         memory_bytes: int,
         processors: tuple[int, ...] = (),
     ) -> ForkedProcess:
-        """Start a "worker", an "indexer", a "fetcher" or a "lender" without waiting for it. `sock`
-        is the child's end of the socket, `memory_bytes` its limit of private memory (fetchers and
-        lenders have none). It is bound to these processors, if there are any.
+        """Start a "worker", an "indexer", an "index_reader", a "fetcher" or a "lender" without
+        waiting for it. `sock` is the child's end of the socket, `memory_bytes` its limit of private
+        memory (fetchers and lenders have none, and of a reader it is its parser's). It is bound to
+        these processors, if there are any.
         """
         with self._changing:
             assert self._holder_count

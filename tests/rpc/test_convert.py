@@ -17,6 +17,7 @@ from dataplane.rpc import (
     convert,
     fetches,
     held,
+    index_batches,
     lending,
     local,
     making,
@@ -29,6 +30,7 @@ from dataplane.rpc import (
 from dataplane.rpc.v1 import (
     coordinator_pb2,
     fetcher_pb2,
+    index_batches_pb2,
     local_pb2,
     making_pb2,
     neighbours_pb2,
@@ -37,9 +39,10 @@ from dataplane.rpc.v1 import (
     worker_pb2,
 )
 
+ROOMS = (membership, sharing, held, messages, tasks, fetches, lending, making)
 VALUES = [
     cls
-    for module in (membership, sharing, held, messages, tasks, fetches, lending, making)
+    for module in (*ROOMS, index_batches)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
 ] + list(convert._SHARED.values())
@@ -48,7 +51,7 @@ VALUES = [
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
     files = (types_pb2, coordinator_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2)
-    for module in (*files, making_pb2, sharing_pb2):
+    for module in (*files, making_pb2, sharing_pb2, index_batches_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
             if name in {"Error", "ColumnValue", "ColumnLength", "Steps"}:
                 continue

@@ -1,0 +1,194 @@
+"""A process that reads what batches of shards are indexed from, and hands it to a process that
+parses it.
+
+For its other indexing processes, a node reads itself. All of its threads share one interpreter
+lock, so it reads for about 1,500 shards a second, however many processors there are. Here, two
+processes do all of the work on a shard, and the node sends and receives one message a batch.
+
+Invariants:
+1. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
+   node's own stores do; its child, the parser, was forked before it got them, and has none.
+2. What cannot be read within the budget of its stores is left out. The node reads it then, and
+   waits for the store as long as its own budget allows.
+3. It holds only parts of the batches that are under way, and the node gives it a few at a time.
+4. It ends when its socket closes or the parser ends, and the parser ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+import traceback
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from dataplane import machine
+from dataplane.errors import DataplaneError, PeerLost
+from dataplane.formats import registry
+from dataplane.index.batch_parser import BATCH_BYTES_MAX, first_reads, parse
+from dataplane.model import Region
+from dataplane.rpc import fetches, local, sockets
+from dataplane.rpc import index_batches as messages
+
+# Imported here, so that the fork server does it once.
+from dataplane.store import obstore_store  # noqa: F401
+from dataplane.store.connect import Stores
+
+_READS_AT_ONCE = 128
+
+
+class _Round(Struct, eq=False):
+    """Parts of a batch that are being read. In the first round of a batch, the parser hears its
+    `order` before it gets the parts.
+    """
+
+    number: int
+    left: int
+    parts: list[messages.ReadPart]
+    order: messages.IndexBatch | None = None
+
+
+class _Place(NamedTuple):
+    round: _Round
+    number: int
+    shard: messages.BatchShard
+    place: Region
+
+
+class _Reads:
+    """The threads that read. The last one of a round hands its parts on."""
+
+    def __init__(self, parser: socket.socket, stores: Stores) -> None:
+        self._parser, self._stores = parser, stores
+        self._lock = threading.Lock()
+        self._orders: dict[int, messages.IndexBatch] = {}
+        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        for _ in range(_READS_AT_ONCE):
+            threading.Thread(target=self._read, name="dataplane-index-read", daemon=True).start()
+
+    def begin(self, order: messages.IndexBatch) -> None:
+        """Read what indexing these shards reads first."""
+        self._orders[order.number] = order
+        format_ = registry.by_name(order.format)
+        places, left_bytes = [], BATCH_BYTES_MAX
+        for number, shard in enumerate(order.shards):
+            for place in first_reads(format_, shard):
+                left_bytes -= place.length
+                if left_bytes >= 0:
+                    places.append((number, place))
+        self._begin(order, places, is_first=True)
+
+    def go_on(self, missing: messages.MissingParts) -> None:
+        """Read what the parser asks for, too."""
+        if not missing.parts:
+            del self._orders[missing.number]
+            return
+        places = [(part.shard, part.place) for part in missing.parts]
+        self._begin(self._orders[missing.number], places, is_first=False)
+
+    def _begin(
+        self, order: messages.IndexBatch, places: list[tuple[int, Region]], *, is_first: bool
+    ) -> None:
+        begun = _Round(order.number, len(places), [], order if is_first else None)
+        if not places:
+            self._hand_on(begun)
+        for number, place in places:
+            self._places.put(_Place(begun, number, order.shards[number], place))
+
+    def _read(self) -> None:
+        """In a thread."""
+        while True:
+            begun, number, shard, place = self._places.get()
+            content = None
+            # Whatever is wrong: the node finds it out, and says so.
+            with contextlib.suppress(Exception):
+                store = self._stores.connect(shard.url)
+                read = store.read(shard.url, place.offset, place.length, shard.etag)
+                content = bytes(memoryview(read))
+            with self._lock:
+                if content is not None:
+                    begun.parts.append(messages.ReadPart(number, place.offset, content))
+                begun.left -= 1
+                is_last = not begun.left
+            if is_last:
+                self._hand_on(begun)
+
+    def _hand_on(self, begun: _Round) -> None:
+        try:
+            if begun.order is not None:
+                local.send(self._parser, messages.ToParser(begun.order))
+            parts = messages.BatchParts(begun.number, tuple(begun.parts))
+            local.send(self._parser, messages.ToParser(parts))
+        except DataplaneError:
+            os._exit(1)  # the parser is gone
+
+
+def run(node: socket.socket, parser: socket.socket) -> None:
+    """Read what the node and the parser ask for, until one of them goes away."""
+    first = local.receive(node, messages.ToReader)[0].body
+    assert isinstance(first, fetches.StartFetching)
+    os.environb.clear()
+    os.environb.update(entry.partition(b"=")[::2] for entry in first.environment)
+    reads = _Reads(parser, _stores(first))
+    poll = select.poll()
+    for sock in (node, parser):
+        poll.register(sock, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if parser.fileno() in ready:
+            reads.go_on(local.receive(parser, messages.MissingParts)[0])
+        if node.fileno() in ready:
+            body = local.receive(node, messages.ToReader)[0].body
+            assert isinstance(body, messages.IndexBatch)
+            reads.begin(body)
+
+
+def _stores(start: fetches.StartFetching) -> Stores:
+    policy = None
+    if start.is_policed:
+        from dataplane.store.policy import UrlPolicy
+
+        policy = UrlPolicy(start.allowed_urls)
+    return Stores(start.budget_s, start.request_timeout_s, policy=policy, is_settled=True)
+
+
+def _forked(node: socket.socket, memory_bytes: int) -> tuple[int, socket.socket]:
+    """The parser, a fork of this process while it has one thread: its id, and our end of its
+    socket.
+    """
+    parent, (ours, theirs) = os.getpid(), sockets.pair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    try:
+        machine.set_process("dp-index_parser", dies_with_parent=True)
+        machine.close_descriptors(keep=(node.fileno(), theirs.fileno()))
+        if os.getppid() == parent:
+            parse(node, theirs, memory_bytes)
+    except BaseException:  # noqa: BLE001 - the child must not continue as a second reader
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def main(descriptor: int, memory_bytes: int) -> None:
+    """The processes: their socket is an inherited descriptor. The limit is the parser's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    machine.collect_rarely()
+    machine.raise_descriptor_limit()
+    with socket.socket(fileno=descriptor) as node:
+        pid, parser = _forked(node, memory_bytes)
+        with contextlib.suppress(PeerLost):
+            run(node, parser)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os._exit(0)

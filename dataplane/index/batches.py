@@ -1,0 +1,275 @@
+"""Indexes many remote shards in batches, by pairs of processes: one reads, the other one parses.
+
+A message costs the node about as much for a whole batch as for one shard.
+
+Invariants:
+1. Every batch that is sent ends, once: with the indexes of all or some of its shards, or without
+   any if its pair has ended. No shard is blamed here: `IndexProcesses` indexes those that are left
+   out one by one, and says what is wrong with them.
+2. A pair that has batches and answers none of them for a while is killed.
+3. A pair that has ended is replaced only if it has indexed something. So if none ever does, no more
+   are started.
+4. Each pair has a few batches at a time. Of their bytes, the node gets only indexes, and preambles
+   if it wants them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from dataplane.errors import DataplaneError, PeerLost
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.journal import decode_indexes
+from dataplane.index.run import BatchEnd
+from dataplane.model import ObjectInfo, Region
+from dataplane.rpc import fetches, local, sockets
+from dataplane.rpc import index_batches as messages
+from dataplane.trace import Trace
+from dataplane.worker.forking import fork_server
+
+KeepPreamble = Callable[[str, str, Region, bytes], None]
+"""Gets the url, etag, place and bytes of a shard's preamble. Called in threads."""
+TellEnd = Callable[[BatchEnd], None]
+
+_SHARDS_MAX = 64
+"""In a batch. Built-in formats read at most 8 MiB of so many at first."""
+_BATCHES_A_PAIR = 4
+_USELESS_MAX = 256
+"""When shards that were left out, though they could be read, outnumber the others by this, no more
+batches are made.
+"""
+_LOOK_S = 0.25
+_SEND_S = 10.0
+_END_S = 2.0
+_WORDS_BYTES_MAX = 256
+
+_trace = Trace("node")
+
+
+class _Sent(Struct, frozen=True):
+    """A batch that a pair has."""
+
+    shards: Sequence[int]
+    listed: Sequence[ObjectInfo]
+    tell: TellEnd
+
+
+class _Pair:
+    """Two processes, their batches, and the thread that receives their answers."""
+
+    def __init__(
+        self,
+        start: fetches.StartFetching,
+        memory_bytes: int,
+        silent_s: float,
+        hear: Callable[[_Pair, messages.BatchIndexed], None],
+        lost: Callable[[_Pair], None],
+    ) -> None:
+        self.batches: dict[int, _Sent] = {}
+        self.was_of_use = self.is_closed = False
+        self._silent_s, self._hear, self._lost = silent_s, hear, lost
+        self._progress = time.monotonic()
+        self._sock, theirs = sockets.pair()
+        self._sock.settimeout(_SEND_S)
+        self._stderr = os.memfd_create("dataplane-index-reader", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = fork_server.start(
+                    "index_reader", theirs, self._stderr, memory_bytes
+                )
+            self.send(start)
+            self._receiver = threading.Thread(target=self._receive, name="dataplane-index-batches")
+            self._receiver.start()
+        except BaseException:
+            self._sock.close()
+            os.close(self._stderr)
+            raise
+
+    def take(self, number: int, batch: _Sent) -> None:
+        """It has this batch, too, which will be sent now."""
+        if not self.batches:
+            self._progress = time.monotonic()
+        self.batches[number] = batch
+
+    def send(self, body: messages.ToReaderBody) -> None:
+        """Send this to the processes. If they are gone, or do not read it, the pair ends."""
+        try:
+            local.send(self._sock, messages.ToReader(body))
+        except (PeerLost, TimeoutError):
+            self._shut()
+
+    def close(self) -> None:
+        """End the processes, without waiting for that. May be called twice."""
+        self.is_closed = True
+        self._shut()
+
+    def join(self) -> None:
+        """Wait until they have ended."""
+        self._receiver.join()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self) -> None:
+        why = ""
+        try:
+            self._hear_all()
+            why = f"had nothing to say for {self._silent_s:g} s"
+        except DataplaneError:  # it is gone, or sent an invalid message
+            pass
+        except Exception as error:  # noqa: BLE001 - after what it has parsed, it may say anything
+            why = f"sent nonsense: {error!r}"
+        self._lost(self)
+        self._shut()
+        if not self._process.wait(_END_S):
+            self._process.kill()
+            self._process.wait(_END_S)
+        if not self.is_closed:
+            said = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
+            why = why or said.strip().partition("\n")[0]
+            _trace.failed("index readers ended", how=why)
+        os.close(self._stderr)
+        self._sock.close()
+
+    def _hear_all(self) -> None:
+        """Hear them, until they have batches and say nothing for too long.
+
+        Raises:  DataplaneError: they are gone.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while not self.batches or time.monotonic() - self._progress < self._silent_s:
+            if poll.poll(1e3 * _LOOK_S):
+                said, descriptors = local.receive(self._sock, messages.BatchIndexed)
+                for fd in descriptors:
+                    os.close(fd)
+                self._hear(self, said)
+                self._progress = time.monotonic()
+
+
+class IndexBatches:
+    """The pairs of one run, for a list of so many shards of one format: as many pairs as that is
+    worth, up to `pair_count`.
+    """
+
+    def __init__(
+        self,
+        format_: Format,
+        shard_count: int,
+        start: fetches.StartFetching,
+        memory_bytes: int,
+        silent_s: float,
+        pair_count: int,
+        keep: KeepPreamble | None,
+    ) -> None:
+        self._format, self._start, self._memory_bytes = format_, start, memory_bytes
+        self._silent_s, self._keep = silent_s, keep
+        self._pair_count = min(pair_count, -(-shard_count // _SHARDS_MAX))
+        self._changing = threading.Lock()
+        self._pairs: list[_Pair] = []
+        self._numbers = itertools.count(1)
+        self._useless = 0
+        self._is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a pair can be given a batch now."""
+        with self._changing:
+            return self._can_start() or any(self._can_take(pair) for pair in self._pairs)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no pair will be given a batch any more."""
+        return not self._pair_count or self._useless > _USELESS_MAX or self._is_closed
+
+    @property
+    def shards_at_once(self) -> int:
+        """How many shards a batch has at most."""
+        return _SHARDS_MAX
+
+    def send(self, shards: Sequence[int], listed: Sequence[ObjectInfo], tell: TellEnd) -> None:
+        """Index these shards, by their numbers. `tell` is called later, perhaps from a thread, with
+        what has become of them.
+        """
+        number, sent = next(self._numbers), _Sent(shards, listed, tell)
+        with self._changing:
+            pair = self._with_room()
+            if pair is not None:
+                pair.take(number, sent)
+        if pair is None:
+            tell(BatchEnd(shards, {}))
+            return
+        told = tuple(messages.BatchShard(one.url, one.size_bytes, one.etag) for one in listed)
+        with_preambles = self._keep is not None
+        pair.send(messages.IndexBatch(number, self._format.name, told, with_preambles))
+
+    def close(self) -> None:
+        """End all processes; batches end without indexes. May be called twice."""
+        with self._changing:
+            self._is_closed, pairs = True, self._pairs[:]
+        for pair in pairs:
+            pair.close()
+        for pair in pairs:
+            pair.join()
+
+    def _can_take(self, pair: _Pair) -> bool:
+        return len(pair.batches) < _BATCHES_A_PAIR
+
+    def _can_start(self) -> bool:
+        return len(self._pairs) < self._pair_count and not self.is_over
+
+    def _with_room(self) -> _Pair | None:
+        """The pair with the fewest batches; a new one if all have some."""
+        pair = min(self._pairs, key=lambda one: len(one.batches), default=None)
+        if (pair is None or pair.batches) and self._can_start():
+            try:
+                pair = _Pair(
+                    self._start, self._memory_bytes, self._silent_s, self._hear, self._lose
+                )
+                self._pairs.append(pair)
+            except (OSError, RuntimeError, DataplaneError) as error:
+                # The machine starts no more processes or threads, or descriptors are short.
+                self._pair_count -= 1
+                _trace.failed("start of index readers", error=str(error))
+        return pair
+
+    def _hear(self, pair: _Pair, said: messages.BatchIndexed) -> None:
+        """In a thread of the pair."""
+        with self._changing:
+            sent = pair.batches.get(said.number)
+        if sent is None:
+            return
+        indexes = {int(key): index for key, index in decode_indexes(said.indexes).items()}
+        for preamble in said.preambles:
+            self._hand_on(sent.listed[preamble.shard], indexes[preamble.shard], preamble.content)
+        end = BatchEnd(sent.shards, {sent.shards[at]: index for at, index in indexes.items()})
+        with self._changing:
+            del pair.batches[said.number]
+            pair.was_of_use = pair.was_of_use or bool(indexes)
+            needing_more = len(sent.shards) - len(indexes) - said.unread_count
+            self._useless = max(0, self._useless + needing_more - len(indexes))
+        sent.tell(end)
+
+    def _hand_on(self, listed: ObjectInfo, index: ShardIndex, content: bytes) -> None:
+        place = index.preamble
+        if self._keep is not None and len(content) == place.length:
+            self._keep(listed.url, listed.etag, place, content)
+
+    def _lose(self, pair: _Pair) -> None:
+        """A pair has ended. In its thread."""
+        with self._changing:
+            self._pairs.remove(pair)
+            self._pair_count -= not pair.was_of_use
+            lost, pair.batches = [*pair.batches.values()], {}
+        for sent in lost:
+            sent.tell(BatchEnd(sent.shards, {}))

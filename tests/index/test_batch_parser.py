@@ -1,0 +1,75 @@
+"""What a parser makes of the parts of shards, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+from shards import MemoryShard, arrow_bytes, parquet_bytes
+
+from dataplane.formats import registry
+from dataplane.index import batch_parser
+from dataplane.index.journal import decode_indexes, encode_index
+from dataplane.model import Region
+from dataplane.rpc.index_batches import BatchShard, IndexBatch, ReadPart
+
+ROWS = st.integers(1, 500)
+COLUMNS = st.integers(1, 40)
+
+
+@st.composite
+def shards(draw: st.DrawFn, name: str) -> bytes:
+    """With a footer, or with metadata, of a hundred bytes to a few hundred kilobytes."""
+    rows, at_once = draw(ROWS), draw(st.integers(1, 500))
+    table = pa.table(
+        {f"{'c' * draw(st.integers(1, 200))} {n}": range(rows) for n in range(draw(COLUMNS))}
+    )
+    if name == "parquet":
+        return parquet_bytes(table, row_group_size=max(at_once, rows // 50))
+    return arrow_bytes(table, rows=max(at_once, rows // 50), file=draw(st.booleans()))
+
+
+def read(contents: list[bytes], places: Iterable[tuple[int, Region]]) -> tuple[ReadPart, ...]:
+    return tuple(
+        ReadPart(shard, place.offset, contents[shard][place.offset :][: place.length])
+        for shard, place in places
+    )
+
+
+@given(st.sampled_from(("parquet", "arrow")).flatmap(lambda name: st.tuples(
+    st.just(name), st.lists(shards(name), max_size=4), st.sets(st.integers(0, 3)), st.booleans()
+)))  # fmt: skip
+def test_what_is_read_is_indexed_as_anywhere_else(
+    drawn: tuple[str, list[bytes], set[int], bool],
+) -> None:
+    """Shards of which a part is not read are counted, and harm no others."""
+    name, contents, unread, with_preambles = drawn
+    named = tuple(BatchShard(f"s3://b/{n}", len(c), "e") for n, c in enumerate(contents))
+    batch = batch_parser._begun(IndexBatch(7, name, named, with_preambles))
+    format_ = registry.by_name(name)
+    places = [
+        (n, place)
+        for n, one in enumerate(named)
+        for place in batch_parser.first_reads(format_, one)
+    ]
+    for _ in range(batch_parser._ROUNDS_MAX + 1):
+        batch.add(read(contents, [(n, place) for n, place in places if n not in unread]))
+        missing = batch.index()
+        assert sum(part.place.length for part in missing) <= batch_parser.BATCH_BYTES_MAX
+        places = [(part.shard, part.place) for part in missing]
+        if not missing:
+            break
+    assert not missing
+    found = decode_indexes(b"".join(batch.indexes))
+    expected = {n: format_.index(MemoryShard(c)) for n, c in enumerate(contents) if n not in unread}
+    assert {int(n): encode_index(each) for n, each in found.items()} == {
+        n: encode_index(each) for n, each in expected.items()
+    }
+    assert batch.unread_count == len(unread & set(range(len(contents))))
+    preambles = {one.shard: one.content for one in batch.preambles}
+    spans = {n: (one.preamble.offset, one.preamble.length) for n, one in expected.items()}
+    assert preambles == {
+        n: contents[n][at:][:length] for n, (at, length) in spans.items() if with_preambles
+    }

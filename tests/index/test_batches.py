@@ -1,0 +1,353 @@
+"""Many shards are indexed in batches by pairs of processes, with the same result as one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pytest
+from away import Away, Proxy, proxy_before
+from bombs import MIB
+from servers import S3Server
+from shards import arrow_bytes, parquet_bytes
+
+from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
+from dataplane.formats import registry
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.index import batches, processes
+from dataplane.index.indexing import index_dataset
+from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import IndexProgress, ShardBatches, StoredShard
+from dataplane.model import ObjectInfo, Region
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc.fetches import StartFetching
+from dataplane.worker.limits import WorkerBytes
+
+LIMIT = WorkerBytes(512 * MIB, 0)
+COUNT = 23
+TABLE = pa.table({"id": range(60), "text": ["x" * 20] * 60, "v": [[1, 2], None, []] * 20})
+WIDE = pa.table({f"column {n:05}": [n] for n in range(1500)})
+VERY_WIDE = pa.table({f"column {n:05}": [n] for n in range(15_000)})
+LARGE = pa.table({"x": range(300_000)})
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BATCHED_MIN", 2)
+    monkeypatch.setattr(batches, "_SHARDS_MAX", 4)
+
+
+@pytest.fixture
+def put(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], str]:
+    """Puts shards into a bucket, and gives its url."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def stored(shards: dict[str, bytes]) -> str:
+        bucket = s3_server.bucket()
+        s3_server.put(bucket, shards)
+        return f"s3://{bucket}/"
+
+    return stored
+
+
+def alike(suffix: str, content: bytes, count: int = COUNT) -> dict[str, bytes]:
+    return {f"{number:03}.{suffix}": content for number in range(count)}
+
+
+class Indexing:
+    """Indexing processes, and which shards they were given one by one."""
+
+    def __init__(self, processes: IndexProcesses) -> None:
+        self._processes = processes
+        self.alone: set[str] = set()
+        self.together: list[str] = []
+
+    def of(self, url: str, cache: Path | None = None, **more: object) -> Manifest:
+        return index_dataset(
+            url,
+            index_shard=self._shard,
+            begin_batches=self._batches,
+            cache_dir=str(cache or ""),
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _shard(self, format_: Format, shard: StoredShard) -> ShardIndex:
+        self.alone.add(shard.url.rpartition("/")[2])
+        return self._processes.index(format_, shard)
+
+    def _batches(self, format_: Format, listed: list[ObjectInfo]) -> ShardBatches | None:
+        self.together = [one.url.rpartition("/")[2] for one in listed]
+        return self._processes.begin_batches(format_, listed)
+
+
+@contextlib.contextmanager
+def indexing(
+    silent_s: float = 60.0,
+    keep: batches.KeepPreamble | None = None,
+    **reading: object,
+) -> Iterator[Indexing]:
+    environment = {**os.environ, **reading.pop("environment", {})}  # type: ignore[dict-item]
+    lines = tuple(f"{name}={value}".encode() for name, value in environment.items())
+    start = StartFetching(lines, **{"budget_s": 60.0, "request_timeout_s": 30.0, **reading})  # type: ignore[arg-type]
+    with IndexProcesses(LIMIT, silent_s, 2, keep, start) as made:
+        yield Indexing(made)
+
+
+SHARDS = {
+    "parquet": alike("parquet", parquet_bytes(TABLE, row_group_size=20)),
+    "a large footer": alike("parquet", parquet_bytes(WIDE, row_group_size=1)),
+    "arrow": alike("arrow", arrow_bytes(TABLE, rows=20)),
+    "arrow file": alike("arrow", arrow_bytes(TABLE, rows=20, file=True)),
+    "arrow in large batches": alike("arrow", arrow_bytes(LARGE, rows=140_000, file=True), 5),
+    "another order of columns": {
+        "0.parquet": parquet_bytes(TABLE),
+        **alike("parquet", parquet_bytes(TABLE.select(["v", "id", "text"]))),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_the_manifest_is_the_one_that_indexing_here_gives(
+    kind: str, put: Callable[[dict[str, bytes]], str]
+) -> None:
+    url = put(SHARDS[kind])
+    with indexing() as found:
+        assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
+    assert found.together == sorted(SHARDS[kind])
+    assert found.alone == set()
+
+
+def test_what_needs_many_more_bytes_is_indexed_alone(
+    put: Callable[[dict[str, bytes]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = alike("parquet", parquet_bytes(VERY_WIDE), 6)
+    shards |= alike("pqt", parquet_bytes(VERY_WIDE.slice(0, 0), store_schema=False), 3)
+    url = put(shards)
+    with indexing() as found:
+        assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
+    assert found.alone >= {f"{number:03}.parquet" for number in range(6)}
+    monkeypatch.setattr(batches, "_USELESS_MAX", 3)
+    with indexing() as found:
+        assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
+    assert found.alone == set(shards), "the rest is not tried"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file", "a large footer"])
+def test_preambles_are_handed_on(kind: str, put: Callable[[dict[str, bytes]], str]) -> None:
+    kept: dict[tuple[str, str], tuple[Region, bytes]] = {}
+
+    def keep(url: str, etag: str, place: Region, content: bytes) -> None:
+        kept[url, etag] = place, content
+
+    with indexing(keep=keep) as found:
+        manifest = found.of(put(SHARDS[kind]))
+    expected = {}
+    for shard in manifest.shards:
+        place, content = shard.preamble, SHARDS[kind][shard.url.rpartition("/")[2]]
+        expected[shard.url, shard.etag] = (place, content[place.offset :][: place.length])
+    assert kept == expected
+
+
+def test_a_damaged_shard_is_the_same_error_and_the_rest_is_kept(
+    put: Callable[[dict[str, bytes]], str], tmp_path: Path
+) -> None:
+    shards = SHARDS["parquet"]
+    url = put({**shards, "022.parquet": b"PAR1" + bytes(100)})
+    with pytest.raises(CorruptShard) as here:
+        index_dataset(url)
+    with indexing() as found, pytest.raises(CorruptShard) as there:
+        found.of(url, tmp_path / "cache")
+    assert (str(there.value), there.value.nouns) == (str(here.value), here.value.nouns)
+    with indexing() as again, pytest.raises(CorruptShard):
+        again.of(url, tmp_path / "cache")
+    assert set(again.together) < set(shards)
+
+
+def test_a_shard_of_another_schema_is_named(put: Callable[[dict[str, bytes]], str]) -> None:
+    other = parquet_bytes(pa.table({"id": [1.5]}))
+    url = put({**SHARDS["parquet"], "017.parquet": other})
+    with indexing() as found, pytest.raises(SchemaMismatch, match=r"017\.parquet"):
+        found.of(url)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    put: Callable[[dict[str, bytes]], str], tmp_path: Path
+) -> None:
+    url = put(SHARDS["parquet"])
+
+    def interrupt(progress: IndexProgress) -> None:
+        if progress.shards_done == 9:
+            raise KeyboardInterrupt
+
+    with indexing() as found, pytest.raises(KeyboardInterrupt):
+        found.of(url, tmp_path / "cache", progress=interrupt)
+    with indexing() as again:
+        assert again.of(url, tmp_path / "cache").to_bytes() == index_dataset(url).to_bytes()
+    assert len(again.together) <= COUNT - 9
+
+
+def named(name: str) -> list[psutil.Process]:
+    """The processes of this name below this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == name:
+                found.append(child)
+    return found
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    """A proxy before the store, through which readers reach it."""
+    with proxy_before(s3_server.server.port) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["dp-index_reader", "dp-index_parser"])
+def test_a_process_that_is_killed_costs_time_and_nothing_else(
+    name: str, put: Callable[[dict[str, bytes]], str], proxy: Proxy
+) -> None:
+    url, environment = put(SHARDS["parquet"]), {"AWS_ENDPOINT_URL": proxy.endpoint}
+    proxy.be(Away.HANG, after_requests=6)
+    with indexing(environment=environment) as found, ThreadPoolExecutor(1) as pool:
+        run = pool.submit(found.of, url)
+        proxy.wait_until(Away.HANG)
+        for process in named(name):
+            process.kill()
+        assert run.result(60).to_bytes() == index_dataset(url).to_bytes()
+    assert found.alone
+
+
+@pytest.mark.parametrize("way", [Away.HANG, Away.REFUSED, Away.UNAVAILABLE, Away.RESET])
+def test_what_readers_cannot_read_soon_is_read_by_the_node(
+    way: Away, put: Callable[[dict[str, bytes]], str], proxy: Proxy
+) -> None:
+    url, environment = put(SHARDS["arrow"]), {"AWS_ENDPOINT_URL": proxy.endpoint}
+    proxy.be(way, after_requests=6)
+    with indexing(environment=environment, budget_s=0.2, request_timeout_s=1.0) as found:
+        assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
+    assert found.alone
+
+
+def test_readers_try_again_what_fails_for_a_moment(
+    put: Callable[[dict[str, bytes]], str], proxy: Proxy
+) -> None:
+    url, environment = put(SHARDS["parquet"]), {"AWS_ENDPOINT_URL": proxy.endpoint}
+    proxy.be(Away.RESET, after_requests=6)
+    with indexing(environment=environment) as found, ThreadPoolExecutor(1) as pool:
+        run = pool.submit(found.of, url)
+        proxy.wait_until(Away.RESET)
+        proxy.be(Away.WELL)
+        assert run.result(60).to_bytes() == index_dataset(url).to_bytes()
+    assert found.alone == set()
+
+
+def test_readers_open_what_the_node_may_open(put: Callable[[dict[str, bytes]], str]) -> None:
+    url = put(SHARDS["parquet"])
+    for allowed, alone in ((url, set()), ("s3://other/", set(SHARDS["parquet"]))):
+        with indexing(is_policed=True, allowed_urls=(allowed,)) as found:
+            assert found.of(url).to_bytes() == index_dataset(url).to_bytes()
+        assert found.alone == alone
+
+
+# A format of another package. What it does to a process is said by the name of the shard.
+_ODD = """
+import os, signal, threading
+from pathlib import Path
+from dataplane.formats.parquet import Parquet
+
+class Odd(Parquet):
+    name = "odd"
+    suffixes = (".odd",)
+
+    def index(self, shard):
+        process = Path("/proc/self/comm").read_text().strip()
+        _, way, where = shard.url.rpartition("/")[2].removesuffix(".odd").split("-")
+        if process == "dp-index_parser" or (where == "everywhere" and process == "dp-indexer"):
+            if way == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+                threading.Event().wait()  # another thread may get the signal
+            elif way == "exit":
+                os._exit(0)
+            elif way == "hang":
+                threading.Event().wait()
+            elif way == "bug":
+                1 / 0
+            elif way == "grow":
+                bytearray(1 << 30)
+            elif way == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return super().index(shard)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This format is installed, here and in all processes that are started."""
+    folder = tmp_path / "packages"
+    (folder / "odd-1.dist-info").mkdir(parents=True)
+    (folder / "odd-1.dist-info" / "METADATA").write_text("Name: odd\nVersion: 1\n")
+    points = "[dataplane.formats]\nodd = odd_format:Odd\n"
+    (folder / "odd-1.dist-info" / "entry_points.txt").write_text(points)
+    (folder / "odd_format.py").write_text(_ODD)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    known = (registry._others, registry._by_suffix, registry._by_end)
+    for each in known:
+        each.cache_clear()
+    yield
+    sys.modules.pop("odd_format", None)
+    for each in known:
+        each.cache_clear()
+
+
+def odd_shards(way: str, where: str = "here") -> dict[str, bytes]:
+    content = parquet_bytes(TABLE, row_group_size=20)
+    shards = {f"{number:03}-well-.odd": content for number in range(COUNT)}
+    return {**shards, f"010a-{way}-{where}.odd": content}
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize("way", ["well", "crash", "exit", "hang", "bug", "grow", "stop"])
+def test_whatever_becomes_of_a_parser_is_nobodys_error(
+    way: str, put: Callable[[dict[str, bytes]], str]
+) -> None:
+    url = put(odd_shards(way))
+    silent_s = 1.0 if way in ("hang", "stop") else 60.0
+    with indexing(silent_s) as found:
+        manifest = found.of(url)
+    assert manifest.to_bytes() == index_dataset(url).to_bytes()
+    assert (f"010a-{way}-here.odd" in found.alone) == (way != "well")
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize("way", ["crash", "grow", "bug"])
+def test_who_is_to_blame_is_said_as_if_there_were_no_batches(
+    way: str, put: Callable[[dict[str, bytes]], str]
+) -> None:
+    url = put(odd_shards(way, "everywhere"))
+    errors = []
+    for least in (2, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes, "_BATCHED_MIN", least)
+            with indexing() as found, pytest.raises(DataplaneError) as caught:
+                found.of(url)
+            errors.append((type(caught.value), str(caught.value), caught.value.nouns))
+    assert errors[0] == errors[1]
+    assert f"010a-{way}-everywhere.odd" in errors[0][1]
+
+
+@pytest.mark.usefixtures("odd")
+def test_pairs_that_are_of_no_use_are_not_replaced(put: Callable[[dict[str, bytes]], str]) -> None:
+    content = parquet_bytes(TABLE)
+    url = put({f"{number:03}-exit-here.odd": content for number in range(COUNT)})
+    with indexing() as found:
+        assert found.of(url).sample_count == COUNT * TABLE.num_rows
+    assert len(found.alone) == COUNT
