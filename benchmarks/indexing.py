@@ -3,8 +3,9 @@
     python benchmarks/indexing.py [--shards 2000] [--delay 20] [--format parquet]
 
 A real S3 server on this machine, made to seem far away, holds small shards. They are indexed as a
-node does it: in separate processes, whose reads go through the node's store. CPU is that of this
-process (the node's part) and of its children, in milliseconds a shard; the server's is left out.
+node does it: in batches, by processes that read and processes that parse; few shards one by one, by
+processes for which the node reads. CPU is that of this process (the node's part) and of those that
+it has started for this, in milliseconds a shard; the server's is left out.
 """
 
 from __future__ import annotations
