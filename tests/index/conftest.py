@@ -1,11 +1,13 @@
-"""A folder of twelve small shards, and a cache folder."""
+"""A folder of twelve small shards, a cache folder, and a bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from servers import S3Server
 from shards import parquet_bytes
 
 
@@ -23,3 +25,17 @@ def dataset(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def put(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], str]:
+    """Puts shards into a bucket, and gives its url."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def stored(shards: dict[str, bytes]) -> str:
+        bucket = s3_server.bucket()
+        s3_server.put(bucket, shards)
+        return f"s3://{bucket}/"
+
+    return stored

@@ -43,20 +43,6 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_SHARDS_MAX", 4)
 
 
-@pytest.fixture
-def put(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], str]:
-    """Puts shards into a bucket, and gives its url."""
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
-
-    def stored(shards: dict[str, bytes]) -> str:
-        bucket = s3_server.bucket()
-        s3_server.put(bucket, shards)
-        return f"s3://{bucket}/"
-
-    return stored
-
-
 def alike(suffix: str, content: bytes, count: int = COUNT) -> dict[str, bytes]:
     return {f"{number:03}.{suffix}": content for number in range(count)}
 
