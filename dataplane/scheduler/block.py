@@ -43,6 +43,10 @@ class CachedBlock(Struct, eq=False):
         """Whether a neighbour owns it."""
         return self.guest_of is not None
 
+    def is_here_for(self, order: SampleOrder | None) -> bool:
+        """Whether it is kept for this order, or for that of a stream that is not open."""
+        return self.guest_of is None or any(one is order for one in self.guest_of)
+
     @property
     def touched(self) -> int:
         """When it was needed last."""

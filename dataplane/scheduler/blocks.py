@@ -7,10 +7,9 @@ Invariants:
 1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
    writes it.
-3. Of the blocks whose memory is of use, the one evicted first is the one that the plan needs last
-   (`room.py`). For a block that is read ahead, only blocks that are needed later go, and none that
-   a task or neighbours wait for (`holdings.py`). Everything else in the arena is evicted before any
-   block that is still needed.
+3. Of the blocks whose memory is of use, the one evicted first is that which the plan needs last
+   (`room.py`). For one that is read ahead, only blocks go that are needed later, and that no task
+   or neighbour waits for (`holdings.py`). Everything else goes before any block that is needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.

@@ -395,10 +395,5 @@ def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -
         return
     found = reading.spans([block.index for block in blocks])
     spans.update(zip([block.key for block in blocks], found, strict=True))
-    spans.update((block.key, _NOWHERE) for block in blocks if not _is_here_for(block, reading))
-
-
-def _is_here_for(block: CachedBlock, reading: WalkPosition) -> bool:
-    if block.guest_of is None:
-        return True
-    return reading.is_open and any(order is reading.order for order in block.guest_of)
+    order = reading.order if reading.is_open else None
+    spans.update((block.key, _NOWHERE) for block in blocks if not block.is_here_for(order))

@@ -74,6 +74,12 @@ class Ranks:
         for stop in self.stops.values():
             stop.over.set()
 
+    def raise_failed(self) -> None:
+        """What a rank has failed with, if one has."""
+        for epoch in self._epochs:
+            if epoch.done():
+                epoch.result()
+
     def stream(self) -> Rows:
         """The epoch that the ranks have read."""
         return interleaved([epoch.result(WAIT_S) for epoch in self._epochs], 0)
@@ -135,6 +141,9 @@ def reading(url: str, service: str | None) -> Iterator[Ranks]:
         ranks = Ranks(url, service, pool)
         try:
             yield ranks
+        except AssertionError:
+            ranks.raise_failed()  # it tells more
+            raise
         finally:
             ranks.go_on()
 
