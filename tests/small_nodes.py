@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from dataplane.client import identity
+
 LAUNCHED = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-def alone_and_small(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Loaders of this process, and of those that it starts, are in no launch and find no service;
-    their nodes have budgets that a test can fill.
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders of this process, and of those that it starts, find no service, and no node but their
+    own. Ranks without a run share a node with those of all processes that have the same parent,
+    which here run other tests.
     """
     for name in ("DATAPLANE_SERVICE", *LAUNCHED):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(identity, "_starter", lambda: (str(os.getpid()),))
+
+
+def alone_and_small(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As `alone`; their nodes have budgets that a test can fill."""
+    alone(monkeypatch)
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
     monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")

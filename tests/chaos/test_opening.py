@@ -16,7 +16,7 @@ from away import Away, Proxy
 from dataplane_torch import DataLoader
 from fleet import Rows, Service, free_address, interleaved, worker_processes
 from remote_epoch import OPTIONS
-from small_nodes import LAUNCHED
+from small_nodes import alone
 
 SIZE = 2
 # Numbers count requests to the store: the listing, the shards' footers, then blocks.
@@ -28,8 +28,7 @@ WAIT_S = 60
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An arena that holds a fraction of the dataset."""
-    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
-        monkeypatch.delenv(name, raising=False)
+    alone(monkeypatch)
     for name, value in {
         "CACHE_DIR": tmp_path / "cache",
         "STATE_DIR": tmp_path / "state",
