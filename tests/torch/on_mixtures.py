@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from dataplane_torch import DataLoader, Mixture, Source
@@ -14,8 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
     torch.distributed.init_process_group("gloo")
+    train(json.loads(sys.argv[1]))
+    torch.distributed.destroy_process_group()
+
+
+def train(given: dict[str, Any]) -> None:
+    """The model goes before its process group: it holds that, and frees it with its threads, which
+    may wait for the interpreter lock.
+    """
     rank, place = os.environ["RANK"], Path(given["out"])
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
@@ -40,7 +48,6 @@ def main() -> None:
                 if step == given["killed_at"]:
                     torch.distributed.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

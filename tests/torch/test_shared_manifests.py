@@ -134,6 +134,9 @@ def test_when_the_node_that_indexes_is_killed_another_one_does_and_every_rank_go
             (maker,) = {0, 1, 2} - nodes.waiting()
             nodes.nodes[maker].kill()
             proxy.be(Away.WELL)
+            others = {0, 1, 2} - {maker}
+            # If it came back at once, it might go on.
+            until(lambda: any(nodes.has(each, "index/*/shards-*.log") for each in others))
             nodes.nodes[maker].start()
             assert {length.result(60) for length in lengths} == {ROWS // 12}
     assert not nodes.has(maker, "index/*/shards-*.log"), "the node that came back got it, too"
