@@ -159,7 +159,8 @@ def _command(
     config.touch(mode=0o600)
     config.write_text(json.dumps({"identities": [identity]}))
     return [
-        *(tool("weed"), "server", f"-dir={store}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *(tool("weed"), f"-logdir={store}", "server", f"-dir={store}"),
+        *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
         *("-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         *(f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)),
         *("-master.telemetry=false", "-master.electionTimeout=1s"),
