@@ -1,10 +1,10 @@
-"""A host without workers, fed by two others, against a host with as many workers of its own.
+"""A host without workers, fed by two others, against what these two reach for their own trainers.
 
     python benchmarks/delegated.py [PHOTOGRAPHS] [--makers 2] [--size 224] [--batch 64] [--rounds 3]
 
 Reads three epochs of a shard of photographs with random resized crops, or without a folder of
-photographs of zstd-compressed token lists: from a node with `--makers` workers, and from a node
-without any beside `--makers` nodes with one worker each. The rate is that of the second and third
+photographs of zstd-compressed token lists: as `--makers` ranks, each from a node with one worker,
+and as one rank, from a node without any beside these. The rate is that of the second and third
 epoch. All of it runs on this machine, so moving the slabs takes processor time from making them;
 on hosts of their own it would not. Both ways take turns, and the best round of each counts.
 """
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import psutil
 from layouts import cpu_s, photographs, tokens
@@ -31,7 +32,8 @@ from dataplane_torch import DataLoader, RandomResizedCrop
 given = json.loads(sys.argv[1])
 crops = {"transforms": {"jpg": [RandomResizedCrop(given["size"])]}} if given["crops"] else {}
 with DataLoader(
-    given["url"], given["batch"], shuffle=True, seed=1, service=given["service"], **crops
+    given["url"], given["batch"], shuffle=True, seed=1, service=given["service"], name="job",
+    dp_rank=given["rank"], dp_size=given["size_of_job"], **crops
 ) as loader:
     for _ in range(given["epochs"]):
         began, cpu = time.perf_counter(), time.process_time()
@@ -67,38 +69,41 @@ def trial(given: argparse.Namespace, url: Path, *, is_delegated: bool) -> Rate:
     """One round of one way."""
     with contextlib.ExitStack() as stack:
         _, address = serve(stack, "--coordinator", "--listen", "127.0.0.1:0")
-        service = f"trainers-{os.getpid()}-{is_delegated}:1"
+        names = [f"maker-{number}-{os.getpid()}-{is_delegated}:1" for number in range(given.makers)]
         join = ("--node", "--join", address)
-        workers = 0 if is_delegated else given.makers
-        own, _ = serve(stack, *join, "--service", service, "--worker-count", str(workers))
-        nodes = [own]
-        for number in range(given.makers if is_delegated else 0):
-            name = f"maker-{number}-{os.getpid()}:1"
-            nodes.append(serve(stack, *join, "--service", name, "--worker-count", "1")[0])
-        asked = {
-            "url": str(url), "batch": given.batch, "size": given.size, "service": service,
-            "crops": given.photographs is not None, "epochs": EPOCHS,
-        }  # fmt: skip
-        trainer = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", TRAINER, json.dumps(asked)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        assert trainer.stdout is not None
-        told = [json.loads(trainer.stdout.readline())]
+        nodes = [serve(stack, *join, "--service", name, "--worker-count", "1")[0] for name in names]
+        if is_delegated:
+            names = [f"trainers-{os.getpid()}:1"]
+            nodes.append(serve(stack, *join, "--service", names[0], "--worker-count", "0")[0])
+        trainers = [trainer(stack, given, url, rank, names) for rank in range(len(names))]
+        told = [[json.loads(out.readline())] for out in trainers]
         before = sum(map(cpu_s, nodes))
-        told += [json.loads(line) for line in trainer.stdout]
+        for out, lines in zip(trainers, told, strict=True):
+            lines += [json.loads(line) for line in out]
         spent = sum(map(cpu_s, nodes)) - before
-    assert [rows for rows, _, _ in told] == [given.samples] * EPOCHS
-    later = told[1:]
+    each = [sum(rows for rows, _, _ in epoch) for epoch in zip(*told, strict=True)]
+    assert each == [given.samples] * EPOCHS
+    later = [epoch for lines in told for epoch in lines[1:]]
     thousands = sum(rows for rows, _, _ in later) / 1000
+    took_s = max(sum(took for _, took, _ in lines[1:]) for lines in told)
     return Rate(
-        1000 * thousands / sum(took for _, took, _ in later),
-        spent / thousands,
-        sum(cpu for _, _, cpu in later) / thousands,
+        1000 * thousands / took_s, spent / thousands, sum(cpu for _, _, cpu in later) / thousands
     )
+
+
+def trainer(
+    stack: contextlib.ExitStack, given: argparse.Namespace, url: Path, rank: int, names: list[str]
+) -> IO[str]:
+    """Start a rank. Returns its output: a line an epoch."""
+    asked = {
+        "url": str(url), "batch": given.batch, "size": given.size, "service": names[rank],
+        "rank": rank, "size_of_job": len(names), "crops": given.photographs is not None,
+        "epochs": EPOCHS,
+    }  # fmt: skip
+    command = [sys.executable, "-c", TRAINER, json.dumps(asked)]
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    assert process.stdout is not None
+    return process.stdout
 
 
 def main() -> None:
@@ -128,7 +133,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for is_delegated, rates in found.items():
                 rates.append(trial(given, url, is_delegated=is_delegated))
-                rate, name = rates[-1], "delegated" if is_delegated else "own workers"
+                rate, name = rates[-1], "delegated" if is_delegated else "local"
                 print(
                     f"{name}: {rate.samples_per_s:,.0f} samples/s, {rate.nodes_cpu_s:.2f} CPU s of "
                     f"nodes and {rate.trainer_cpu_s:.3f} of the trainer for 1,000 samples",
@@ -136,7 +141,7 @@ def main() -> None:
                 )
     own, delegated = (max(rates, key=lambda one: one.samples_per_s) for rates in found.values())
     print(
-        f"delegated / own workers: {delegated.samples_per_s / own.samples_per_s:.3f} of the rate, "
+        f"delegated / local: {delegated.samples_per_s / own.samples_per_s:.3f} of the rate, "
         f"{delegated.nodes_cpu_s / own.nodes_cpu_s:.3f} x the nodes' CPU, "
         f"{delegated.trainer_cpu_s / own.trainer_cpu_s:.3f} x the trainer's CPU"
     )
