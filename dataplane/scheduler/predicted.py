@@ -6,17 +6,17 @@ Invariants:
    node do: `Room`, `NextUse` and `Allocator` are its own.
 2. The time grows with the blocks that are looked at, which are BLOCKS_MAX at most: of a larger
    dataset every n-th, with an n-th of the arena.
-3. Nodes that lend each other blocks are one node, with the memory of all. A block that is lent
-   takes memory on each node that reads it, from when it is read until its window closes, and its
-   owner keeps it as it was read.
+3. Nodes that lend each other blocks are one node, with the memory of all, but for what copies take:
+   a block that is lent is on each node that reads it, from when it is read until its window closes,
+   and its owner keeps it as it was read. What is read ahead leaves room for others, as in a node.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 
 BLOCKS_MAX = 4000
+_AHEAD_PARTS = 3
+"""Copies that are read ahead take such a part of the memory at most: nodes then read less ahead."""
 
 
 class Guests(Struct, frozen=True):
@@ -103,11 +105,14 @@ def predicted(
     """
     count = max(map(len, needed))
     step = -(-count // BLOCKS_MAX)
-    memory_and_disk = arena_bytes // step, cache_bytes // step
-    node = _Node(dataset, orders, *memory_and_disk, ahead, under_way // step)
-    for epoch, blocks in enumerate(needed[:-1]):
-        some = blocks[blocks % step == 0]
-        node.read(epoch, some, guests(epoch, some))
+    some = [blocks[blocks % step == 0] for blocks in needed[:-1]]
+    lent = [guests(epoch, blocks) for epoch, blocks in enumerate(some)]
+    arena_bytes, cache_bytes = arena_bytes // step, cache_bytes // step
+    copies = partial(_copies_bytes, dataset, arena_bytes, ahead)
+    arena_bytes = max(arena_bytes - max(map(copies, orders, some, lent), default=0), 0)
+    node = _Node(dataset, orders, arena_bytes, cache_bytes, ahead, under_way // step)
+    for epoch, blocks in enumerate(some):
+        node.read(epoch, blocks, lent[epoch].is_local)
     return Prediction(
         tuple(
             _scaled(dataset, blocks, step, *read)
@@ -116,6 +121,25 @@ def predicted(
         is_sampled=step > 1,
         is_too_small=node.is_too_small,
     )
+
+
+def _copies_bytes(
+    dataset: DatasetBlocks,
+    arena_bytes: int,
+    ahead: int,
+    order: SampleOrder,
+    blocks: Ints,
+    guests: Guests,
+) -> int:
+    """What copies of these blocks take."""
+    first, last = order.block_span(blocks)
+    raw, decoded = dataset.marks.raw[blocks], dataset.marks.decoded[blocks]
+    taken = guests.counts * np.where(decoded > 0, decoded, raw)
+    by_time = np.argsort(np.concatenate([first, last + 1]), kind="stable")
+    in_windows = int(np.cumsum(np.concatenate([taken, -taken])[by_time]).max(initial=0))
+    every = int(taken.sum())
+    read_ahead = min(every * ahead // max(order.sample_count, 1), arena_bytes // _AHEAD_PARTS)
+    return min(in_windows + read_ahead, every)
 
 
 def _scaled(
@@ -156,8 +180,6 @@ class _Node:
         self._disk.is_known = True
         self._held: dict[int, CachedBlock] = {}
         self._keys = itertools.count(1)
-        self._guests: list[tuple[int, int]] = []
-        """Where the window of each closes, and its memory."""
         self._under_way: deque[Region] = deque()
         self._under_way_max = under_way
         self.missed: list[list[int]] = []
@@ -165,56 +187,38 @@ class _Node:
         """The blocks that each epoch has read from storage, and from the disk, so far."""
         self.is_too_small = False
 
-    def read(self, epoch: int, blocks: Ints, guests: Guests) -> None:
-        """Load what the next epoch needs, in the order in which it does."""
-        first, last = self._orders[epoch].block_span(blocks)
+    def read(self, epoch: int, blocks: Ints, is_local: npt.NDArray[np.bool_]) -> None:
+        """Load what the next epoch needs, in the order in which it does.
+
+        Shapes:  blocks: int64[n].   is_local: bool[n], whether it is read where it is kept.
+        """
+        first, _ = self._orders[epoch].block_span(blocks)
         by_first = np.argsort(first, kind="stable")
         self.missed.append([])
         self.on_disk.append([])
         reached = -self._ahead if epoch else 0
-        each = (blocks, first, last, guests.counts, guests.is_local)
-        for index, needed, closes, count, is_local in zip(
+        each = (blocks, first, is_local)
+        for index, needed, is_read_here in zip(
             *(array[by_first].tolist() for array in each), strict=True
         ):
             reached = max(reached, needed - self._ahead)
-            if index not in self._held:
-                is_on_disk = self._disk.is_kept(self._dataset, index)
-                (self.on_disk if is_on_disk else self.missed)[-1].append(index)
+            if index in self._held:
+                continue
+            is_on_disk = self._disk.is_kept(self._dataset, index)
+            (self.on_disk if is_on_disk else self.missed)[-1].append(index)
+            self._go_to(epoch, reached)
+            if not self._load(index, is_local=is_read_here, greedy=False):
+                reached = needed
                 self._go_to(epoch, reached)
-                if not self._load(index, is_local=is_local, greedy=False):
-                    reached = needed
-                    self._go_to(epoch, reached)
-                    is_loaded = self._load(index, is_local=is_local, greedy=True)
-                    self.is_too_small |= not is_loaded
-                if (change := self._disk.choose(self._dataset, index)) is not None:
-                    self._disk.ended(change.name, is_done=True)
-            if count:
-                self._go_to(epoch, reached)
-                self._lend(index, count, self._started(epoch) + closes)
-
-    def _started(self, epoch: int) -> int:
-        """Positions of all epochs before this one."""
-        return sum(order.sample_count for order in self._orders[:epoch])
-
-    def _lend(self, index: int, count: int, closes: int) -> None:
-        """So many nodes have a copy until this position."""
-        marks = self._dataset.marks
-        block = CachedBlock(self._dataset, index, next(self._keys), BlockPhase.READY)
-        length = marks.decoded.item(index) or marks.raw.item(index)
-        for _ in range(count):
-            region = self._room.of_block(block, length, greedy=False, away=self._ahead)
-            if region is None:
-                self.is_too_small = True
-                return
-            heapq.heappush(self._guests, (closes, region.offset))
+                self.is_too_small |= not self._load(index, is_local=is_read_here, greedy=True)
+            if (change := self._disk.choose(self._dataset, index)) is not None:
+                self._disk.ended(change.name, is_done=True)
 
     def _go_to(self, epoch: int, position: int) -> None:
         """Where the reader is: before the epoch's first position, it is still in the one before."""
         now = epoch - (position < 0)
         at = position + (epoch - now) * self._orders[now].sample_count
         left = self._orders[now].sample_count - at
-        while self._guests and self._guests[0][0] < self._started(epoch) + position:
-            self._allocator.free(heapq.heappop(self._guests)[1])
         number = now + 1 if now < epoch else -now - 2
         self._readings = [
             WalkPosition(now, self._orders[now], at),

@@ -108,8 +108,8 @@ def test_copies_that_neighbours_keep_take_memory_in_the_prediction() -> None:
     alone = predicted(dataset, orders, [np.arange(blocks)] * 4, blocks * PAGE // 2, 88, 0)
     assert later(0, is_local=True) == sum(each.blocks_read for each in alone.epochs[1:])
     assert later(0, is_local=True) < later(1, is_local=True) < later(2, is_local=True)
-    # What an owner does not read itself stays as it was fetched, which is as long here.
-    assert later(1, is_local=False) == later(1, is_local=True)
+    # What an owner does not read itself stays as it was fetched, and is never decoded there.
+    assert later(1, is_local=False) <= later(1, is_local=True)
 
 
 def test_a_disk_with_room_for_everything_is_read_alone() -> None:
