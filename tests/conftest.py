@@ -15,6 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from servers import careless_s3_server, port_of_nobody, s3_server
 
+from dataplane import trace
+from dataplane.log_limits import LogLimits
+
 __all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
 
 # In one process with tests that fork: gRPC would start its threads again in each child.
@@ -109,6 +112,13 @@ def leaves_nothing(run_mark: str, request: pytest.FixtureRequest) -> Iterator[No
             os.environ["TMPDIR"] = environment
     if left and not request.node.stash.get(_failed, False):
         pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_log_limits() -> None:
+    """A process writes so many lines of an event a minute: no test uses up those of another."""
+    for each in list(trace._traces):
+        each._limits = LogLimits()
 
 
 @pytest.fixture(scope="session")
