@@ -7,7 +7,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
+    from dataplane.scheduler.dataset import Ints
     from dataplane.scheduler.predicted import Guests, Prediction
-
-Ints = npt.NDArray[np.int64]
 
 _EPOCHS = 3
 

@@ -91,6 +91,11 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
         known = self.marks.decoded[blocks]
         return np.where(self.marks.is_exact[blocks], known, self.decoded_parts.all_expected(known))
 
+    def kept(self, blocks: Ints) -> Ints:
+        """What each of these blocks takes of the arena once rows can be gathered from it."""
+        decoded = self.decoded(blocks)
+        return np.where(decoded > 0, decoded, self.marks.raw[blocks])
+
     def decoded_bytes(self, block: int) -> int:
         """As `decoded`, of one block."""
         known = self.marks.decoded.item(block)

@@ -156,8 +156,7 @@ class Excerpts:
         counts = plan.rows_by_block()
         for dataset, blocks in task.datasets.parts(plan.blocks):
             some = counts[first : first + len(blocks)]
-            decoded = dataset.decoded(blocks)
-            whole = np.where(decoded > 0, decoded, dataset.marks.raw[blocks])
+            whole = dataset.kept(blocks)
             sizes = whole * some // np.maximum(dataset.rows[blocks], 1) + dataset.stream_bytes
             sizes += sizes // _SPREAD_PARTS + row_numbers_bytes(1) + some * NUMBER_BYTES
             need += int((-(-sizes // GRANULE_BYTES) * GRANULE_BYTES)[whole > 0].sum())

@@ -133,8 +133,7 @@ def _copies_bytes(
 ) -> int:
     """What copies of these blocks take."""
     first, last = order.block_span(blocks)
-    raw, decoded = dataset.marks.raw[blocks], dataset.marks.decoded[blocks]
-    taken = guests.counts * np.where(decoded > 0, decoded, raw)
+    taken = guests.counts * dataset.kept(blocks)
     by_time = np.argsort(np.concatenate([first, last + 1]), kind="stable")
     in_windows = int(np.cumsum(np.concatenate([taken, -taken])[by_time]).max(initial=0))
     every = int(taken.sum())

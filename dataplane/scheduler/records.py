@@ -219,9 +219,9 @@ class SlabTask(Struct, eq=False):
         """Bytes of block arena that its blocks need together, as far as is known."""
         kept = largest = 0
         for dataset, blocks in self.datasets.parts(self.plan.blocks):
-            raw, decoded = dataset.marks.raw[blocks], dataset.decoded(blocks)
-            kept += int(np.where(decoded > 0, decoded, raw).sum())
-            largest = max(largest, int(raw[decoded > 0].max(initial=0)))
+            marks = dataset.marks
+            kept += int(dataset.kept(blocks).sum())
+            largest = max(largest, int(marks.raw[blocks][marks.decoded[blocks] > 0].max(initial=0)))
         return kept + largest
 
     @property
