@@ -1,4 +1,4 @@
-"""A shard of which somebody else has read the parts that indexing needs."""
+"""Shards that are indexed from bytes that were read before, by this process or another one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotReadError(Exception):
 
 
 class PartsOfShard(Struct, eq=False):
-    """A shard of which only these parts are there: their offsets and bytes."""
+    """A shard, and the parts of it that were read: the offset and the bytes of each."""
 
     url: str
     size_bytes: int

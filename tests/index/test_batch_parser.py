@@ -44,7 +44,7 @@ def read(contents: list[bytes], places: Iterable[tuple[int, Region]]) -> tuple[R
 def test_what_is_read_is_indexed_as_anywhere_else(
     drawn: tuple[str, list[bytes], set[int], bool],
 ) -> None:
-    """Shards of which a part is not read are counted, and harm no others."""
+    """A shard with a part that could not be read is counted, and the others are still indexed."""
     name, contents, unread, with_preambles = drawn
     named = tuple(BatchShard(f"s3://b/{n}", len(c), "e") for n, c in enumerate(contents))
     batch = batch_parser._begun(IndexBatch(7, name, named, with_preambles))
