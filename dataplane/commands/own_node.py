@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,9 @@ _OPEN_TIMEOUT_S = 7 * 86400.0
 
 def own_session(request: OpenJob, settings: Settings) -> Session:
     """A session with a node started here, which gets the settings of this command line and ends
-    with the command.
+    with the command. Nobody else finds it, so nobody else's node, which has other settings, is
+    taken for it.
     """
-    from dataplane.client import identity
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
     from dataplane.client.session import Session
@@ -37,9 +38,8 @@ def own_session(request: OpenJob, settings: Settings) -> Session:
         for one in settings.values()
         if one.source != "default"  # which the node computes by itself
     ]
-    run = identity.node_name(identity.launch_identity({}))
-    name = names.embedded_name(os.getuid(), VERSION, run)
-    node = Embedded(name, ("env", *given, *node_command()))
+    name = names.embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
+    node = Embedded(name, ("env", *given, "DATAPLANE_LINGER_S=100ms", *node_command()))
     return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S)
 
 

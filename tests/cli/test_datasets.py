@@ -114,6 +114,18 @@ def test_categories_saved_in_an_index_are_read_once_for_all_nodes(
 
 
 @pytest.mark.usefixtures("small_node")
+def test_a_command_takes_no_other_node_than_its_own(tmp_path, capsys, monkeypatch):
+    """Not even the one of the command before, which would be there for a while."""
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "30")
+    pq.write_table(pa.table({"tokens": [[1] * 8, [2] * 4]}), tmp_path / "a.parquet")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        ways = ("--pack", "tokens,length=8", "--cache-dir", str(folder))
+        assert asked(capsys, "index", str(tmp_path / "a.parquet"), *ways)["packs"] == 2
+    assert all((folder / "packs").exists() for folder in folders)
+
+
+@pytest.mark.usefixtures("small_node")
 def test_packs_counted_for_an_index_are_counted_once_for_all_nodes(tmp_path, capsys, monkeypatch):
     rows = [[1] * length for length in (5, 3, 8, 2, 6, 1, 4, 3, 20, 0)]
     pq.write_table(pa.table({"tokens": rows, "text": ["x"] * 10}), tmp_path / "a.parquet")
