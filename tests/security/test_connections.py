@@ -7,6 +7,7 @@ import contextlib
 import select
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ class Flood:
         deadline = time.monotonic() + DEADLINE_S
         while port in self.others():
             assert time.monotonic() < deadline, f"the connection from port {port} stays open"
-            time.sleep(0.02)
+            threading.Event().wait(0.02)
 
 
 @pytest.fixture
