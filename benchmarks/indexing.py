@@ -81,9 +81,7 @@ def _index(url: str, shard_count: int) -> None:
     with tempfile.TemporaryDirectory(prefix="indexes-") as cache, _Children() as children:
         settings = structs.replace(default_node_config(), cache_dir=cache)
         wall_s, own_s = time.monotonic(), time.process_time()
-        manifest = open_manifest(
-            settings, Stores(is_settled=True).connect, DatasetSource((f"{url}/",))
-        )
+        manifest = open_manifest(settings, Stores(is_settled=True), DatasetSource((f"{url}/",)))
     wall_s, own_s = time.monotonic() - wall_s, time.process_time() - own_s
     assert len(manifest.shards) == shard_count
     print(

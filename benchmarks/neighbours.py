@@ -52,6 +52,7 @@ from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
+from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
 
 ARENA_BYTES = 512 << 20
@@ -212,9 +213,10 @@ async def ask_rounds(
     block_bytes = options.block_kib << 10
     arena, preambles = Arena.create("asked", ARENA_BYTES), Arena.create("preambles", 1 << 20)
     start = StartFetching((), 60.0, 30.0, tls=tls)
-    fetchers = Fetchers(1, start, (arena, preambles), Trace("bench"), Outages())
+    pauses = Pauses()
+    pauses.tell(Pause("s3://nowhere", 3, 1e6))  # no read is asked for again there
+    fetchers = Fetchers(1, start, (arena, preambles), Trace("bench"), Outages(), pauses)
     fetchers.start()
-    fetchers.pause(Pause("s3://nowhere", 3, 1e6))  # no read is asked for again there
 
     async def read(number: int, together: int) -> None:
         at = number * together % blocks

@@ -9,21 +9,22 @@ from typing_extensions import Buffer
 
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Store
-from dataplane.store.connect import connect
+from dataplane.store.connect import Stores, connect
 
 
-class Counted:
+class Counted(Stores):
     """The real stores, with a list of the urls that were read."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.read_urls: list[str] = []
-        self._lock = threading.Lock()
+        self._counting = threading.Lock()
 
     def connect(self, url: str) -> Store:
         return _CountedStore(connect(url), self)
 
     def note(self, url: str) -> None:
-        with self._lock:
+        with self._counting:
             self.read_urls.append(url)
 
     @property

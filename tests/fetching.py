@@ -20,6 +20,7 @@ from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
+from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
 
 BODY = bytes(i % 251 for i in range(600_000))
@@ -77,8 +78,10 @@ class Node:
         arenas = (self.arena, self.preambles)
         self.outages: list[Outage] = []
         self.pauses: list[Pause] = []
-        outages, told = Outages(self.outages.append), self.pauses.append
-        self.fetchers = Fetchers(count, start, arenas, Trace("test"), outages, told)
+        self.all_pauses = Pauses()
+        self.all_pauses.join(self.pauses.append)
+        outages = Outages(self.outages.append)
+        self.fetchers = Fetchers(count, start, arenas, Trace("test"), outages, self.all_pauses)
 
     def read(
         self, etag: str, at: int = 0, length: int = LENGTH, url: str = URL

@@ -57,7 +57,7 @@ def opened(
 
             return show
 
-        with IndexProcesses.of(config) as processes:
+        with IndexProcesses.of(config, pauses=STORES.pauses) as processes:
             whole = open_dataset(
                 urls,
                 format_name=format_name,

@@ -55,7 +55,7 @@ from dataplane.rpc import fetches, local, tasks
 # Imported here, so that the fork server does it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
-from dataplane.store.gate import SLOW_DOWN, Pause, Share
+from dataplane.store.gate import SLOW_DOWN, Pause
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
 from dataplane.store.race import EndedEarlyError, Race, raced
@@ -67,7 +67,7 @@ _HEDGES_MAX = 4
 _END_S = 30.0
 
 
-MakeStores = Callable[[Observe, Share], Stores]
+MakeStores = Callable[[Observe], Stores]
 
 
 class _Read(Struct, eq=False):
@@ -107,7 +107,8 @@ class Reads:
     ) -> None:
         self._sock = sock
         self._arenas = arenas
-        self._stores = make_stores(self._observe, self._share)
+        self._stores = make_stores(self._observe)
+        self._stores.pauses.join(self._share)
         self._threads = ThreadPoolExecutor(READS_MAX, "dataplane-fetch")
         self._hedges = ThreadPoolExecutor(_HEDGES_MAX, "dataplane-hedge")
         self._hedging = Hedging()
@@ -174,7 +175,7 @@ class Reads:
         elif isinstance(body, fetches.StorePause):
             pause = Pause(body.store, body.level, body.left_s)
             self._note(pause)
-            self._stores.slow_down(pause)
+            self._stores.pauses.tell(pause, self._share)
 
     def _serve(self, read: _Read) -> None:
         """In a thread: make a read, and report its end, unless a second request did."""
@@ -368,16 +369,15 @@ def run(sock: socket.socket) -> None:
             for number, fd in zip(ids, descriptors, strict=False)
         }  # the third one is the lock of the folder of blocks on disk, held as long as this process
 
-        def stores(observe: Observe, share: Share) -> Stores:
+        def stores(observe: Observe) -> Stores:
             policy = None
             if start.is_policed:
                 from dataplane.store.policy import UrlPolicy
 
                 policy = UrlPolicy(start.allowed_urls)
             return Stores(
-                start.budget_s, start.request_timeout_s, observe, share=share, policy=policy,
-                is_settled=True,
-            )  # fmt: skip
+                start.budget_s, start.request_timeout_s, observe, policy=policy, is_settled=True
+            )
 
         reads = Reads(sock, arenas, stores, start.kept_folder, start.tls)
         if start.store:

@@ -164,6 +164,6 @@ def _answer(node: socket.socket, batch: _Batch) -> None:
     content = b"".join(batch.indexes)
     told = messages.BatchIndexed(batch.number, content, tuple(batch.preambles), batch.unread_count)
     try:
-        local.send(node, told)
+        local.send(node, messages.FromIndexReaders(told))
     except ConfigError:  # it is too large
-        local.send(node, messages.BatchIndexed(batch.number))
+        local.send(node, messages.FromIndexReaders(messages.BatchIndexed(batch.number)))

@@ -11,7 +11,8 @@ Invariants:
 2. What cannot be read within the budget of its stores is left out. The node reads it then, and
    waits for the store as long as its own budget allows.
 3. It holds only parts of the batches that are under way, and the node gives it a few at a time.
-4. It ends when its socket closes or the parser ends, and the parser ends with it.
+4. It keeps the pauses that the node tells it of, and tells the node of those that it is asked for.
+5. It ends when its socket closes or the parser ends, and the parser ends with it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from dataplane.rpc import index_batches as messages
 # Imported here, so that the fork server does it once.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
+from dataplane.store.gate import Pause
 
 _READS_AT_ONCE = 128
 
@@ -136,7 +138,16 @@ def run(node: socket.socket, parser: socket.socket) -> None:
     assert isinstance(first, fetches.StartFetching)
     os.environb.clear()
     os.environb.update(entry.partition(b"=")[::2] for entry in first.environment)
-    reads = _Reads(parser, _stores(first))
+    stores = _stores(first)
+
+    def share(pause: Pause) -> None:
+        """A store has asked this process to slow down."""
+        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
+        with contextlib.suppress(PeerLost, TimeoutError):  # the node has gone
+            local.send(node, messages.FromIndexReaders(told))
+
+    stores.pauses.join(share)
+    reads = _Reads(parser, stores)
     poll = select.poll()
     for sock in (node, parser):
         poll.register(sock, select.POLLIN)
@@ -146,8 +157,11 @@ def run(node: socket.socket, parser: socket.socket) -> None:
             reads.go_on(local.receive(parser, messages.MissingParts)[0])
         if node.fileno() in ready:
             body = local.receive(node, messages.ToReader)[0].body
-            assert isinstance(body, messages.IndexBatch)
-            reads.begin(body)
+            if isinstance(body, fetches.StorePause):
+                stores.pauses.tell(Pause(body.store, body.level, body.left_s), share)
+            else:
+                assert isinstance(body, messages.IndexBatch)
+                reads.begin(body)
 
 
 def _stores(start: fetches.StartFetching) -> Stores:

@@ -11,6 +11,8 @@ Invariants:
    are started.
 4. Each pair has a few batches at a time. Of their bytes, the node gets only indexes, and preambles
    if it wants them.
+5. A pause that a store asks a pair for is kept by the whole host, and the other way round. No pair
+   can make it longer than a store would, nor tell of a store that it does not read.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from dataplane.index.run import BatchEnd
 from dataplane.model import ObjectInfo, Region
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
+from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.store.pauses import Pauses
+from dataplane.store.urls import base_of, normalise
 from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
 
@@ -51,6 +56,8 @@ _LOOK_S = 0.25
 _SEND_S = 10.0
 _END_S = 2.0
 _WORDS_BYTES_MAX = 256
+_LEVEL_MAX = 8
+"""Pauses grow no further."""
 
 _trace = Trace("node")
 
@@ -71,7 +78,8 @@ class _Pair:
         start: fetches.StartFetching,
         memory_bytes: int,
         silent_s: float,
-        hear: Callable[[_Pair, messages.BatchIndexed], None],
+        pauses: Sequence[Pause],
+        hear: Callable[[_Pair, messages.FromIndexReadersBody], None],
         lost: Callable[[_Pair], None],
     ) -> None:
         self.batches: dict[int, _Sent] = {}
@@ -80,6 +88,8 @@ class _Pair:
         self._progress = time.monotonic()
         self._sock, theirs = sockets.pair()
         self._sock.settimeout(_SEND_S)
+        self._sock_now = self._sock.dup()
+        self._sock_now.settimeout(0)
         self._stderr = os.memfd_create("dataplane-index-reader", os.MFD_CLOEXEC)
         try:
             with theirs:
@@ -87,11 +97,12 @@ class _Pair:
                     "index_reader", theirs, self._stderr, memory_bytes
                 )
             self.send(start)
+            for pause in pauses:
+                self.slow_down(pause)
             self._receiver = threading.Thread(target=self._receive, name="dataplane-index-batches")
             self._receiver.start()
         except BaseException:
-            self._sock.close()
-            os.close(self._stderr)
+            self._close()
             raise
 
     def take(self, number: int, batch: _Sent) -> None:
@@ -106,6 +117,14 @@ class _Pair:
             local.send(self._sock, messages.ToReader(body))
         except (PeerLost, TimeoutError):
             self._shut()
+
+    def slow_down(self, pause: Pause) -> None:
+        """A store has asked for this pause. Does not wait: processes with so many orders unread
+        that there is no room do not send requests either.
+        """
+        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
+        with contextlib.suppress(OSError, PeerLost):
+            local.send(self._sock_now, messages.ToReader(told))
 
     def close(self) -> None:
         """End the processes, without waiting for that. May be called twice."""
@@ -138,7 +157,11 @@ class _Pair:
             said = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
             why = why or said.strip().partition("\n")[0]
             _trace.failed("index readers ended", how=why)
+        self._close()
+
+    def _close(self) -> None:
         os.close(self._stderr)
+        self._sock_now.close()
         self._sock.close()
 
     def _hear_all(self) -> None:
@@ -150,11 +173,12 @@ class _Pair:
         poll.register(self._sock, select.POLLIN)
         while not self.batches or time.monotonic() - self._progress < self._silent_s:
             if poll.poll(1e3 * _LOOK_S):
-                said, descriptors = local.receive(self._sock, messages.BatchIndexed)
+                said, descriptors = local.receive(self._sock, messages.FromIndexReaders)
                 for fd in descriptors:
                     os.close(fd)
-                self._hear(self, said)
-                self._progress = time.monotonic()
+                self._hear(self, said.body)
+                if isinstance(said.body, messages.BatchIndexed):
+                    self._progress = time.monotonic()
 
 
 class IndexBatches:
@@ -171,6 +195,7 @@ class IndexBatches:
         silent_s: float,
         pair_count: int,
         keep: KeepPreamble | None,
+        pauses: Pauses,
     ) -> None:
         self._format, self._start, self._memory_bytes = format_, start, memory_bytes
         self._silent_s, self._keep = silent_s, keep
@@ -180,6 +205,8 @@ class IndexBatches:
         self._numbers = itertools.count(1)
         self._useless = 0
         self._is_closed = False
+        self._pauses = pauses
+        pauses.join(self._slow_down)
 
     @property
     def has_room(self) -> bool:
@@ -215,6 +242,7 @@ class IndexBatches:
 
     def close(self) -> None:
         """End all processes; batches end without indexes. May be called twice."""
+        self._pauses.leave(self._slow_down)
         with self._changing:
             self._is_closed, pairs = True, self._pairs[:]
         for pair in pairs:
@@ -234,8 +262,9 @@ class IndexBatches:
         if (pair is None or pair.batches) and self._can_start():
             try:
                 pair = _Pair(
-                    self._start, self._memory_bytes, self._silent_s, self._hear, self._lose
-                )
+                    self._start, self._memory_bytes, self._silent_s, self._pauses.now(),
+                    self._hear, self._lose,
+                )  # fmt: skip
                 self._pairs.append(pair)
             except (OSError, RuntimeError, DataplaneError) as error:
                 # The machine starts no more processes or threads, or descriptors are short.
@@ -243,8 +272,29 @@ class IndexBatches:
                 _trace.failed("start of index readers", error=str(error))
         return pair
 
-    def _hear(self, pair: _Pair, said: messages.BatchIndexed) -> None:
+    def _slow_down(self, pause: Pause, but: _Pair | None = None) -> None:
+        with self._changing:
+            pairs = [pair for pair in self._pairs if pair is not but]
+        for pair in pairs:
+            pair.slow_down(pause)
+
+    def _hear(self, pair: _Pair, said: messages.FromIndexReadersBody) -> None:
         """In a thread of the pair."""
+        if isinstance(said, fetches.StorePause):
+            self._hear_pause(pair, said)
+        else:
+            self._hear_end(pair, said)
+
+    def _hear_pause(self, pair: _Pair, said: fetches.StorePause) -> None:
+        with self._changing:
+            listed = [one for sent in pair.batches.values() for one in sent.listed]
+        if any(base_of(normalise(one.url)) == said.store for one in listed):
+            left_s = min(max(0.0, said.left_s), SLOW_DOWN.cap_s)
+            pause = Pause(said.store, min(said.level, _LEVEL_MAX), left_s)
+            self._pauses.tell(pause, self._slow_down)
+            self._slow_down(pause, but=pair)
+
+    def _hear_end(self, pair: _Pair, said: messages.BatchIndexed) -> None:
         with self._changing:
             sent = pair.batches.get(said.number)
         if sent is None:

@@ -35,10 +35,12 @@ from dataplane.index.found import FoundDataset
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
-from dataplane.index.run import Connect, StoredShard
+from dataplane.index.run import StoredShard
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
+from dataplane.store.connect import Stores
+from dataplane.store.pauses import Pauses
 from dataplane.store.urls import local_path, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
@@ -64,7 +66,8 @@ _Part = tuple[int, "Future[Buffer]"]
 
 class IndexProcesses:
     """The processes of one run. Thread-safe. Use as a context: at its end they are killed. `keep`
-    gets the preambles that are read. `reading` is how processes reach stores, if any may.
+    gets the preambles that are read. `reading` is how processes reach stores, if any may, and
+    `pauses` are those that they keep, and tell of.
     """
 
     def __init__(
@@ -74,9 +77,11 @@ class IndexProcesses:
         process_count: int,
         keep: KeepPreamble | None = None,
         reading: fetches.StartFetching | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         self._memory, self._task_timeout_s, self._keep = memory, task_timeout_s, keep
         self._process_count, self._reading = process_count, reading
+        self._pauses = pauses or Pauses()
         self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
         self._choosing, self._alone = threading.Lock(), threading.Lock()
         self._shared: list[IndexerProcess] = []
@@ -84,7 +89,12 @@ class IndexProcesses:
 
     @classmethod
     def of(
-        cls, config: NodeConfig, keep: KeepPreamble | None = None, *, is_policed: bool = False
+        cls,
+        config: NodeConfig,
+        keep: KeepPreamble | None = None,
+        pauses: Pauses | None = None,
+        *,
+        is_policed: bool = False,
     ) -> Self:
         """With the limits of a node's workers, and its policy if it is for a node."""
         return cls(
@@ -99,6 +109,7 @@ class IndexProcesses:
                 is_policed=is_policed,
                 allowed_urls=prefixes_of(config.allowed_urls) if is_policed else (),
             ),
+            pauses,
         )
 
     def __enter__(self) -> Self:
@@ -135,6 +146,7 @@ class IndexProcesses:
             self._task_timeout_s,
             min(max(1, len(os.sched_getaffinity(0)) // 2), _READER_PAIRS_MAX),
             self._keep,
+            self._pauses,
         )
 
     def count(self, shard: StoredShard, order: tasks.CountRows, decoded_bytes: int) -> Int64:
@@ -243,7 +255,7 @@ def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
 
 def open_manifest(
     config: NodeConfig,
-    connect: Connect,
+    stores: Stores,
     source: messages.DatasetSource,
     keep: KeepPreamble | None = None,
     found: FoundDataset | None = None,
@@ -253,13 +265,14 @@ def open_manifest(
 
     Raises:  as `open_dataset`.
     """
-    with IndexProcesses.of(config, keep, is_policed=not config.embedded) as processes:
+    is_policed = not config.embedded
+    with IndexProcesses.of(config, keep, stores.pauses, is_policed=is_policed) as processes:
         return open_dataset(
             source.urls,
             format_name=source.format,
             cache_dir=config.cache_dir,
             workers=_INDEXED_AT_ONCE,
-            connect=connect,
+            connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,
             found=found,

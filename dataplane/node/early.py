@@ -7,7 +7,6 @@ an embedded node is told with its start which dataset its trainer will ask for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from dataplane.config import NodeConfig
@@ -19,7 +18,6 @@ from dataplane.node.policy import policy_of
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import Stores
-from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
 
 _AHEAD_S = 1.0
@@ -27,18 +25,14 @@ _AHEAD_S = 1.0
 
 
 class NodeStores:
-    """The stores of a node, and what it knows of their outages. `share` is told that a store asks
-    to slow down.
-    """
+    """The stores of a node, and what it knows of their outages."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.outages = Outages()
-        self.share: Callable[[Pause], None] = lambda _: None
         self.stores = Stores(
             config.stall_timeout_s,
             config.fetch_timeout_s,
             self.outages.note,
-            share=lambda pause: self.share(pause),  # noqa: PLW0108 - it is set later
             policy=policy_of(config),
             is_settled=True,
         )
@@ -86,8 +80,9 @@ class EarlyOpening:
                 for at, offset, content in found.preambles:
                     url, _, etag = found.listed[at]
                     self._remember(url, etag, Region(offset, len(content)), content)
-            connect = self.stores.stores.connect
-            opened = open_manifest(self._config, connect, self._source, self._remember, found)
+            opened = open_manifest(
+                self._config, self.stores.stores, self._source, self._remember, found
+            )
         except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
             self._opened.set_exception(error)
         else:

@@ -45,8 +45,8 @@ from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.base import Store
-from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
+from dataplane.store.pauses import Pauses
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.store.urls import base_of, normalise, scheme_of
 from dataplane.trace import Trace
@@ -83,10 +83,10 @@ class Fetcher:
         arena: Arena,
         trace: Trace,
         outages: Outages,
-        slow_down: Callable[[Pause], None] = lambda _: None,
+        pauses: Pauses | None = None,
     ) -> Self:
-        """The fetcher of a node, into this block arena. `slow_down` is called if a store asks for a
-        pause.
+        """The fetcher of a node, into this block arena. It keeps these pauses, and tells of its own
+        there.
 
         Raises:  BudgetTooSmall: the machine refuses the arena of preambles.
         ConfigError: the folder for blocks on disk cannot be used.
@@ -106,9 +106,7 @@ class Fetcher:
         )
         count_max = max(1, len(os.sched_getaffinity(0)) // 2)
         arenas = (arena, preambles.arena)
-        fetchers = Fetchers(
-            count_max, start, arenas, trace, outages, slow_down, numa_nodes(), folder
-        )
+        fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, numa_nodes(), folder)
         found = cls(fetchers, preambles, folder)
         fetchers.on_kept = lambda kept: found.on_kept(kept)  # noqa: PLW0108 - set later
         return found
@@ -303,10 +301,6 @@ class Fetcher:
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed; None if no reason is known."""
         return self.origin.trouble(url) or self._given_up.get(url)
-
-    def pause(self, pause: Pause) -> None:
-        """A store has asked the node's own calls to slow down. Thread-safe."""
-        self.origin.pause(pause)
 
     def statistics(self) -> NodeReads:
         """What was read so far."""

@@ -7,7 +7,7 @@ Invariants:
 2. The reads of a fetcher that has ended are given to the others, in their old order. A read fails
    if the third fetcher ends during it, and all of them if fetchers end without ending any read.
 3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
-   during the pause, and the node's own calls.
+   during the pause, and all others who have joined the same `Pauses`.
 4. Nothing on the event loop waits for a fetcher.
 5. Slabs are waited for beside the reads (`node/slab_orders.py`): they take no place of a read.
 6. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
@@ -16,11 +16,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct, field
@@ -37,6 +38,7 @@ from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.fetchers import FetcherCount, FetchLook
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
+from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
@@ -99,7 +101,7 @@ class Fetchers:
         arenas: tuple[Arena, Arena],
         trace: Trace,
         outages: Outages,
-        slow_down: Callable[[Pause], None] = lambda _: None,
+        pauses: Pauses | None = None,
         numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
         folder: CacheFolder | None = None,
     ) -> None:
@@ -110,14 +112,13 @@ class Fetchers:
         self.on_kept: Callable[[fetches.KeptFound], None] = lambda _: None
         self._trace = trace
         self._outages = outages
-        self._slow_down = slow_down
+        self._pauses = pauses or Pauses()
         self._numa_nodes = numa_nodes
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
         self._slabs: SlabOrders[_Fetcher] = SlabOrders(self._send)
         self._numbers = itertools.count(1)
-        self._pauses: dict[str, tuple[Pause, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._useless = 0
@@ -141,6 +142,7 @@ class Fetchers:
         if self._loop is None:
             fork_server.acquire()
             self._loop = asyncio.get_running_loop()
+            self._pauses.join(self._told)
         for _ in range(self._count.count - len(self._fetchers)):  # some may end at once
             self._spawn()
 
@@ -177,11 +179,6 @@ class Fetchers:
         """Why reads of this shard are delayed, as a fetcher sees it."""
         return next((found for each in self._fetchers if (found := each.trouble.get(url))), None)
 
-    def pause(self, pause: Pause) -> None:
-        """A store has asked the node's own calls to slow down. Thread-safe."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._share, pause, None)
-
     def look(self) -> None:
         """Add or remove fetchers; call it about twice a second."""
         now = time.monotonic()
@@ -213,6 +210,7 @@ class Fetchers:
         self._ending.clear()
         self._waiting.clear()
         if is_first and self._loop is not None:
+            self._pauses.leave(self._told)
             fork_server.release()
 
     def _spawn(self) -> None:
@@ -225,8 +223,8 @@ class Fetchers:
         process.on_readable(partial(self._on_readable, fetcher))
         blocks, preambles = self._arenas
         self._send(fetcher, self._start, (blocks.fd, preambles.fd, *self._lock))
-        for pause in self._pauses_now():
-            self._send(fetcher, pause)
+        for pause in self._pauses.now():
+            self._send(fetcher, fetches.StorePause(pause.store, pause.level, pause.left_s))
         self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
 
     def _dispatch(self) -> None:
@@ -293,7 +291,9 @@ class Fetchers:
         elif isinstance(body, fetches.KeptFound):
             self.on_kept(body)
         elif isinstance(body, fetches.StorePause):
-            self._share(Pause(body.store, body.level, body.left_s), fetcher)
+            pause = Pause(body.store, body.level, body.left_s)
+            self._pauses.tell(pause, self._told)
+            self._pause(pause, fetcher)
         elif isinstance(body, fetches.StoreSeen):
             seen = Outage(body.store, body.since, body.error, body.asked, body.until)
             self._outages.note(seen, fetcher.number)
@@ -311,21 +311,18 @@ class Fetchers:
         is_copy = isinstance(read.order, fetches.CopyPreamble)
         self._read_bytes += read.length if is_copy else end.store_bytes
 
-    def _share(self, pause: Pause, source: _Fetcher | None) -> None:
-        """Tell everybody but the process that was asked."""
-        self._pauses[pause.store] = (pause, time.monotonic())
-        if source is not None:
-            self._slow_down(pause)
+    def _told(self, pause: Pause) -> None:
+        """Of a pause that no fetcher was asked for. Thread-safe."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(self._pause, pause, None)
+
+    def _pause(self, pause: Pause, source: _Fetcher | None) -> None:
+        """Tell all fetchers but the one that was asked."""
         told = fetches.StorePause(pause.store, pause.level, pause.left_s)
         for each in self._fetchers[:]:
             if each is not source:
                 self._send(each, told)
-
-    def _pauses_now(self) -> Iterator[fetches.StorePause]:
-        now = time.monotonic()
-        for pause, since in self._pauses.values():
-            if (left_s := pause.left_s - (now - since)) > 0:
-                yield fetches.StorePause(pause.store, pause.level, left_s)
 
     def _retire(self) -> None:
         for each in self._fetchers[::-1]:

@@ -10,7 +10,6 @@ from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.processes import open_manifest
-from dataplane.index.run import Connect
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
@@ -19,6 +18,7 @@ from dataplane.store.urls import prefixes_of
 
 if TYPE_CHECKING:
     from dataplane.node.early import EarlyOpening
+    from dataplane.store.connect import Stores
     from dataplane.store.policy import UrlPolicy
 
 
@@ -45,14 +45,14 @@ def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
 
 def opening(
     config: NodeConfig,
-    connect: Connect,
+    stores: Stores,
     keep: KeepPreamble,
     begin: Callable[[str], None] = lambda _: None,
     early: EarlyOpening | None = None,
 ) -> OpenManifest:
     """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
-    shards, which a saved manifest or a symbolic link may place elsewhere. The stores of `connect`
-    check, too. `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset,
+    shards, which a saved manifest or a symbolic link may place elsewhere. The stores check,
+    too. `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset,
     and starts what will read its blocks. `early` has begun with one of them.
     """
     policy = policy_of(config)
@@ -69,13 +69,13 @@ def opening(
             return begun.result()
         with contextlib.suppress(DataplaneError):
             begin(source.urls[0])
-        manifest = given or open_manifest(config, connect, source, keep)
+        manifest = given or open_manifest(config, stores, source, keep)
         if policy is not None:
             policy.check_all(manifest.shards.urls)
         return manifest
 
     def opened(source: messages.DatasetSource, view: View, given: Manifest | None) -> Manifest:
         """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
-        return viewed(whole(source, given), view, connect, config)
+        return viewed(whole(source, given), view, stores.connect, config)
 
     return opened

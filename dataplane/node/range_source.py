@@ -9,7 +9,6 @@ from dataplane.errors import StoreError
 from dataplane.node.fetchers import Report
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
-from dataplane.store.gate import Pause
 
 
 class RangeSource(Protocol):
@@ -34,9 +33,6 @@ class RangeSource(Protocol):
 
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed; None if no reason is known."""
-
-    def pause(self, pause: Pause) -> None:
-        """A store has asked somebody else on this host to slow down."""
 
     def look(self) -> None:
         """Time has passed."""

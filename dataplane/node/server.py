@@ -291,9 +291,8 @@ class NodeServer:
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         found = NodeStores(config) if early is None else early.stores
         self.outages, self._stores = found.outages, found.stores
-        slow_down = self._stores.slow_down
-        self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, slow_down)
-        found.share = self._fetcher.pause
+        pauses = self._stores.pauses
+        self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, pauses)
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
         autoscaler = Autoscaler(least, config.worker_count_most, least)
@@ -306,7 +305,7 @@ class NodeServer:
             neighbours=self._neighbours,
         )  # fmt: skip
         keep, begin = self._fetcher.remember_preamble, self._fetcher.beginning()
-        opened = opening(config, self._stores.connect, keep, begin, early)
+        opened = opening(config, self._stores, keep, begin, early)
         tables = self._neighbours.tables
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened, tables)
         self._neighbours.meet(self.engine, self.jobs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dataplane.model import Region
-from dataplane.rpc.fetches import StartFetching
+from dataplane.rpc.fetches import StartFetching, StorePause
 
 
 class BatchShard(Struct, frozen=True):
@@ -77,8 +77,9 @@ class MissingParts(Struct, frozen=True):
     parts: tuple[MissingPart, ...] = ()
 
 
-ToReaderBody = StartFetching | IndexBatch
+ToReaderBody = StartFetching | IndexBatch | StorePause
 ToParserBody = IndexBatch | BatchParts
+FromIndexReadersBody = BatchIndexed | StorePause
 
 
 class ToReader(Struct, frozen=True):
@@ -91,3 +92,11 @@ class ToParser(Struct, frozen=True):
     """The envelope of a message to the process that parses."""
 
     body: ToParserBody
+
+
+class FromIndexReaders(Struct, frozen=True):
+    """The envelope of a message to the node: of the process that parses, or of the one that
+    reads.
+    """
+
+    body: FromIndexReadersBody

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from dataplane.errors import StoreError
 from dataplane.store.base import Store
-from dataplane.store.gate import Clock, Pause, Share
+from dataplane.store.gate import Clock, Pause
 from dataplane.store.local import LocalStore
 from dataplane.store.outage import Observe, Outages
+from dataplane.store.pauses import Pauses
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of, normalise, scheme_of
 
@@ -28,10 +27,10 @@ class Stores:
     """Opens stores and keeps them, since open connections make later reads fast.
 
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
-    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `share` is
-    called when a store asks to slow down: other processes of the host pass that to `slow_down`.
-    `policy` says which urls may be opened. With `is_settled`, the environment is that of the first
-    call: reading it takes longer than finding a store.
+    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `pauses` is
+    told when a store asks to slow down, and what others tell it there is kept here. `policy` says
+    which urls may be opened. With `is_settled`, the environment is that of the first call: reading
+    it takes longer than finding a store.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Stores:
         request_timeout_s: float = 30.0,
         observe: Observe | None = None,
         clock: Clock | None = None,
-        share: Share = lambda _: None,
         policy: UrlPolicy | None = None,
         *,
         is_settled: bool = False,
@@ -52,10 +50,10 @@ class Stores:
         self._request_timeout_s = request_timeout_s
         self._observe = observe or Outages().note
         self._clock = clock or Clock()
-        self._share = share
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int, int], Retrying] = {}
-        self._paused: dict[str, tuple[Pause, float]] = {}
+        self.pauses = Pauses(self._clock)
+        self.pauses.join(self._slow_down)
 
     def connect(self, url: str) -> Store:
         """The store of this url, with retries. Credentials come from the environment, and a
@@ -76,22 +74,15 @@ class Stores:
                     inner, base, self._budget_s, self._clock, self._observe, self._share
                 )
                 self._open[key] = store
-                self._keep_pause(base, store)
+                for pause in self.pauses.now():
+                    if pause.store == base:
+                        store.slow_down(pause)
             return store
 
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this url are waiting now, if they are."""
         stores = self._of(base_of(url))
         return next((found for store in stores if (found := store.trouble(url))), None)
-
-    def slow_down(self, pause: Pause) -> None:
-        """Another process of this host was asked to slow down by a store, which this one may not
-        have opened yet.
-        """
-        with self._lock:
-            self._paused[pause.store] = (pause, self._clock.now() + pause.left_s)
-        for store in self._of(pause.store):
-            store.slow_down(pause)
 
     def close(self) -> None:
         """Forget every store, and end the calls that wait for one; connections close when the last
@@ -107,10 +98,12 @@ class Stores:
         with self._lock:
             return [store for (of, *_), store in self._open.items() if of == base]
 
-    def _keep_pause(self, base: str, store: Retrying) -> None:
-        pause, until = self._paused.get(base, (None, 0.0))
-        if pause is not None and (left_s := until - self._clock.now()) > 0:
-            store.slow_down(replace(pause, left_s=left_s))
+    def _share(self, pause: Pause) -> None:
+        self.pauses.tell(pause, self._slow_down)
+
+    def _slow_down(self, pause: Pause) -> None:
+        for store in self._of(pause.store):
+            store.slow_down(pause)
 
 
 def open_store(

@@ -34,7 +34,7 @@ def test_a_node_reads_no_shard(
 ) -> None:
     url, counted = put(SHARDS), Counted()
     config = replace(default_node_config(), embedded=is_embedded, cache_dir="", allowed_urls=url)
-    found = processes.open_manifest(config, counted.connect, DatasetSource((url,)))
+    found = processes.open_manifest(config, counted, DatasetSource((url,)))
     assert counted.read_urls == []
     assert found.to_bytes() == index_dataset(url).to_bytes()
 
@@ -53,5 +53,5 @@ def test_neither_does_a_command(
 def test_of_few_shards_a_node_reads_them(put: Callable[[dict[str, bytes]], str]) -> None:
     url, counted = put(dict([*SHARDS.items()][1:])), Counted()
     config = replace(default_node_config(), cache_dir="")
-    processes.open_manifest(config, counted.connect, DatasetSource((url,)))
+    processes.open_manifest(config, counted, DatasetSource((url,)))
     assert len(counted.names) == len(SHARDS) - 1

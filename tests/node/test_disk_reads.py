@@ -20,7 +20,6 @@ from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.disk_events import DiskEvent, DiskScanned, ScanDisk
-from dataplane.store.gate import Pause
 
 DATASET = b"0123456789abcdef"
 SOURCE, INTO = Region(0, LENGTH), Region(2 * LENGTH, LENGTH)
@@ -70,8 +69,6 @@ class DiskBefore:
     def detach_arena(self, arena_id: int) -> None: ...
 
     def trouble(self, url: str) -> None: ...
-
-    def pause(self, pause: Pause) -> None: ...
 
     def look(self) -> None: ...
 

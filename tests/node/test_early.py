@@ -20,7 +20,7 @@ from dataplane.node.early import EarlyOpening
 from dataplane.node.policy import opening
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
-from dataplane.store.local import LocalStore
+from dataplane.store.connect import Stores
 from dataplane.worker.forking import fork_server
 
 TIMEOUT_S = 60.0
@@ -58,7 +58,7 @@ def test_what_was_begun_is_taken_once_and_is_what_opening_gives(
 ) -> None:
     settings, source = config(tmp_path_factory.mktemp("cache")), DatasetSource((folder,))
     early, begun = EarlyOpening(settings, source), list[str]()
-    opened = opening(settings, lambda _: LocalStore(), lambda *_: None, begun.append, early)
+    opened = opening(settings, Stores(), lambda *_: None, begun.append, early)
     assert begun == [folder]  # or nobody would start what reads the blocks
     assert early.take(DatasetSource((folder,), "arrow")) is None
     assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
@@ -71,7 +71,7 @@ def test_the_mistake_of_a_dataset_is_told_to_who_asks_for_it(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     settings, source = config(tmp_path), DatasetSource((str(tmp_path / "empty"),))
     early = EarlyOpening(settings, source)
-    opened = opening(settings, lambda _: LocalStore(), lambda *_: None, early=early)
+    opened = opening(settings, Stores(), lambda *_: None, early=early)
     with pytest.raises(ShardNotFound, match="empty"):
         opened(source, View(), None)
     ended(early)

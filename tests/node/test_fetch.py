@@ -19,7 +19,6 @@ from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
-from dataplane.store.gate import Pause
 
 BODY = bytes(range(256)) * 4
 PAGE = 4096
@@ -91,8 +90,6 @@ class FromShard:
     def start(self, store: str = "") -> None: ...
 
     def trouble(self, url: str) -> None: ...
-
-    def pause(self, pause: Pause) -> None: ...
 
     def look(self) -> None: ...
 

@@ -34,6 +34,7 @@ from dataplane.rpc import fetches, local, sockets, tasks
 from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.store.gate import Pause
+from dataplane.store.pauses import Pauses
 from dataplane.worker.forking import fork_server
 
 __all__ = ["awry"]
@@ -219,7 +220,7 @@ def test_a_pause_that_one_process_was_asked_for_is_kept_by_all(awry: Awry) -> No
             assert (at.pauses[0].store, at.pauses[0].level) == ("s3://bucket", 1)
 
             awry.be()
-            at.fetchers.pause(Pause("s3://bucket", 3, 1e6))  # the node's own calls were asked
+            at.all_pauses.tell(Pause("s3://bucket", 3, 1e6))  # the node's own calls were asked
             await asyncio.sleep(0)
             for _ in range(2):
                 error = await at.read(etag)
@@ -279,10 +280,12 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
 
         def trouble(self, url: str) -> None: ...
 
+        pauses = Pauses()
+
     arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
     ours, theirs = sockets.pair()
     made: Any = broken
-    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _observe, _share: made)
+    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _: made)
 
     def serve() -> None:
         with pytest.raises(DataplaneError):

@@ -8,7 +8,6 @@ from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import REMEMBERED_MAX, Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
-from dataplane.store.gate import Pause
 
 BYTES = bytes(range(16))
 PLACE = Region(8, 16)
@@ -43,8 +42,6 @@ class Noted:
     def start(self, store: str = "") -> None: ...
 
     def trouble(self, url: str) -> None: ...
-
-    def pause(self, pause: Pause) -> None: ...
 
     def look(self) -> None: ...
 

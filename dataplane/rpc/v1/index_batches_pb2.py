@@ -26,7 +26,7 @@ from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb
 from dataplane.rpc.v1 import fetcher_pb2 as dataplane_dot_rpc_dot_v1_dot_fetcher__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$dataplane/rpc/v1/index_batches.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1e\x64\x61taplane/rpc/v1/fetcher.proto\"\x82\x01\n\x08ToReader\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x33\n\x0bindex_batch\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.IndexBatchH\x00\x42\x06\n\x04\x62ody\"r\n\nIndexBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12,\n\x06shards\x18\x03 \x03(\x0b\x32\x1c.dataplane.rpc.v1.BatchShard\x12\x16\n\x0ewith_preambles\x18\x04 \x01(\x08\";\n\nBatchShard\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\"y\n\x0c\x42\x61tchIndexed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x01(\x0c\x12\x32\n\tpreambles\x18\x03 \x03(\x0b\x32\x1f.dataplane.rpc.v1.BatchPreamble\x12\x14\n\x0cunread_count\x18\x04 \x01(\x04\"/\n\rBatchPreamble\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"|\n\x08ToParser\x12\x33\n\x0bindex_batch\x18\x01 \x01(\x0b\x32\x1c.dataplane.rpc.v1.IndexBatchH\x00\x12\x33\n\x0b\x62\x61tch_parts\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.BatchPartsH\x00\x42\x06\n\x04\x62ody\"G\n\nBatchParts\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x05parts\x18\x02 \x03(\x0b\x32\x1a.dataplane.rpc.v1.ReadPart\":\n\x08ReadPart\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\x0c\"L\n\x0cMissingParts\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x05parts\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.MissingPart\"E\n\x0bMissingPart\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Regionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$dataplane/rpc/v1/index_batches.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1e\x64\x61taplane/rpc/v1/fetcher.proto\"\xb7\x01\n\x08ToReader\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x33\n\x0bindex_batch\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.IndexBatchH\x00\x12\x33\n\x0bstore_pause\x18\x03 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x42\x06\n\x04\x62ody\"\x88\x01\n\x10\x46romIndexReaders\x12\x37\n\rbatch_indexed\x18\x01 \x01(\x0b\x32\x1e.dataplane.rpc.v1.BatchIndexedH\x00\x12\x33\n\x0bstore_pause\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x42\x06\n\x04\x62ody\"r\n\nIndexBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12,\n\x06shards\x18\x03 \x03(\x0b\x32\x1c.dataplane.rpc.v1.BatchShard\x12\x16\n\x0ewith_preambles\x18\x04 \x01(\x08\";\n\nBatchShard\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x03 \x01(\t\"y\n\x0c\x42\x61tchIndexed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x01(\x0c\x12\x32\n\tpreambles\x18\x03 \x03(\x0b\x32\x1f.dataplane.rpc.v1.BatchPreamble\x12\x14\n\x0cunread_count\x18\x04 \x01(\x04\"/\n\rBatchPreamble\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"|\n\x08ToParser\x12\x33\n\x0bindex_batch\x18\x01 \x01(\x0b\x32\x1c.dataplane.rpc.v1.IndexBatchH\x00\x12\x33\n\x0b\x62\x61tch_parts\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.BatchPartsH\x00\x42\x06\n\x04\x62ody\"G\n\nBatchParts\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x05parts\x18\x02 \x03(\x0b\x32\x1a.dataplane.rpc.v1.ReadPart\":\n\x08ReadPart\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\x0c\"L\n\x0cMissingParts\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x05parts\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.MissingPart\"E\n\x0bMissingPart\x12\r\n\x05shard\x18\x01 \x01(\x04\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Regionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.index_batc
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOREADER']._serialized_start=121
-  _globals['_TOREADER']._serialized_end=251
-  _globals['_INDEXBATCH']._serialized_start=253
-  _globals['_INDEXBATCH']._serialized_end=367
-  _globals['_BATCHSHARD']._serialized_start=369
-  _globals['_BATCHSHARD']._serialized_end=428
-  _globals['_BATCHINDEXED']._serialized_start=430
-  _globals['_BATCHINDEXED']._serialized_end=551
-  _globals['_BATCHPREAMBLE']._serialized_start=553
-  _globals['_BATCHPREAMBLE']._serialized_end=600
-  _globals['_TOPARSER']._serialized_start=602
-  _globals['_TOPARSER']._serialized_end=726
-  _globals['_BATCHPARTS']._serialized_start=728
-  _globals['_BATCHPARTS']._serialized_end=799
-  _globals['_READPART']._serialized_start=801
-  _globals['_READPART']._serialized_end=859
-  _globals['_MISSINGPARTS']._serialized_start=861
-  _globals['_MISSINGPARTS']._serialized_end=937
-  _globals['_MISSINGPART']._serialized_start=939
-  _globals['_MISSINGPART']._serialized_end=1008
+  _globals['_TOREADER']._serialized_end=304
+  _globals['_FROMINDEXREADERS']._serialized_start=307
+  _globals['_FROMINDEXREADERS']._serialized_end=443
+  _globals['_INDEXBATCH']._serialized_start=445
+  _globals['_INDEXBATCH']._serialized_end=559
+  _globals['_BATCHSHARD']._serialized_start=561
+  _globals['_BATCHSHARD']._serialized_end=620
+  _globals['_BATCHINDEXED']._serialized_start=622
+  _globals['_BATCHINDEXED']._serialized_end=743
+  _globals['_BATCHPREAMBLE']._serialized_start=745
+  _globals['_BATCHPREAMBLE']._serialized_end=792
+  _globals['_TOPARSER']._serialized_start=794
+  _globals['_TOPARSER']._serialized_end=918
+  _globals['_BATCHPARTS']._serialized_start=920
+  _globals['_BATCHPARTS']._serialized_end=991
+  _globals['_READPART']._serialized_start=993
+  _globals['_READPART']._serialized_end=1051
+  _globals['_MISSINGPARTS']._serialized_start=1053
+  _globals['_MISSINGPARTS']._serialized_end=1129
+  _globals['_MISSINGPART']._serialized_start=1131
+  _globals['_MISSINGPART']._serialized_end=1200
 # @@protoc_insertion_point(module_scope)

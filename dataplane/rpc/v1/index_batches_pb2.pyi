@@ -9,12 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToReader(_message.Message):
-    __slots__ = ("start_fetching", "index_batch")
+    __slots__ = ("start_fetching", "index_batch", "store_pause")
     START_FETCHING_FIELD_NUMBER: _ClassVar[int]
     INDEX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_PAUSE_FIELD_NUMBER: _ClassVar[int]
     start_fetching: _fetcher_pb2.StartFetching
     index_batch: IndexBatch
-    def __init__(self, start_fetching: _Optional[_Union[_fetcher_pb2.StartFetching, _Mapping]] = ..., index_batch: _Optional[_Union[IndexBatch, _Mapping]] = ...) -> None: ...
+    store_pause: _fetcher_pb2.StorePause
+    def __init__(self, start_fetching: _Optional[_Union[_fetcher_pb2.StartFetching, _Mapping]] = ..., index_batch: _Optional[_Union[IndexBatch, _Mapping]] = ..., store_pause: _Optional[_Union[_fetcher_pb2.StorePause, _Mapping]] = ...) -> None: ...
+
+class FromIndexReaders(_message.Message):
+    __slots__ = ("batch_indexed", "store_pause")
+    BATCH_INDEXED_FIELD_NUMBER: _ClassVar[int]
+    STORE_PAUSE_FIELD_NUMBER: _ClassVar[int]
+    batch_indexed: BatchIndexed
+    store_pause: _fetcher_pb2.StorePause
+    def __init__(self, batch_indexed: _Optional[_Union[BatchIndexed, _Mapping]] = ..., store_pause: _Optional[_Union[_fetcher_pb2.StorePause, _Mapping]] = ...) -> None: ...
 
 class IndexBatch(_message.Message):
     __slots__ = ("number", "format", "shards", "with_preambles")
