@@ -22,6 +22,7 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.packs_asked import PacksAsked, pack_options
+from dataplane.commands.plan_hosts import show_host_counts
 from dataplane.commands.plan_mixture import AskedMixture, mixture_options
 from dataplane.model import End, View
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from dataplane.commands.plan_reads import PredictedReads
     from dataplane.config import JobSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
-    from dataplane.plan.explain import Explanation, HostFigures
+    from dataplane.plan.explain import Explanation
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order, SampleOrder
 
@@ -161,7 +162,7 @@ def _show(
     lines = _lines(manifest, found, question.global_batch)
     lines += [(name, output.show(value), "with --pack") for name, value in of_packs.items()]
     output.write_table(("", "", ""), lines)
-    _show_host_counts(found)
+    show_host_counts(found.by_host_count)
     if reads is not None:
         _show_reads(reads)
     output.stdout().print()
@@ -211,13 +212,6 @@ def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
     )
 
 
-def _show_host_counts(found: Explanation) -> None:
-    output.stdout().print()
-    headings = ("hosts", "ranks", "lanes a rank", "open windows", "reads", "times its share")
-    rows = [_host_row(each) for each in found.by_host_count]
-    output.write_table(headings, rows, "what each host takes, for so many hosts")
-
-
 def _show_reads(reads: PredictedReads) -> None:
     size = output.approximate_bytes
     rows = []
@@ -241,18 +235,6 @@ def _show_reads(reads: PredictedReads) -> None:
             "the open windows do not fit into the memory for blocks, so blocks are read several "
             "times: raise block_arena_bytes, or choose a shorter window or fewer lanes"
         )
-
-
-def _host_row(each: HostFigures) -> tuple[str, ...]:
-    size = output.approximate_bytes
-    return (
-        f"{each.host_count:,}",
-        f"{each.dp_size:,}",
-        f"{each.lanes_per_rank:,}",
-        size(each.open_window_bytes_per_host),
-        size(each.bytes_read_per_host),
-        f"{each.reads_times_share:.2f}",
-    )
 
 
 def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tuple[str, str, str]]:

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings
+from dataplane.commands.plan_hosts import show_host_counts
 from dataplane.errors import ConfigError, DatasetChangedError
 from dataplane.model import View
 
@@ -148,6 +149,7 @@ def show_mixture(
     )
     rows = [_row(one, found.sample_count) for one in found.sources]
     output.write_table(headings, rows, f"what epoch {epoch} has of each source")
+    show_host_counts(found.by_host_count)
     for warning in found.warnings:
         output.warn(warning)
 

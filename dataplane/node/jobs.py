@@ -42,7 +42,8 @@ from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import Shuffle
+from dataplane.plan.mixture import ROUND_STEPS
+from dataplane.plan.shuffled import ShuffledSource, draws_of, mixed_window
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages
@@ -311,21 +312,49 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
     """What this rank tells its user: rank 0 of the job as a whole, and one rank a host of it."""
-    spec, place, opened = member.spec, member.request.topology, job.opened[0]
-    if spec.mixture is not None:
-        return ()
-    wasted = ""
-    if place.rank == 0 and spec.view.pack is not None and opened.packing is not None:
-        wasted = advice.packing(opened.packing, spec.view.pack, opened.manifest.block_count)
-    if not spec.shuffle:
-        return (wasted,) if wasted else ()
-    sizes, shuffle = opened.sizes, Shuffle(spec.lanes, spec.window, spec.ramp)
-    on_host = place.local_world_size * place.dp_size // place.world_size
-    cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
-    told: tuple[str, ...] = (wasted,) if wasted else ()
-    if place.rank == 0:
-        told += advice.advice(sizes, shuffle, cluster, spec.global_batch, opened.stored_bytes)
-    if place.local_rank == 0:
-        kept = member.dataset.kept_bytes
-        told += tuple(filter(None, [advice.memory(sizes, shuffle, cluster, kept, arena_bytes)]))
+    spec, place = member.spec, member.request.topology
+    told = _wasted(job, spec) if place.rank == 0 else []
+    if spec.shuffle:
+        on_host = place.local_world_size * place.dp_size // place.world_size
+        cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
+        sources = _shuffled(job, spec)
+        if place.rank == 0:
+            told += advice.advice(sources, spec.lanes, cluster, spec.global_batch)
+        if place.local_rank == 0:
+            told.append(advice.memory(sources, spec.lanes, cluster, arena_bytes))
+    return tuple(filter(None, told))
+
+
+def _wasted(job: OpenedJob, spec: JobSpec) -> list[str]:
+    """What is to be said of packs."""
+    names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
+    told = []
+    for name, opened in zip(names, job.opened, strict=True):
+        if opened.view.pack is not None and opened.packing is not None:
+            said = advice.packing(opened.packing, opened.view.pack, opened.manifest.block_count)
+            told.append(f"source {name!r}: {said}" if said and name else said)
     return told
+
+
+def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
+    """What an epoch reads, with the shares that the job begins with."""
+    mixture, batch = spec.mixture, spec.global_batch
+    if mixture is None:
+        (opened,), (dataset,) = job.opened, job.datasets
+        stored, kept = opened.stored_bytes, dataset.kept_bytes
+        return [ShuffledSource(opened.sizes, spec.window, batch, stored, kept)]
+    found, total = [], sum(mixture.shares)
+    for source, opened, dataset in zip(mixture.sources, job.opened, job.datasets, strict=True):
+        share = source.share / total
+        passes = share * job.sample_count / opened.manifest.sample_count
+        found.append(
+            ShuffledSource(
+                opened.sizes,
+                mixed_window(source.window, share, mixture.batch, ROUND_STEPS),
+                draws_of(share, batch, mixture.batch),
+                round(passes * opened.stored_bytes),
+                dataset.kept_bytes,
+                source.name,
+            )
+        )
+    return [one for one in found if one.stored_bytes]

@@ -6,6 +6,11 @@ All numbers are estimates from mean sizes, so this is fast for any dataset.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import (
@@ -15,9 +20,12 @@ from dataplane.plan.defaults import (
     OPEN_BYTES_MIN,
     BlockSizes,
     Shuffle,
+    mixed_lanes,
     shuffle_of,
+    source_window,
 )
 from dataplane.plan.packs import Packing
+from dataplane.plan.shuffled import ShuffledSource, hosts_per_block, open_bytes
 from dataplane.units import raise_to
 
 # A batch of samples from so many blocks has three quarters of the entropy of a permutation's.
@@ -32,15 +40,12 @@ _PADDED_WASTE_MAX = 0.1
 
 
 def advice(
-    sizes: BlockSizes, shuffle: Shuffle, cluster: Cluster, global_batch: int, stored_bytes: int
+    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster, global_batch: int
 ) -> tuple[str, ...]:
-    """What is to be said of a shuffled job as a whole; nothing in ordinary cases. `stored_bytes` is
-    the size of all blocks in storage.
+    """What is to be said of a shuffled job as a whole, over a dataset or the sources of a mixture;
+    nothing in ordinary cases.
     """
-    found = (
-        _mixing(sizes, shuffle, global_batch),
-        locality(sizes, shuffle, cluster, stored_bytes),
-    )
+    found = (_mixing(sources, lanes, global_batch), _locality(sources, lanes, cluster))
     return tuple(each for each in found if each)
 
 
@@ -90,61 +95,92 @@ def _distinct(groups: float, draws: float) -> float:
     return groups * (1 - (1 - 1 / groups) ** draws) if groups > 1 else 1.0
 
 
-def _mixing(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> str:
-    if sizes.dataset_bytes < OPEN_BYTES_MIN:
+def _mixing(sources: Sequence[ShuffledSource], lanes: int, global_batch: int) -> str:
+    poor = [one for one in sources if _mixes_poorly(one, lanes, global_batch)]
+    if not poor:
         return ""
-    found = blocks_per_batch(sizes, shuffle, global_batch)
-    best = _distinct(sizes.blocks, global_batch)
-    if found >= min(_BLOCKS_MIN, best / 2):
-        return ""
-    window = -(-2 * _BLOCKS_MIN * sizes.block_rows // shuffle.lanes)
-    need = shuffle.lanes * sizes.open_window_bytes(window)
-    default = shuffle_of(sizes)
-    if blocks_per_batch(sizes, default, global_batch) >= _BLOCKS_MIN:
+    worst = max(poor, key=lambda one: (one.draws, one.stored_bytes))
+    sizes, draws = worst.sizes, worst.draws
+    found = blocks_per_batch(sizes, Shuffle(lanes, worst.window, 0), draws)
+    enough = _enough(worst, global_batch)
+    window = math.ceil(2 * enough * sizes.block_rows / lanes)
+    need = lanes * sum(one.sizes.open_window_bytes(window) for one in sources)
+    if blocks_per_batch(sizes, _default(worst, sources), draws) >= enough:
         help_ = "leave out lanes and window"
-    elif sizes.blocks >= 2 * _BLOCKS_MIN:
+    elif sizes.blocks >= 2 * enough:
         help_ = (
             f"write smaller blocks (row groups or record batches), or set window={window}, for "
             f"which all hosts together need {_size(need)} for blocks"
         )
     else:
         help_ = "write smaller blocks (row groups or record batches)"
+    of = f"of source {worst.name!r} in a batch" if worst.name else "of a batch"
+    more = len(poor) - 1
+    also = f"; {more} more source{'s are' if more > 1 else ' is'} like that" if more else ""
     return (
-        f"the samples of a batch come from about {found:.0f} of {sizes.blocks:,} blocks (a full "
-        f"shuffle: {best:.0f}), so neighbours in the dataset are often in the same batch: {help_}"
+        f"the samples {of} come from about {found:.0f} of {sizes.blocks:,} blocks (a full "
+        f"shuffle: {_distinct(sizes.blocks, draws):.0f}{also}), so neighbours in the dataset are "
+        f"often in the same batch: {help_}"
     )
 
 
-def locality(sizes: BlockSizes, shuffle: Shuffle, cluster: Cluster, stored_bytes: int) -> str:
-    """Whether hosts read much more than their share, and which lanes help; "" if not."""
+def _enough(one: ShuffledSource, global_batch: int) -> float:
+    """From how many blocks its samples in a batch should come: together, those of all sources come
+    from enough.
+    """
+    return _BLOCKS_MIN * min(one.draws / global_batch, 1.0)
+
+
+def _mixes_poorly(one: ShuffledSource, lanes: int, global_batch: int) -> bool:
+    if one.sizes.dataset_bytes < OPEN_BYTES_MIN:
+        return False
+    found = blocks_per_batch(one.sizes, Shuffle(lanes, one.window, 0), one.draws)
+    return found < min(_enough(one, global_batch), _distinct(one.sizes.blocks, one.draws) / 2)
+
+
+def _default(
+    one: ShuffledSource, sources: Sequence[ShuffledSource], lanes: int | None = None
+) -> Shuffle:
+    """What a source is shuffled with by default."""
+    if len(sources) == 1:
+        return shuffle_of(one.sizes, lanes)
+    every = [each.sizes for each in sources]
+    lanes = lanes or mixed_lanes(every)
+    return Shuffle(lanes, source_window(one.sizes, lanes, every), 0)
+
+
+def _locality(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> str:
+    """Whether hosts read much more than their share, and which lanes help."""
     hosts, ranks = cluster.host_count, cluster.dp_size
-    times = cluster.hosts_per_block(shuffle.lanes, sizes.blocks)
-    share = stored_bytes / hosts
+    times = hosts_per_block(sources, lanes, cluster)
+    share = sum(one.stored_bytes for one in sources) / hosts
     if times <= _READS_MAX or (times - 1) * share <= _EXCESS_BYTES_MAX:
         return ""
     said = (
-        f"each of {hosts} hosts reads about {_size(times * share)} of the dataset in an epoch, "
-        f"{times:.1f} times its share, since {shuffle.lanes} lanes are shared by {ranks} ranks: "
+        f"each of {hosts} hosts reads about {_size(times * share)} in an epoch, {times:.1f} times "
+        f"its share, since {lanes} lanes are shared by {ranks} ranks: "
     )
-    lanes = ranks * max(round(shuffle.lanes / ranks), 1)
-    if LANE_BLOCKS_MIN * lanes > sizes.blocks:
+    better = ranks * max(round(lanes / ranks), 1)
+    if LANE_BLOCKS_MIN * better > sum(one.sizes.blocks for one in sources):
         return said + (
-            f"write smaller blocks; with {LANE_BLOCKS_MIN * lanes:,} or more, lanes={lanes} helps"
+            f"write smaller blocks; with {LANE_BLOCKS_MIN * better:,} or more, lanes={better} helps"
         )
-    better = shuffle_of(sizes, lanes)
-    need = cluster.lanes_per_host(lanes) * sizes.open_window_bytes(better.window)
-    return said + f"set lanes={lanes}, for which each host needs {_size(need)} for open windows"
+    windows = [replace(one, window=_default(one, sources, better).window) for one in sources]
+    need = open_bytes(windows, cluster.lanes_per_host(better))
+    return said + f"set lanes={better}, for which each host needs {_size(need)} for open windows"
 
 
 def memory(
-    sizes: BlockSizes, shuffle: Shuffle, cluster: Cluster, kept_bytes: int, arena_bytes: int
+    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster, arena_bytes: int
 ) -> str:
-    """Whether the open windows of a host fit into its block arena, where all blocks of the dataset
-    take `kept_bytes`, and what helps; "" if they fit.
+    """Whether the open windows of a host fit into its block arena, and what helps; "" if they
+    fit.
     """
-    lanes = cluster.lanes_per_host(shuffle.lanes)
-    block = kept_bytes / sizes.blocks
-    need = min(lanes * block * (1 + shuffle.window / sizes.block_rows), kept_bytes)
+    on_host = cluster.lanes_per_host(lanes)
+    need = sum(
+        min(on_host * _block(one) * (1 + one.window / one.sizes.block_rows), one.kept_bytes)
+        for one in sources
+    )
     if need <= arena_bytes:
         return ""
     said = (
@@ -152,12 +188,19 @@ def memory(
         f"block arena has {_size(arena_bytes)}, so blocks are read several times in an epoch: "
         f"{raise_to('block_arena_bytes', round(need * _ROOM))}"
     )
-    for fewer in sorted({each for each in LANES if each < shuffle.lanes}, reverse=True):
-        lanes = cluster.lanes_per_host(fewer)
-        window = int((arena_bytes / _ROOM / lanes / max(block, 1.0) - 1) * sizes.block_rows)
-        if window >= sizes.block_rows:
+    blocks = sum(_block(one) for one in sources)
+    rows = sum(_block(one) / one.sizes.block_rows for one in sources)
+    for fewer in sorted({each for each in LANES if each < lanes}, reverse=True):
+        room = arena_bytes / _ROOM / cluster.lanes_per_host(fewer)
+        window = int((room - blocks) / rows)
+        if window >= max(one.sizes.block_rows for one in sources):
             return f"{said}, or mix fewer blocks: lanes={fewer}, window={window}"
     return said
+
+
+def _block(one: ShuffledSource) -> float:
+    """The memory that a block takes on average."""
+    return one.kept_bytes / one.sizes.blocks
 
 
 def _size(size: float) -> str:

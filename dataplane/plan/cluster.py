@@ -72,7 +72,7 @@ class Cluster(Struct, frozen=True):
             found |= (rank - first) % meeting <= last - first
         return found
 
-    def hosts_per_block(self, lanes: int, blocks: int) -> float:
+    def hosts_per_block(self, lanes: int, blocks: float) -> float:
         """How many hosts read a block, estimated for blocks of equal size: the hosts of its lane,
         and for a block on a border those of both lanes.
         """

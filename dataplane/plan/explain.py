@@ -13,10 +13,16 @@ import numpy as np
 from dataplane.model import End
 from dataplane.plan.advice import advice
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import BlockSizes, Shuffle
+from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.permute import Domain, key
+from dataplane.plan.shuffled import (
+    HostFigures,
+    ShuffledSource,
+    figures_by_host_count,
+    open_bytes,
+)
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64
 
@@ -27,22 +33,7 @@ _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
 _PROBE_ENTRIES = 1 << 25
 _DROP_SHARE_MAX = 0.01
-_HOST_COUNTS = tuple(1 << power for power in range(11))
 _LABELS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class HostFigures:
-    """What one host takes part in if there are so many of them, each with as many ranks as asked.
-    `reads_times_share` is 1 if no block is read by two hosts. An estimate from mean sizes.
-    """
-
-    host_count: int
-    dp_size: int
-    lanes_per_rank: int
-    open_window_bytes_per_host: int
-    bytes_read_per_host: int
-    reads_times_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +85,11 @@ def explain(
     hosts = _hosts_per_block(manifest, order, cluster)
     lanes_per_host = cluster.lanes_per_host(order.lanes)
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    stored = int(manifest.block_length.sum(dtype=np.int64))
+    whole = [ShuffledSource(sizes, order.window, global_batch, stored)]
     quality = _probe(manifest, order, min(global_batch, samples))
     displacement = min(quality.displacement, 1.0)
     read = float(np.dot(hosts.astype(np.float64), manifest.block_length.astype(np.float64)))
-    stored = int(manifest.block_length.sum(dtype=np.int64))
     covered = steps * global_batch
     dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
     return Explanation(
@@ -108,7 +100,7 @@ def explain(
         window=order.window,
         lanes_per_rank=cluster.lanes_per_rank(order.lanes),
         host_count=cluster.host_count,
-        open_window_bytes_per_host=lanes_per_host * sizes.open_window_bytes(order.window),
+        open_window_bytes_per_host=open_bytes(whole, lanes_per_host),
         hosts_per_block_mean=float(hosts.mean()),
         hosts_per_block_max=int(hosts.max()),
         bytes_read_per_host=round(read / cluster.host_count),
@@ -119,33 +111,12 @@ def explain(
         shards_per_batch=quality.shards,
         shards_per_batch_perfect=quality.shards_perfect,
         quality=quality.entropy,
-        by_host_count=_by_host_count(order, sizes, cluster, stored),
+        by_host_count=figures_by_host_count(whole, order.lanes, cluster),
         warnings=(
-            *_advice(order, sizes, cluster, global_batch, stored),
+            *(advice(whole, order.lanes, cluster, global_batch) if order.shuffle else ()),
             *_warnings(order, lanes_per_host, dropped),
         ),
     )
-
-
-def _by_host_count(
-    order: Order, sizes: BlockSizes, cluster: Cluster, stored_bytes: int
-) -> tuple[HostFigures, ...]:
-    found = []
-    for hosts in _HOST_COUNTS:
-        each = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
-        lanes = each.lanes_per_host(order.lanes)
-        times = each.hosts_per_block(order.lanes, sizes.blocks)
-        found.append(
-            HostFigures(
-                hosts,
-                each.dp_size,
-                each.lanes_per_rank(order.lanes),
-                lanes * sizes.open_window_bytes(order.window),
-                round(stored_bytes * times / hosts),
-                times,
-            )
-        )
-    return tuple(found)
 
 
 def _hosts_per_block(manifest: Manifest, order: Order, cluster: Cluster) -> Int64:
@@ -231,15 +202,6 @@ def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: i
     """How many distinct groups `batch` independent draws hit, on average."""
     with np.errstate(divide="ignore"):
         return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
-
-
-def _advice(
-    order: Order, sizes: BlockSizes, cluster: Cluster, global_batch: int, stored_bytes: int
-) -> tuple[str, ...]:
-    if not order.shuffle:
-        return ()
-    shuffle = Shuffle(order.lanes, order.window, order.ramp)
-    return advice(sizes, shuffle, cluster, global_batch, stored_bytes)
 
 
 def _warnings(order: Order, lanes_per_host: int, dropped: int) -> list[str]:

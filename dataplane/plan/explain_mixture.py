@@ -12,13 +12,22 @@ import numpy as np
 
 from dataplane.config import JobSpec
 from dataplane.model import End
+from dataplane.plan.advice import advice
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder
-from dataplane.plan.mixture import EpochPlan, Shares
+from dataplane.plan.mixture import EpochPlan, Mixed, Shares
 from dataplane.plan.orders import job_order, mixed_of
+from dataplane.plan.shuffled import (
+    HostFigures,
+    ShuffledSource,
+    draws_of,
+    figures_by_host_count,
+    mixed_window,
+    open_bytes,
+)
 from dataplane.plan.slices import Slice
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
@@ -71,6 +80,7 @@ class MixtureExplanation:
     open_window_bytes_per_host: int
     sources: tuple[SourcePlan, ...]
     changes: tuple[PlannedChange, ...]
+    by_host_count: tuple[HostFigures, ...]
     warnings: tuple[str, ...]
 
 
@@ -88,7 +98,7 @@ def explain_mixture(
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
     asked = _asked(spec, order.plan)
-    sources = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
+    sources, read = _sources(spec, manifests, cluster, order, mixed, asked)
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -105,7 +115,11 @@ def explain_mixture(
             for at, shares in asked
             if at
         ),
-        warnings=tuple(_warnings(sources)),
+        by_host_count=figures_by_host_count(read, spec.lanes, cluster),
+        warnings=(
+            *(advice(read, spec.lanes, cluster, batch) if spec.shuffle else ()),
+            *_warnings(sources),
+        ),
     )
 
 
@@ -133,16 +147,26 @@ def _sources(
     manifests: Sequence[Manifest],
     cluster: Cluster,
     order: MixedOrder,
-    limits: Sequence[int],
+    mixed: Mixed,
     asked: Sequence[tuple[int, Shares]],
-) -> tuple[SourcePlan, ...]:
-    """`limits`: the most samples that an epoch may have of each source."""
-    mixture, plan = spec.mixture, order.plan
+) -> tuple[tuple[SourcePlan, ...], list[ShuffledSource]]:
+    """What the epoch has of each source, and what it reads of those that it has any of."""
+    mixture, plan, limits = spec.mixture, order.plan, mixed.limits.tolist()
     assert mixture is not None
-    found, mean = [], _mean_shares(asked, plan.sample_count)
+    found, read, mean = [], [], _mean_shares(asked, plan.sample_count)
+    lanes = cluster.lanes_per_host(spec.lanes)
     for at, (source, manifest) in enumerate(zip(mixture.sources, manifests, strict=True)):
         samples = int(plan.counts[at])
-        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        share, passes = samples / plan.sample_count, samples / manifest.sample_count
+        reads = ShuffledSource(
+            BlockSizes.of(manifest.block_rows, manifest.block_decoded),
+            mixed_window(source.window, share, mixture.batch, mixed.round_steps),
+            draws_of(share, spec.global_batch, mixture.batch),
+            round(passes * int(manifest.block_length.sum(dtype=np.int64))),
+            name=source.name,
+        )
+        if samples:
+            read.append(reads)
         is_exhausted = limits[at] < SLOTS_MAX and limits[at] - samples < mixture.batch
         last = _last_position(order, at) if is_exhausted and samples else None
         found.append(
@@ -150,17 +174,16 @@ def _sources(
                 name=source.name,
                 available=manifest.sample_count,
                 asked_share=mean[at],
-                share=samples / plan.sample_count,
+                share=share,
                 samples=samples,
-                passes=samples / manifest.sample_count,
+                passes=passes,
                 exhausted_position=None if last is None else last + 1,
                 exhausted_step=None if last is None else last // spec.global_batch,
                 window=source.window,
-                open_window_bytes_per_host=cluster.lanes_per_host(spec.lanes)
-                * sizes.open_window_bytes(source.window),
+                open_window_bytes_per_host=open_bytes([reads], lanes) if samples else 0,
             )
         )
-    return tuple(found)
+    return tuple(found), read
 
 
 def _last_position(order: MixedOrder, source: int) -> int:

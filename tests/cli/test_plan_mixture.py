@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ def test_the_plan_of_a_mixture_is_what_a_loader_reads(folder, capsys, options, m
     assert any(one["exhausted_position"] for one in found["sources"])
     whole = sum(one["open_window_bytes_per_host"] for one in found["sources"])
     assert found["open_window_bytes_per_host"] == whole > 0
+    hosts = found["by_host_count"]
+    assert [one["host_count"] for one in hosts] == [1 << power for power in range(11)]
+    assert hosts[0]["open_window_bytes_per_host"] == whole
+    assert all(one["reads_times_share"] <= one["host_count"] for one in hosts)
 
 
 def test_the_plan_of_an_epoch_has_the_weights_of_a_schedule(folder, capsys):
@@ -146,6 +151,23 @@ def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
     assert "source 'code' has 7.5% of the samples, and not 30.0%: it is exhausted at step" in told
     assert "source 'math' has 26.4% of the samples, and not 20.0%: other sources are" in told
     assert "'web' is read" not in told
+
+
+def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dataplane.plan.advice.OPEN_BYTES_MIN", 1)
+    for name in ("web", "code"):
+        table = pa.table({"id": range(20_000)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=500)
+    given = [f"--source={name}={tmp_path}/{name}.parquet,weight=1" for name in ("web", "code")]
+    options = ("--global-batch", "512", "--lanes", "1", "--window", "1")
+    assert run(["plan", *given, *options]) == 0
+    shown = capsys.readouterr()
+    assert "what each host takes, for so many hosts" in shown.out
+    assert re.search(r"1,024 +1,024 ", shown.out)
+    told = " ".join(shown.err.split())
+    found = r"the samples of source 'web' in a batch come from about \d of 40 blocks"
+    assert re.search(found, told)
+    assert "1 more source is like that" in told
 
 
 @pytest.mark.parametrize(

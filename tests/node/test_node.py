@@ -263,6 +263,41 @@ def test_a_job_whose_open_windows_do_not_fit_into_the_arena_says_so(tmp_path: Pa
             assert trainer.open(str(path), job="k", shuffle=True, lanes=1, window=20).advice == ()
 
 
+def repetitive(path: Path, rows: int) -> str:
+    """Rows of 4,000 bytes, 1,000 a block, in a file that has just one of them."""
+    whole = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), [b"x" * 4000])
+    pq.write_table(pa.table({"b": whole}), path, row_group_size=1000, store_schema=False)
+    return str(path)
+
+
+def test_a_job_whose_batches_come_from_few_blocks_says_so(tmp_path: Path) -> None:
+    url = repetitive(tmp_path / "a.parquet", 80_000)
+    poor = {"shuffle": True, "lanes": 1, "window": 1000, "global_batch": 256}
+    with Node(tmp_path) as node, Trainer(node) as trainer:
+        (said,) = trainer.open(url, **poor).advice
+        assert "the samples of a batch come from about 1 of 80 blocks" in said
+        assert trainer.open(url, job="k", dp_rank=1, dp_size=2, **poor).advice == ()
+        assert trainer.open(url, job="l", **poor | {"shuffle": False}).advice == ()
+
+
+def test_a_mixture_says_what_is_to_be_said_of_its_sources(tmp_path: Path) -> None:
+    urls = {"web": repetitive(tmp_path / "web.parquet", 160_000)}
+    urls["code"] = repetitive(tmp_path / "code.parquet", 80_000)
+    sources = tuple(
+        messages.SourceAsked(name, messages.DatasetSource((url,)), weight=0.5)
+        for name, url in urls.items()
+    )
+    whole = {"global_batch": 256, "mixture": messages.MixtureAsked(sources), "shuffle": True}
+    poor = whole | {"lanes": 1, "window": 1000}
+    with Node(tmp_path, block_arena_bytes="8MiB") as node, Trainer(node) as trainer:
+        mixing, memory = trainer.open(urls["web"], **poor).advice
+        assert "the samples of source 'web' in a batch come from about" in mixing
+        assert "1 more source is like that" in mixing
+        assert "of blocks open on this host, and its block arena has 8.0 MiB" in memory
+    with Node(tmp_path, block_arena_bytes="2GiB") as node, Trainer(node) as trainer:
+        assert trainer.open(urls["web"], **whole).advice == ()
+
+
 def test_a_small_arena_over_s3_evicts_and_reloads_without_losing_samples(
     tmp_path: Path, s3_server: S3Server
 ) -> None:

@@ -7,10 +7,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.model import Exhausted
 from dataplane.plan.advice import advice, blocks_per_batch, memory
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import GIB, BlockSizes, Shuffle, shuffle_of
+from dataplane.plan.defaults import (
+    GIB,
+    BlockSizes,
+    Shuffle,
+    mixed_lanes,
+    shuffle_of,
+    source_window,
+)
+from dataplane.plan.mixed_order import MixedOrder, SourceOrder
+from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
+from dataplane.plan.shares import quantised
+from dataplane.plan.shuffled import (
+    ShuffledSource,
+    draws_of,
+    figures_by_host_count,
+    hosts_per_block,
+    mixed_window,
+)
 
 TB = 10**12
 
@@ -32,9 +50,30 @@ ORDINARY = (
 )
 
 
+def source(sizes, window, draws=256, kept=None, name=""):
+    kept = sizes.dataset_bytes if kept is None else kept
+    return ShuffledSource(sizes, window, draws, sizes.dataset_bytes, kept, name)
+
+
 def told(sizes, shuffle, hosts=1, batch=256):
-    stored = sizes.dataset_bytes
-    return advice(sizes, shuffle, Cluster(hosts * 8, 8), max(batch, hosts * 8), stored)
+    batch = max(batch, hosts * 8)
+    whole = [source(sizes, shuffle.window, batch)]
+    return advice(whole, shuffle.lanes, Cluster(hosts * 8, 8), batch)
+
+
+def mixed(every, shares, batch=256, window=0, lanes=0):
+    """Sources with the defaults of a mixture, or this window; and the lanes."""
+    lanes = lanes or mixed_lanes(every)
+    found = [
+        source(
+            sizes,
+            window or source_window(sizes, lanes, every),
+            draws_of(share, batch, 1),
+            name=name,
+        )
+        for sizes, share, name in zip(every, shares, "abcdefghij", strict=False)
+    ]
+    return found, lanes
 
 
 @pytest.mark.parametrize("sizes", ORDINARY)
@@ -83,29 +122,154 @@ def test_small_datasets_and_small_batches_give_no_advice():
 
 def test_hosts_that_read_much_more_than_their_share_are_told_with_lanes_that_help():
     (said,) = told(PHOTOS, shuffle_of(PHOTOS), hosts=3)
-    assert "each of 3 hosts reads about 131.1 GiB" in said
+    assert "each of 3 hosts reads about 131.1 GiB in an epoch" in said
     assert "3.0 times its share, since 128 lanes are shared by 24 ranks: set lanes=120" in said
     assert told(PHOTOS, shuffle_of(PHOTOS, 120), hosts=3) == ()
     (said,) = told(uniform(700, 1000, 1_000_000), Shuffle(8, 4000, 0), hosts=64)
     assert "write smaller blocks; with 3,584 or more, lanes=512 helps" in said
 
 
+def room(sizes, shuffle, ranks, arena_bytes, kept=None):
+    whole = [source(sizes, shuffle.window, kept=kept)]
+    return memory(whole, shuffle.lanes, Cluster(ranks, 8), arena_bytes)
+
+
 def test_open_windows_larger_than_the_arena_are_told_with_both_numbers():
-    shuffle, kept = shuffle_of(PHOTOS), PHOTOS.dataset_bytes
-    assert memory(PHOTOS, shuffle, Cluster(64, 8), kept, 4 * GIB) == ""
-    said = memory(PHOTOS, shuffle, Cluster(8, 8), kept, 4 * GIB)
+    shuffle = shuffle_of(PHOTOS)
+    assert room(PHOTOS, shuffle, 64, 4 * GIB) == ""
+    said = room(PHOTOS, shuffle, 8, 4 * GIB)
     assert "about 18.7 GiB of blocks open on this host" in said
     assert "its block arena has 4.0 GiB" in said
     need = int(re.search(r"block_arena_bytes to (\d+)MiB", said)[1]) << 20
-    assert memory(PHOTOS, shuffle, Cluster(8, 8), kept, need) == ""
+    assert room(PHOTOS, shuffle, 8, need) == ""
     lanes, window = map(int, re.search(r"lanes=(\d+), window=(\d+)$", said).groups())
-    assert memory(PHOTOS, Shuffle(lanes, window, 0), Cluster(8, 8), kept, 4 * GIB) == ""
+    assert room(PHOTOS, Shuffle(lanes, window, 0), 8, 4 * GIB) == ""
 
 
 def test_blocks_that_take_no_arena_need_none():
-    assert memory(PHOTOS, shuffle_of(PHOTOS), Cluster(8, 8), 0, 1 << 20) == ""
+    assert room(PHOTOS, shuffle_of(PHOTOS), 8, 1 << 20, kept=0) == ""
 
 
 def test_an_arena_that_holds_one_block_gives_no_lanes_that_help():
-    said = memory(PHOTOS, shuffle_of(PHOTOS), Cluster(8, 8), PHOTOS.dataset_bytes, GIB // 8)
+    said = room(PHOTOS, shuffle_of(PHOTOS), 8, GIB // 8)
     assert "lanes=" not in said
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8])
+def test_ordinary_mixtures_with_defaults_give_no_advice(hosts):
+    """Web pages, code and books of 4 KiB a row, and photographs in small blocks."""
+    every = [
+        uniform(200_000, 1000, 4096),
+        uniform(50_000, 1000, 4096),
+        uniform(4000, 1000, 4096),
+        uniform(33_684, 38, 110_000),
+    ]
+    for batch in (32, 256, 4096):
+        sources, lanes = mixed(every, (0.6, 0.3, 0.02, 0.08), max(batch, 8 * hosts))
+        assert advice(sources, lanes, Cluster(8 * hosts, 8), max(batch, 8 * hosts)) == ()
+
+
+def test_a_mixture_of_one_source_is_told_what_its_dataset_is():
+    for sizes in (PHOTOS, uniform(72, 1000, 110_000)):
+        shuffle, cluster = Shuffle(1, 1440, 0), Cluster(24, 8)
+        plain, named = source(sizes, 1440), source(sizes, 1440, name="a")
+        (of_dataset,), (of_source,) = (advice([one], 1, cluster, 256)[:1] for one in (plain, named))
+        assert of_source.replace("of source 'a' in a batch", "of a batch") == of_dataset
+        assert memory([plain], 1, cluster, GIB // 8) == memory([named], 1, cluster, GIB // 8)
+        assert room(sizes, shuffle, 24, GIB // 8) == memory([plain], 1, cluster, GIB // 8)
+
+
+def test_the_source_that_mixes_worst_is_named():
+    every = [uniform(200_000, 1000, 4096), PHOTOS, PHOTOS]
+    sources, _ = mixed(every, (0.2, 0.5, 0.3), window=1440, lanes=1)
+    (said,) = advice(sources, 1, Cluster(1, 1), 256)
+    assert "the samples of source 'b' in a batch come from about" in said
+    assert "; 2 more sources are like that)" in said
+    assert "leave out lanes and window" in said
+    # So few of its samples are in a batch that they come from enough blocks.
+    rare, _ = mixed(every, (0.998, 0.001, 0.001), window=4000, lanes=64)
+    assert advice(rare, 64, Cluster(1, 1), 256) == ()
+    together = draws_of(0.5, 256, 256)
+    assert (together, draws_of(0.5, 256, 1), draws_of(1e-9, 256, 1)) == (256, 128, 1)
+
+
+def test_a_mixture_that_hosts_read_again_is_told_with_lanes_that_help():
+    every = [PHOTOS, uniform(2560, 1000, 110_000)]
+    sources, lanes = mixed(every, (0.5, 0.5))
+    (said,) = advice(sources, lanes, Cluster(24, 8), 256)
+    assert "each of 3 hosts reads about" in said
+    better = int(re.search(r"set lanes=(\d+)", said)[1])
+    assert not better % 24
+    assert advice(mixed(every, (0.5, 0.5), lanes=better)[0], better, Cluster(24, 8), 256) == ()
+
+
+def test_the_open_windows_of_all_sources_need_memory():
+    every = [PHOTOS, uniform(2560, 1000, 110_000)]
+    sources, lanes = mixed(every, (0.5, 0.5))
+    said = memory(sources, lanes, Cluster(8, 8), 4 * GIB)
+    need = int(re.search(r"block_arena_bytes to (\d+)MiB", said)[1]) << 20
+    alone = [memory([one], lanes, Cluster(8, 8), need) for one in sources]
+    assert alone == ["", ""]
+    assert memory(sources, lanes, Cluster(8, 8), need) == ""
+    assert memory(sources, lanes, Cluster(8, 8), int(need / 1.2))
+    fewer, window = map(int, re.search(r"lanes=(\d+), window=(\d+)$", said).groups())
+    fitting, _ = mixed(every, (0.5, 0.5), window=window, lanes=fewer)
+    assert memory(fitting, fewer, Cluster(8, 8), 4 * GIB) == ""
+
+
+def test_hosts_of_a_mixture_read_what_they_would_of_each_source():
+    every = [uniform(2048, 1000, 1000), uniform(64, 1000, 1000)]
+    sources, _ = mixed(every, (0.5, 0.5), window=500, lanes=32)
+    for cluster in (Cluster(8, 8), Cluster(64, 8), Cluster(24, 8)):
+        apart = [hosts_per_block([one], 32, cluster) for one in sources]
+        assert apart == [cluster.hosts_per_block(32, one.blocks) for one in every]
+        stored = [one.stored_bytes for one in sources]
+        mean = np.average(apart, weights=stored)
+        assert hosts_per_block(sources, 32, cluster) == pytest.approx(mean)
+    for apart, both in zip(
+        zip(*(figures_by_host_count([one], 32, Cluster(8, 8)) for one in sources), strict=True),
+        figures_by_host_count(sources, 32, Cluster(8, 8)),
+        strict=True,
+    ):
+        for name in ("open_window_bytes_per_host", "bytes_read_per_host"):
+            total = sum(getattr(one, name) for one in apart)
+            assert getattr(both, name) == pytest.approx(total, abs=2)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(30, 200), st.integers(4, 40)), min_size=1, max_size=3),
+    st.integers(1, 16),
+    st.floats(0.2, 4),
+    st.integers(8, 128),
+    st.data(),
+)  # fmt: skip
+def test_blocks_per_batch_of_a_source_are_about_those_of_the_order(
+    layouts, lanes, length, batch, data
+):
+    shares = quantised([data.draw(st.integers(1, 8)) for _ in layouts])
+    counts = tuple(blocks * rows for blocks, rows in layouts)
+    of = Mixed(counts, shares, (1,) * len(counts), lanes, Exhausted.STOP, 0, 1, 64)
+    plan = plan_of(of, 0, ())
+    if plan.sample_count < 8 * batch:
+        return
+    windows = [
+        max(1, min(round(rows * length), blocks * rows // lanes)) for blocks, rows in layouts
+    ]
+    sources = [
+        SourceOrder(np.full(blocks, rows), window, 0)
+        for (blocks, rows), window in zip(layouts, windows, strict=True)
+    ]
+    order = MixedOrder(plan, sources, 5, True, lanes)
+    starts = np.linspace(0, plan.sample_count - batch, 40).astype(np.int64)
+    first = np.cumsum([0, *(blocks for blocks, _ in layouts)])
+    found = [order.locate(np.arange(at, at + batch))[0] for at in starts]
+    for one, ((blocks, rows), window) in enumerate(zip(layouts, windows, strict=True)):
+        own = [
+            len(np.unique(each[(first[one] <= each) & (each < first[one + 1])])) for each in found
+        ]
+        share = plan.counts[one] / plan.sample_count
+        draws = draws_of(share, batch, 1)
+        shuffle = Shuffle(lanes, mixed_window(window, share, 1, of.round_steps), 0)
+        estimate = blocks_per_batch(uniform(blocks, rows, 1), shuffle, draws)
+        assert 0.5 * np.mean(own) - 1 <= estimate <= 1.7 * np.mean(own) + 1.5

@@ -1,0 +1,62 @@
+"""Which rank of a job tells its user what, when the job opens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dataplane.config import JobSpec
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.model import Topology, View
+from dataplane.node.jobs import _advice
+from dataplane.plan.defaults import GIB, BlockSizes
+
+# 1.28 million photographs in blocks of 1,000: with one lane, whose window is 1.4 blocks, batches
+# come from few blocks, and every host reads all of them.
+PHOTOS = BlockSizes(1_280_000, 1280, 1000, 110_000_000, 110_000)
+SPEC = JobSpec("f", shuffle=True, lanes=1, window=1440, global_batch=256)
+SOURCES = tuple(SourceSpec(name, "f", 1 << 31, window=1440) for name in ("web", "code"))
+MIXTURE = JobSpec(
+    "f", shuffle=True, lanes=1, window=1440, global_batch=256, mixture=MixtureSpec(SOURCES)
+)
+HOSTS = 4
+
+
+def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...]:
+    count = 1 if spec.mixture is None else len(spec.mixture.sources)
+    stored = PHOTOS.dataset_bytes
+    opened = SimpleNamespace(
+        sizes=PHOTOS, stored_bytes=stored, packing=None, view=View(),
+        manifest=SimpleNamespace(sample_count=PHOTOS.samples),
+    )  # fmt: skip
+    dataset = SimpleNamespace(kept_bytes=stored)
+    job: Any = SimpleNamespace(
+        opened=(opened,) * count, datasets=(dataset,) * count, sample_count=count * PHOTOS.samples
+    )
+    place = Topology(
+        dp_rank=rank, dp_size=8 * HOSTS, rank=rank, world_size=8 * HOSTS,
+        local_rank=rank % 8, local_world_size=8,
+    )  # fmt: skip
+    member: Any = SimpleNamespace(spec=spec, request=SimpleNamespace(topology=place))
+    return _advice(job, member, arena_bytes)
+
+
+@pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dataset", "mixture"])
+def test_one_rank_tells_of_the_job_and_one_a_host_of_its_memory(spec: JobSpec) -> None:
+    mixing, locality = told(spec, 0)
+    assert "come from about" in mixing
+    assert f"each of {HOSTS} hosts reads about" in locality
+    assert f"{HOSTS}.0 times its share" in locality
+    small = GIB // 8
+    *_, memory = told(spec, 0, small)
+    assert "its block arena has 128.0 MiB" in memory
+    assert [told(spec, rank, small) for rank in (7, 8, 9)] == [(), (memory,), ()]
+    assert told(spec, 1) == ()
+
+
+@pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dataset", "mixture"])
+def test_what_is_not_shuffled_needs_no_advice(spec: JobSpec) -> None:
+    assert told(replace(spec, shuffle=False), 0, 1) == ()
