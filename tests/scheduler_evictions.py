@@ -44,8 +44,9 @@ def check_evicted(
     """What went for this block is needed later than it, unless it is the head's; and had only those
     gone that are needed later still, there would be no room. Where it is not urgent, what tasks or
     neighbours wait for stays instead. `use_of` tells how far away a block is needed, by key.
-    `is_first`: nothing else was loaded since `before`.
+    `is_first`: nothing else was loaded since `before`. Blocks of a forgotten dataset go for nothing.
     """
+    gone = [key for key in gone if key not in forgotten]
     mine, is_lent = use_of(effect.key), isinstance(effect, events.Fetch) and effect.is_lent
     going = [use_of(key) for key in gone if not (is_lent and key in before.lent)]
     if scheduler._head is None or not is_of(scheduler._head, effect):

@@ -8,8 +8,8 @@ Invariants:
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
    writes it.
 3. Of the blocks whose memory is of use, the one evicted first is that which the plan needs last
-   (`room.py`). For one that is read ahead, only blocks go that are needed later, and that no task
-   or neighbour waits for (`holdings.py`). Everything else goes before any block that is needed.
+   (`room.py`), after all that is not needed. For one that is read ahead, none goes that is needed
+   sooner or that a neighbour waits for, nor, unless the store is idle (`holdings.py`), a task.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.
@@ -146,7 +146,7 @@ class BlockTable:
             return is_begun or self._decode(block, greedy=greedy, away=away)
         block = self._new(dataset, index)
         if dataset.needs_fetch(index):
-            return self._fetch(block, ReadMode(greedy=greedy, away=away))
+            return self._fetch(block, ReadMode(greedy, False, away, self.holdings.is_idle))
         if dataset.needs_decode(index):
             return self._decode(block, greedy=greedy, away=away)
         while (spare := self._orders.spare()) is not None:
@@ -213,7 +213,7 @@ class BlockTable:
     def _read_following(self, first: CachedBlock, away: int) -> None:
         """Read the blocks behind it in the same request."""
         dataset = first.dataset
-        if dataset.places is None or self.is_short or self.room.is_tight:
+        if dataset.places is None or self.is_short or self.holdings.is_tight:
             return
         for index in dataset.places.following(first.index):
             if (dataset.dataset_id, index) in self._blocks or not self.is_lacked(dataset, index):

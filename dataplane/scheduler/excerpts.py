@@ -30,6 +30,7 @@ from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import Effect, ExcerptRows, ExtractRows, ForgetBlock, RowsExtracted
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.waiting import WaitingTasks
@@ -103,6 +104,12 @@ class Excerpts:
         """Blocks that workers copy rows of; an event will report the end of each."""
         return len(self._copying)
 
+    def awaited(self) -> tuple[DatasetBlocks, ...]:
+        """The datasets of tasks that wait, and have excerpts or get some."""
+        getting = (part.task for copying in self._copying.values() for part in copying.parts)
+        using = (task for task in (*self._holders, *getting) if task.phase is SlabPhase.WAITING)
+        return tuple({dataset for task in using for dataset in task.datasets.datasets})
+
     def find(self, key: int) -> Excerpt | None:
         """The excerpt with this key."""
         return self._by_key.get(key)
@@ -115,7 +122,7 @@ class Excerpts:
         if region is None:
             return False
         self._pool, self._pool_at = Allocator(region.length), region.offset
-        self._blocks.room.is_tight = True
+        self._blocks.holdings.is_tight = True
         return True
 
     def close(self) -> None:
@@ -126,7 +133,7 @@ class Excerpts:
                     self._drop(task, number)
         if self._pool is not None and not self._by_key and not self._copying:
             self._arena.free(self._pool_at)
-            self._pool, self._blocks.room.is_tight = None, False
+            self._pool, self._blocks.holdings.is_tight = None, False
             self.is_needed, self._lost_bytes = False, 0
 
     def _leaves_rows(self, block: CachedBlock, use: int) -> bool:

@@ -7,9 +7,9 @@ each neighbour reads for itself.
 
 Invariants:
 1. Blocks that wanted blocks would drive out are not read ahead: those that are being loaded take at
-   most a LOADING_PARTS-th of the arena, or are one, since nothing can take their memory back. If
-   neighbours ask, they take at most an ASKED_LOADING_PARTS-th, and all wanted ones leave a
-   LENT_PARTS-th of it.
+   most a LOADING_PARTS-th of the arena, or are READS_MIN, since nothing can take their memory back.
+   If neighbours ask, they take at most an ASKED_LOADING_PARTS-th, or are one, and all wanted ones
+   leave a LENT_PARTS-th of it. If each block is read several times, they may be one, too.
 2. What was sent last stays for other neighbours, up to a LENT_PARTS-th of the arena.
 """
 
@@ -24,6 +24,8 @@ from dataplane.scheduler.dataset import DatasetBlocks, Ints
 LOADING_PARTS = 5
 ASKED_LOADING_PARTS = 8
 LENT_PARTS = 4
+READS_MIN = 2
+"""One block arrives while the next one is asked for, even if others are read again for that."""
 _SEEN_MAX = 64
 
 
@@ -40,11 +42,23 @@ class Holdings:
         self._recent_bytes = 0
         self.is_asked = False
         """Whether neighbours ask for blocks."""
+        self.is_tight = False
+        """Whether blocks are read several times. One is fetched only if it can be decoded, even if
+        a task waits for it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether so few blocks are on their way that the store's latency is waited for. Where
+        neighbours ask, they keep the store busy; and where each block is read several times, that
+        costs more than to wait.
+        """
+        return not (self.is_asked or self.is_tight) and len(self._loading) < READS_MIN
 
     def may_read_ahead(self, length: int) -> bool:
         """Whether so much may be taken for a block that no task is held up by."""
         parts = ASKED_LOADING_PARTS if self.is_asked else LOADING_PARTS
-        if self._loading and parts * (self._loading_bytes + length) > self._arena_bytes:
+        is_too_much = parts * (self._loading_bytes + length) > self._arena_bytes
+        if self._loading and is_too_much and not self.is_idle:
             return False
         left = self._arena_bytes - self._arena_bytes // LENT_PARTS
         return not self.is_asked or self._wanted_bytes + length <= left

@@ -73,7 +73,9 @@ class Passes:
         """
         if self._excerpts.is_open:
             if not any(map(self._streams.of_dataset, self._opened_for)):
-                self._excerpts.close()
+                self._opened_for = self._excerpts.awaited()  # those of others who use them now
+                if not self._opened_for:
+                    self._excerpts.close()
             return False
         return self._excerpts.is_needed and head is not None and self.open_for(head)
 

@@ -34,21 +34,24 @@ _SPARED_MAX = 64
 
 class ReadMode(NamedTuple):
     """How a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour may. Whoever
-    wants it needs it so many positions `away`.
+    wants it needs it so many positions `away`. For one that is read ahead, blocks that tasks have
+    rows of go only if it `takes_wanted` ones, and they are needed later.
     """
 
     greedy: bool = False
     is_lent: bool = False
     away: int = 0
+    takes_wanted: bool = False
 
 
 class _Fruitless(NamedTuple):
-    """A search that found nothing to evict: how soon the block was needed that it was for, and
-    where the readers were.
+    """A search that found nothing to evict: how soon the block was needed that it was for, where
+    the readers were, and whether it looked at what tasks have rows of.
     """
 
     limit: int
     positions: Positions
+    takes_wanted: bool
 
 
 class Room:
@@ -75,8 +78,6 @@ class Room:
         """Blocks that would have made room for the last one, had their rows been copied."""
         self.is_full = False
         """Whether there was no room for the last one."""
-        self.is_tight = False
-        """Whether a block is fetched only if it can be decoded, even if a task waits for it."""
         self._fruitless: _Fruitless | None = None
 
     def became_evictable(self, block: CachedBlock) -> None:
@@ -97,7 +98,7 @@ class Room:
         """Room for a block that is not read, or was read before; `greedy`: a task waits for it.
         Otherwise one needs it so many positions `away`.
         """
-        return self._found(self._needed_less(block, greedy=greedy, away=away), length)
+        return self._found(self._needed_less(block, ReadMode(greedy, away=away)), length)
 
     def of_read(
         self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
@@ -110,12 +111,12 @@ class Room:
         if how.is_lent or not decoded:
             into = self._of_raw(block, raw, how, is_brief=decoded > 0)
             return None if into is None else (into, None)
-        if not self.is_tight:
-            both = self._of_both(block, raw, decoded, how.away)
+        if not self._holdings.is_tight:
+            both = self._of_both(block, raw, decoded, how)
             if both is not None or not how.greedy:
                 return both
         into = self._of_raw(block, raw, how, is_brief=True)
-        if into is None or not self.is_tight:
+        if into is None or not self._holdings.is_tight:
             return None if into is None else (into, None)
         later = self.of_block(block, decoded, greedy=how.greedy, away=how.away)
         if later is None:
@@ -134,18 +135,18 @@ class Room:
             limit = max(self._uses.use_of(block.dataset, block.index), how.away)
             going = self._needed_by_nobody(limit)
         else:
-            going = self._needed_less(block, greedy=how.greedy, away=how.away)
+            going = self._needed_less(block, how)
         if how.is_lent:
             going = self._then_lent(going)
         return self._found(going, length, is_brief=is_brief)
 
     def _of_both(
-        self, block: CachedBlock, raw: int, decoded: int, away: int
+        self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
     ) -> tuple[Region, Region] | None:
         """Room for a block that is read ahead, and for what it becomes."""
         self.leaving = []
         has_room = self._allocator.trial().has_room(raw, decoded)
-        going = self._needed_less(block, greedy=False, away=away)
+        going = self._needed_less(block, how._replace(greedy=False))
         if not (has_room or self._evict_until(going, raw, decoded)):
             self.is_full = True
             return None
@@ -214,15 +215,17 @@ class Room:
         with contextlib.closing(self._uses.farthest()) as farthest:
             yield from farthest
 
-    def _needed_less(self, block: CachedBlock, *, greedy: bool, away: int) -> Victims:
+    def _needed_less(self, block: CachedBlock, how: ReadMode) -> Victims:
         """What may be evicted for this block, least needed first: everything if a task waits for
         it.
         """
-        limit = -1 if greedy else max(self._uses.use_of(block.dataset, block.index), away)
+        use = self._uses.use_of(block.dataset, block.index)
+        limit = -1 if how.greedy else max(use, how.away)
         kept: list[SharedSlab] | None = self._shared.spare()
         # While much is being read ahead, most searches are in vain, and pass over all of it.
         positions = self._uses.positions() if 0 <= limit < NEVER and not kept else None
-        if positions is not None and self._finds_nothing(limit, positions):
+        sought = None if positions is None else _Fruitless(limit, positions, how.takes_wanted)
+        if sought is not None and self._finds_nothing(sought):
             return
         with contextlib.closing(self._uses.farthest()) as farthest:
             for other, use in farthest:
@@ -231,21 +234,27 @@ class Room:
                     kept = None
                 if use != NEVER and use <= limit:
                     break
-                if limit >= 0 and (other.is_wanted or self._holdings.may_be_asked(other)):
+                is_spared = other.is_wanted and not how.takes_wanted
+                if limit >= 0 and (is_spared or self._holdings.may_be_asked(other)):
                     continue
-                positions = None
+                sought = None
                 is_padding = limit >= 0 and self._is_spare(block, limit)
                 if other is not block and not (is_padding and self.is_wanted(other)):
                     yield other, use
             else:
                 yield from ((slab, NEVER) for slab in kept or ())
-        if positions is not None:
-            self._fruitless = _Fruitless(limit, positions)
+        if sought is not None:
+            self._fruitless = sought
 
-    def _finds_nothing(self, limit: int, positions: Positions) -> bool:
+    def _finds_nothing(self, sought: _Fruitless) -> bool:
         """Whether nothing has changed since a search with a limit as low found nothing."""
         known = self._fruitless
-        return known is not None and known.limit <= limit and known.positions == positions
+        return (
+            known is not None
+            and known.limit <= sought.limit
+            and known.positions == sought.positions
+            and known.takes_wanted >= sought.takes_wanted
+        )
 
     def _is_spare(self, block: CachedBlock, use: int) -> bool:
         return self._uses.is_spare(block.dataset, use)

@@ -133,6 +133,34 @@ def test_what_nobody_waits_for_evicts_only_what_is_needed_later_than_it() -> Non
     assert table.resident == [3, 4]
 
 
+def _fetch(table: Table, index: int) -> int:
+    """Begin to read it ahead; its key."""
+    assert table.blocks.start(table.dataset, index, greedy=False)
+    fetch = table.effects[-1]
+    assert isinstance(fetch, Fetch)
+    return fetch.key
+
+
+def test_what_tasks_need_later_makes_way_for_a_block_only_if_the_store_is_idle() -> None:
+    table = Table(4)
+    for index in (3, 9, 10, 11):
+        assert table.load(index)
+    table.blocks.holdings.want(table.dataset, np.array([3, 9, 10, 11]))
+    for name in ("is_asked", "is_tight"):
+        setattr(table.blocks.holdings, name, True)
+        assert not table.load(5)
+        setattr(table.blocks.holdings, name, False)
+    first = _fetch(table, 5)
+    assert table.resident == [3, 9, 10]
+    _fetch(table, 6)
+    assert table.resident == [3, 9]
+    assert not table.load(7), "two are on their way"
+    table.blocks.fetched(BlockFetched(first))
+    _fetch(table, 7)
+    assert table.resident == [3, 5], "9 was needed last"
+    assert not table.load(8), "none is needed later"
+
+
 def test_what_lies_apart_from_the_room_that_is_found_stays() -> None:
     table = _four_apart()
     assert table.load(3, greedy=True)

@@ -34,9 +34,18 @@ class Arena:
         self.holdings.gone(block)
 
 
-def test_what_is_being_loaded_takes_a_part_of_the_arena_or_is_one_block():
+def test_what_is_being_loaded_takes_a_part_of_the_arena_or_is_two_blocks():
     arena = Arena()
     assert arena.holdings.may_read_ahead(ARENA)
+    arena.holdings.loading(arena.load(50))
+    assert arena.holdings.may_read_ahead(ARENA)
+    for name in ("is_asked", "is_tight"):
+        setattr(arena.holdings, name, True)
+        assert not arena.holdings.may_read_ahead(ARENA)
+        setattr(arena.holdings, name, False)
+    arena.holdings.loading(arena.load(51))
+    assert not arena.holdings.may_read_ahead(ARENA)
+    arena = Arena()
     blocks = []
     while arena.holdings.may_read_ahead(PAGE):
         blocks.append(arena.load(len(blocks)))

@@ -12,6 +12,7 @@ from scheduler_simulate import simulate
 
 from dataplane.arena.allocator import Allocator
 from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.passes import Passes
 
 
 def _epoch_of_one(run: Run) -> None:
@@ -33,6 +34,26 @@ def test_blocks_are_read_far_less_often_than_once_a_batch(
     assert run.outside.extracted
     assert len(told) == 1
     assert run.outside.loads < once_a_batch * 2 / 3
+
+
+def test_excerpts_stay_while_readers_of_other_datasets_use_them() -> None:
+    """Those of the dataset that they were made for have gone."""
+    first, second, read = object(), object(), [object()]
+    excerpts = SimpleNamespace(is_open=True, awaited=lambda: (second,) if read else (), closed=0)
+
+    def close() -> None:
+        excerpts.closed += 1
+
+    excerpts.close = close
+    streams = SimpleNamespace(of_dataset=lambda dataset: dataset is second and bool(read))
+    passes = Passes(SimpleNamespace(), excerpts, streams, lambda _: None)  # type: ignore[arg-type]
+    passes._opened_for = (first,)  # type: ignore[assignment]
+    for _ in range(3):
+        assert not passes.look(None)
+    assert not excerpts.closed
+    read.clear()
+    assert not passes.look(None)
+    assert excerpts.closed == 1
 
 
 def _lost(losses: int, read_between: int) -> bool:
