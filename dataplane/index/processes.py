@@ -36,6 +36,7 @@ from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
+from dataplane.index.slow import SlowProgress
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
@@ -58,6 +59,8 @@ _BATCHED_MIN = 256
 _READER_PAIRS_MAX = 4
 _READER_BUDGET_S = 5.0
 """What takes longer to read is left out: the node tells people that it waits for a store."""
+
+_ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 
 Answer = TypeVar("Answer")
 _Part = tuple[int, "Future[Buffer]"]
@@ -272,6 +275,7 @@ def open_manifest(
             format_name=source.format,
             cache_dir=config.cache_dir,
             workers=_INDEXED_AT_ONCE,
+            progress=SlowProgress("still indexing", source.urls, "shards", _ADVICE),
             connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,

@@ -10,6 +10,7 @@ from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.processes import open_manifest
+from dataplane.index.slow import SlowProgress
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from dataplane.store.connect import Stores
     from dataplane.store.policy import UrlPolicy
 
+
+_ADVICE = "`dataplane index … --where … -o FILE` does this once for all runs"
 
 OpenManifest = Callable[[messages.DatasetSource, View, Manifest | None], Manifest]
 """Opens a view of a dataset; with the manifest of the dataset, if another node has given it."""
@@ -76,6 +79,7 @@ def opening(
 
     def opened(source: messages.DatasetSource, view: View, given: Manifest | None) -> Manifest:
         """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
-        return viewed(whole(source, given), view, stores.connect, config)
+        told = SlowProgress("still counting rows", source.urls, "groups of blocks", _ADVICE)
+        return viewed(whole(source, given), view, stores.connect, config, told)
 
     return opened
