@@ -37,6 +37,7 @@ from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
 from dataplane.index.slow import SlowProgress
+from dataplane.machine import this_machine
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
@@ -103,7 +104,7 @@ class IndexProcesses:
         return cls(
             WorkerBytes.of(config),
             config.task_timeout_s,
-            min(len(os.sched_getaffinity(0)), _PROCESSES_MAX),
+            min(this_machine().cpu_count, _PROCESSES_MAX),
             keep,
             fetches.StartFetching(
                 tuple(b"%s=%s" % entry for entry in os.environb.items()),
@@ -147,7 +148,7 @@ class IndexProcesses:
             reading,
             self._memory.base,
             self._task_timeout_s,
-            min(max(1, len(os.sched_getaffinity(0)) // 2), _READER_PAIRS_MAX),
+            min(max(1, this_machine().cpu_count // 2), _READER_PAIRS_MAX),
             self._keep,
             self._pauses,
         )

@@ -31,7 +31,7 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.machine import numa_nodes
+from dataplane.machine import numa_nodes, this_machine
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import BlockRead
@@ -104,7 +104,7 @@ class Fetcher:
             kept_folder="" if folder is None else str(folder.path),
             tls=config.data_tls,
         )
-        count_max = max(1, len(os.sched_getaffinity(0)) // 2)
+        count_max = max(1, this_machine().cpu_count // 2)
         arenas = (arena, preambles.arena)
         fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, numa_nodes(), folder)
         found = cls(fetchers, preambles, folder)
