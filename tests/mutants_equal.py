@@ -193,8 +193,8 @@ EQUAL = (
     ),
     (
         _SCHEDULER + "room.py",
-        "limit = -1 if greedy else max(self._uses.use_of(block.dataset, block.index), away)",
-        "limit = -2 if greedy else max(self._uses.use_of(block.dataset, block.index), away)",
+        "limit = -1 if how.greedy else max(use, how.away)",
+        "limit = -2 if how.greedy else max(use, how.away)",
         "any number does that is below zero",
     ),
     (

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow as pa
 import pytest
 from away import Away, Proxy, proxy_before
-from awry import Awry, Mood, awry_server
-from bombs import MIB
+from batched_index import indexing
 from servers import S3Server
 from shards import arrow_bytes, parquet_bytes
 
 from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
 from dataplane.formats import registry
-from dataplane.formats.base import Format, ShardIndex
 from dataplane.index import batches, processes
 from dataplane.index.indexing import index_dataset
-from dataplane.index.processes import IndexProcesses
-from dataplane.index.run import IndexProgress, ShardBatches, StoredShard
-from dataplane.model import ObjectInfo, Region
-from dataplane.plan.manifest import Manifest
-from dataplane.rpc.fetches import StartFetching, StorePause
-from dataplane.store.gate import SLOW_DOWN, Pause
-from dataplane.store.pauses import Pauses
-from dataplane.worker.limits import WorkerBytes
+from dataplane.index.run import IndexProgress
+from dataplane.model import Region
 
-LIMIT = WorkerBytes(512 * MIB, 0)
 COUNT = 23
-BASE = "s3://bucket"
 TABLE = pa.table({"id": range(60), "text": ["x" * 20] * 60, "v": [[1, 2], None, []] * 20})
 WIDE = pa.table({f"column {n:05}": [n] for n in range(1500)})
 VERY_WIDE = pa.table({f"column {n:05}": [n] for n in range(15_000)})
@@ -50,46 +38,6 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alike(suffix: str, content: bytes, count: int = COUNT) -> dict[str, bytes]:
     return {f"{number:03}.{suffix}": content for number in range(count)}
-
-
-class Indexing:
-    """Indexing processes, and which shards they were given one by one."""
-
-    def __init__(self, processes: IndexProcesses) -> None:
-        self._processes = processes
-        self.alone: set[str] = set()
-        self.together: list[str] = []
-
-    def of(self, url: str, cache: Path | None = None, **more: object) -> Manifest:
-        return index_dataset(
-            url,
-            index_shard=self._shard,
-            begin_batches=self._batches,
-            cache_dir=str(cache or ""),
-            **more,  # type: ignore[arg-type]
-        )
-
-    def _shard(self, format_: Format, shard: StoredShard) -> ShardIndex:
-        self.alone.add(shard.url.rpartition("/")[2])
-        return self._processes.index(format_, shard)
-
-    def _batches(self, format_: Format, listed: list[ObjectInfo]) -> ShardBatches | None:
-        self.together = [one.url.rpartition("/")[2] for one in listed]
-        return self._processes.begin_batches(format_, listed)
-
-
-@contextlib.contextmanager
-def indexing(
-    silent_s: float = 60.0,
-    keep: batches.KeepPreamble | None = None,
-    pauses: Pauses | None = None,
-    **reading: object,
-) -> Iterator[Indexing]:
-    environment = {**os.environ, **reading.pop("environment", {})}  # type: ignore[dict-item]
-    lines = tuple(f"{name}={value}".encode() for name, value in environment.items())
-    start = StartFetching(lines, **{"budget_s": 60.0, "request_timeout_s": 30.0, **reading})  # type: ignore[arg-type]
-    with IndexProcesses(LIMIT, silent_s, 2, keep, start, pauses) as made:
-        yield Indexing(made)
 
 
 SHARDS = {
@@ -249,80 +197,10 @@ def test_readers_open_what_the_node_may_open(put: Callable[[dict[str, bytes]], s
         assert found.alone == alone
 
 
-@pytest.fixture
-def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
-    with awry_server(
-        {f"{BASE[5:]}/{name}": body for name, body in SHARDS["parquet"].items()}
-    ) as made:
-        for name, value in made.environment().items():
-            monkeypatch.setenv(name, value)
-        yield made
-
-
-def test_a_pause_that_readers_are_asked_for_is_kept_by_the_host(
-    awry: Awry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses, told = Pauses(), list[Pause]()
-    pauses.join(told.append)
-    begin = IndexProcesses.begin_batches
-
-    def begun(*given: Any) -> ShardBatches | None:
-        # To what is asked after the listing; a store that never answered is away.
-        awry.be(Mood.WELL, Mood.WELL, Mood.SLOW_DOWN)
-        return begin(*given)
-
-    monkeypatch.setattr(IndexProcesses, "begin_batches", begun)
-    with indexing(pauses=pauses) as found:
-        assert found.of(BASE).to_bytes() == index_dataset(BASE).to_bytes()
-    assert [(one.store, one.level) for one in told] == [(BASE, 1)]
-    assert 0 <= told[0].left_s <= SLOW_DOWN.span_s(1)
-    assert found.alone == set(), "readers wait, and try again"
-
-
-def test_readers_keep_the_pauses_of_the_host(awry: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_READER_PAIRS_MAX", 1)
-    names = sorted(SHARDS["parquet"])
-    pause, pauses = Pause(BASE, 1, 1e6), Pauses()
-    expected = index_dataset(BASE).to_bytes()
-    with indexing(keep=lambda *_: pauses.tell(pause), pauses=pauses, budget_s=0.2) as found:
-        assert found.of(BASE).to_bytes() == expected
-    in_flight = 4 * batches._BATCHES_A_PAIR
-    assert found.alone >= set(names[in_flight + 4 :]), "those that come after the first preamble"
-    with indexing(pauses=pauses, budget_s=0.2) as found:
-        assert found.of(BASE).to_bytes() == expected
-    assert found.alone == set(names), "no reader has begun before the pause"
-
-
-class _Unread:
-    """A pair of processes that has a batch, and is told nothing."""
-
-    def __init__(self, url: str) -> None:
-        self.batches = {1: batches._Sent((0,), (ObjectInfo(url, 9, "etag"),), lambda _: None)}
-
-
-def test_a_parser_can_make_no_pause_longer_or_for_another_store() -> None:
-    pauses, told = Pauses(), list[Pause]()
-    pauses.join(told.append)
-    pair: Any = _Unread(f"{BASE}/a/0.parquet")
-    start = StartFetching((), 1.0, 1.0)
-    found = batches.IndexBatches(registry.by_name("parquet"), 1, start, 1, 1.0, 1, None, pauses)
-    for store, level, left_s in (
-        ("s3://another", 1, 5.0),
-        (f"{BASE}/a", 1, 5.0),
-        (BASE, 1 << 31, 1e9),
-        (BASE, 1, float("nan")),
-        (BASE, 1, -5.0),
-    ):
-        found._hear(pair, StorePause(store, level, left_s))
-    assert [(one.store, one.left_s) for one in told] == [(BASE, 20.0), (BASE, 0.0), (BASE, 0.0)]
-    assert all(one.level <= 8 for one in told)
-
-
 # A format of another package. What it does to a process is said by the name of the shard.
 _ODD = """
 import os, signal, threading
 from pathlib import Path
-from typing import Any
 from dataplane.formats.parquet import Parquet
 
 class Odd(Parquet):

@@ -173,7 +173,7 @@ def fetching(arena: Arena) -> Iterator[socket.socket]:
     """Our end of the socket of a fetcher that may read files below /data."""
     ours, theirs = sockets.pair()
     stores = Stores(1.0, policy=UrlPolicy(("/data",)))
-    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _observe, _share: stores)
+    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _: stores)
 
     def serve() -> None:
         with pytest.raises(PeerLost):

@@ -150,7 +150,7 @@ def node(tmp_path, monkeypatch):
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "data" / "a.parquet")
     config = structs.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
-    yield lambda *urls, form="": opening(config, stores.connect, lambda *_: None)(
+    yield lambda *urls, form="": opening(config, stores, lambda *_: None)(
         DatasetSource(urls, form), View(), None
     )
     stores.close()

@@ -1,0 +1,99 @@
+"""Pauses that stores ask for are kept by the processes that index, too, and told by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from awry import Awry, Mood, awry_server
+from batched_index import indexing
+from shards import parquet_bytes
+
+from dataplane.formats import registry
+from dataplane.index import batches, processes
+from dataplane.index.indexing import index_dataset
+from dataplane.index.processes import IndexProcesses
+from dataplane.index.run import ShardBatches
+from dataplane.model import ObjectInfo
+from dataplane.rpc.fetches import StartFetching, StorePause
+from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.store.pauses import Pauses
+
+BASE = "s3://bucket"
+CONTENT = parquet_bytes(pa.table({"id": range(60)}), row_group_size=20)
+SHARDS = {f"{number:03}.parquet": CONTENT for number in range(23)}
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BATCHED_MIN", 2)
+    monkeypatch.setattr(batches, "_SHARDS_MAX", 4)
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({f"{BASE[5:]}/{name}": body for name, body in SHARDS.items()}) as made:
+        for name, value in made.environment().items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def test_a_pause_that_readers_are_asked_for_is_kept_by_the_host(
+    awry: Awry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, told = Pauses(), list[Pause]()
+    pauses.join(told.append)
+    begin = IndexProcesses.begin_batches
+
+    def begun(*given: Any) -> ShardBatches | None:
+        # To what is asked after the listing; a store that never answered is away.
+        awry.be(Mood.WELL, Mood.WELL, Mood.SLOW_DOWN)
+        return begin(*given)
+
+    monkeypatch.setattr(IndexProcesses, "begin_batches", begun)
+    with indexing(pauses=pauses) as found:
+        assert found.of(BASE).to_bytes() == index_dataset(BASE).to_bytes()
+    assert [(one.store, one.level) for one in told] == [(BASE, 1)]
+    assert 0 <= told[0].left_s <= SLOW_DOWN.span_s(1)
+    assert found.alone == set(), "readers wait, and try again"
+
+
+def test_readers_keep_the_pauses_of_the_host(awry: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_READER_PAIRS_MAX", 1)
+    names = sorted(SHARDS)
+    pause, pauses = Pause(BASE, 1, 1e6), Pauses()
+    expected = index_dataset(BASE).to_bytes()
+    with indexing(keep=lambda *_: pauses.tell(pause), pauses=pauses, budget_s=0.2) as found:
+        assert found.of(BASE).to_bytes() == expected
+    in_flight = 4 * batches._BATCHES_A_PAIR
+    assert found.alone >= set(names[in_flight + 4 :]), "those that come after the first preamble"
+    with indexing(pauses=pauses, budget_s=0.2) as found:
+        assert found.of(BASE).to_bytes() == expected
+    assert found.alone == set(names), "no reader has begun before the pause"
+
+
+class _Unread:
+    """A pair of processes that has a batch, and is told nothing."""
+
+    def __init__(self, url: str) -> None:
+        self.batches = {1: batches._Sent((0,), (ObjectInfo(url, 9, "etag"),), lambda _: None)}
+
+
+def test_a_parser_can_make_no_pause_longer_or_for_another_store() -> None:
+    pauses, told = Pauses(), list[Pause]()
+    pauses.join(told.append)
+    pair: Any = _Unread(f"{BASE}/a/0.parquet")
+    start = StartFetching((), 1.0, 1.0)
+    found = batches.IndexBatches(registry.by_name("parquet"), 1, start, 1, 1.0, 1, None, pauses)
+    for store, level, left_s in (
+        ("s3://another", 1, 5.0),
+        (f"{BASE}/a", 1, 5.0),
+        (BASE, 1 << 31, 1e9),
+        (BASE, 1, float("nan")),
+        (BASE, 1, -5.0),
+    ):
+        found._hear(pair, StorePause(store, level, left_s))
+    assert [(one.store, one.left_s) for one in told] == [(BASE, 20.0), (BASE, 0.0), (BASE, 0.0)]
+    assert all(one.level <= 8 for one in told)
