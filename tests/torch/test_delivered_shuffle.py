@@ -45,7 +45,8 @@ def test_batches_of_the_default_order_are_mixed_like_those_of_a_permutation(
     perfect = np.random.default_rng(0).integers(0, LABELS, (1000, BATCH))
     best = np.mean([entropy(one) for one in perfect])
     assert delivered(sorted_by_label) >= 0.95 * best
-    assert delivered(sorted_by_label, lanes=1, window=1000) < 0.5 * best
+    with pytest.warns(UserWarning, match="of a batch come from about 2 of 10,000 blocks"):
+        assert delivered(sorted_by_label, lanes=1, window=1000) < 0.5 * best
 
 
 def delivered(url: str, **order: int) -> float:
