@@ -43,19 +43,16 @@ from dataplane.scheduler.excerpts import Excerpts
 from dataplane.scheduler.keeping import Keeping
 from dataplane.scheduler.passes import Passes
 from dataplane.scheduler.planning import Planning
-from dataplane.scheduler.records import (
-    Loan,
-    Moment,
-    SlabPhase,
-    SlabTask,
-    StreamState,
-)
+from dataplane.scheduler.records import Loan, Moment, SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.reuse import Reuse
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.stalls import stalled
 from dataplane.scheduler.streams import StreamTable
 from dataplane.scheduler.waiting import WaitingTasks
+
+_STARTS_MAX = 64
+"""So many loads are started for a task at once, as each takes some of the event loop's time."""
 
 
 class Scheduler:
@@ -311,9 +308,13 @@ class Scheduler:
         return under_way + self._excerpts.copying_count + self._borrowed.count
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
-        """Start loading the missing blocks: False if one of them found no room."""
-        away = self._shared.away(task)
+        """Start loading the missing blocks: False if one of them found no room, or if so many were
+        started that the rest has to wait for the next event.
+        """
+        away, most = self._shared.away(task), self._blocks.in_flight_count + _STARTS_MAX
         for number in sorted(task.idle):
+            if self._blocks.in_flight_count >= most:
+                return False
             dataset, index = task.datasets.find(number)
             is_started = self._blocks.start(dataset, index, greedy=greedy, away=away)
             self._absorb()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +17,13 @@ from scheduler_simulate import simulate
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied
-from dataplane.scheduler import events
+from dataplane.scheduler import events, scheduler
 from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
 from dataplane.scheduler.records import SlabPhase
 
 SEEDS = st.integers(0, 10**9)
+Effect = events.Effect
+Decide = Callable[[events.Event, float], list[Effect]]
 
 
 @settings(max_examples=120)
@@ -91,6 +95,41 @@ def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(see
     run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
     for consumer in run.consumers:
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_however_few_loads_are_begun_at_once_every_stream_gets_its_batches(seed: int) -> None:
+    with mock.patch.object(scheduler, "_STARTS_MAX", 1):
+        run = simulate(lambda: Run(random.Random(seed), tight=False), several)
+    assert not [c.error for c in run.consumers if c.error is not None]
+
+
+def test_of_a_slab_with_many_blocks_only_some_loads_are_begun_in_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler_world.KINDS", (("file", False),) * 4)
+    monkeypatch.setattr(scheduler, "_STARTS_MAX", 2)
+    begun: list[int] = []
+    for seed in range(5):
+        run = Run(random.Random(seed), tight=False)
+        spec = structs.replace(run.worlds[1].spec, shuffle=True, lanes=1, window=10_000)
+        spec = structs.replace(spec, global_batch=run.worlds[1].spec.global_batch * 8)
+        run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
+        decide = run.scheduler.decide
+
+        def counted(event: events.Event, now: float, decide: Decide = decide) -> list[Effect]:
+            effects = decide(event, now)
+            begun.append(sum(isinstance(each, events.DecodeBlock) for each in effects))
+            return effects
+
+        monkeypatch.setattr(run.scheduler, "decide", counted)
+        run.consumers[0].ask()
+        run.drain()
+        assert run.consumers[0].error is None
+        run.end()
+    assert sum(begun) > 20
+    assert max(begun) <= 2
 
 
 def test_a_rank_that_waited_too_long_gets_an_error_with_the_stage_and_what_is_missing() -> None:
