@@ -78,13 +78,13 @@ class _Pair:
         start: fetches.StartFetching,
         memory_bytes: int,
         silent_s: float,
-        pauses: Sequence[Pause],
+        pauses: Pauses,
         hear: Callable[[_Pair, messages.FromIndexReadersBody], None],
         lost: Callable[[_Pair], None],
     ) -> None:
         self.batches: dict[int, _Sent] = {}
         self.was_of_use = self.is_closed = False
-        self._silent_s, self._hear, self._lost = silent_s, hear, lost
+        self._silent_s, self._pauses, self._hear, self._lost = silent_s, pauses, hear, lost
         self._progress = time.monotonic()
         self._sock, theirs = sockets.pair()
         self._sock.settimeout(_SEND_S)
@@ -97,8 +97,7 @@ class _Pair:
                     "index_reader", theirs, self._stderr, memory_bytes
                 )
             self.send(start)
-            for pause in pauses:
-                self.slow_down(pause)
+            pauses.join(self.slow_down)
             self._receiver = threading.Thread(target=self._receive, name="dataplane-index-batches")
             self._receiver.start()
         except BaseException:
@@ -160,6 +159,7 @@ class _Pair:
         self._close()
 
     def _close(self) -> None:
+        self._pauses.leave(self.slow_down)
         os.close(self._stderr)
         self._sock_now.close()
         self._sock.close()
@@ -206,7 +206,6 @@ class IndexBatches:
         self._useless = 0
         self._is_closed = False
         self._pauses = pauses
-        pauses.join(self._slow_down)
 
     @property
     def has_room(self) -> bool:
@@ -242,7 +241,6 @@ class IndexBatches:
 
     def close(self) -> None:
         """End all processes; batches end without indexes. May be called twice."""
-        self._pauses.leave(self._slow_down)
         with self._changing:
             self._is_closed, pairs = True, self._pairs[:]
         for pair in pairs:
@@ -262,7 +260,7 @@ class IndexBatches:
         if (pair is None or pair.batches) and self._can_start():
             try:
                 pair = _Pair(
-                    self._start, self._memory_bytes, self._silent_s, self._pauses.now(),
+                    self._start, self._memory_bytes, self._silent_s, self._pauses,
                     self._hear, self._lose,
                 )  # fmt: skip
                 self._pairs.append(pair)
@@ -271,12 +269,6 @@ class IndexBatches:
                 self._pair_count -= 1
                 _trace.failed("start of index readers", error=str(error))
         return pair
-
-    def _slow_down(self, pause: Pause, but: _Pair | None = None) -> None:
-        with self._changing:
-            pairs = [pair for pair in self._pairs if pair is not but]
-        for pair in pairs:
-            pair.slow_down(pause)
 
     def _hear(self, pair: _Pair, said: messages.FromIndexReadersBody) -> None:
         """In a thread of the pair."""
@@ -291,8 +283,7 @@ class IndexBatches:
         if any(base_of(normalise(one.url)) == said.store for one in listed):
             left_s = min(max(0.0, said.left_s), SLOW_DOWN.cap_s)
             pause = Pause(said.store, min(said.level, _LEVEL_MAX), left_s)
-            self._pauses.tell(pause, self._slow_down)
-            self._slow_down(pause, but=pair)
+            self._pauses.tell(pause, pair.slow_down)
 
     def _hear_end(self, pair: _Pair, said: messages.BatchIndexed) -> None:
         with self._changing:

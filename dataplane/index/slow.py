@@ -16,8 +16,9 @@ _trace = Trace("node")
 
 
 class SlowProgress:
-    """A `Progress` of work on a dataset, of which `unit` is counted. Nothing is told in the first
-    seconds, then a line every half minute, and `advice` with the first one.
+    """A `Progress` that logs how far the work on a dataset is: `event`, and how many of its shards
+    or blocks, called `unit` there, are done. The first line comes after ten seconds and has the
+    `advice`, the next ones come every half minute.
     """
 
     def __init__(

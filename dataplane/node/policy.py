@@ -54,9 +54,9 @@ def opening(
     early: EarlyOpening | None = None,
 ) -> OpenManifest:
     """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
-    shards, which a saved manifest or a symbolic link may place elsewhere. The stores check,
-    too. `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset,
-    and starts what will read its blocks. `early` has begun with one of them.
+    shards, which a saved manifest or a symbolic link may place elsewhere. The stores check, too.
+    `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset, and starts
+    what will read its blocks. `early` has begun with one of them.
     """
     policy = policy_of(config)
     if early is not None:

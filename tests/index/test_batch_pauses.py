@@ -80,6 +80,9 @@ class _Unread:
     def __init__(self, url: str) -> None:
         self.batches = {1: batches._Sent((0,), (ObjectInfo(url, 9, "etag"),), lambda _: None)}
 
+    def slow_down(self, pause: Pause) -> None:
+        raise AssertionError("it is told of its own pause")
+
 
 def test_a_parser_can_make_no_pause_longer_or_for_another_store() -> None:
     pauses, told = Pauses(), list[Pause]()
