@@ -42,8 +42,7 @@ from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.mixture import ROUND_STEPS
-from dataplane.plan.shuffled import ShuffledSource, draws_of, mixed_window
+from dataplane.plan.shuffled import ShuffledSource, source_of_mixture
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages
@@ -338,23 +337,15 @@ def _wasted(job: OpenedJob, spec: JobSpec) -> list[str]:
 
 def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
     """What an epoch reads, with the shares that the job begins with."""
-    mixture, batch = spec.mixture, spec.global_batch
+    mixture = spec.mixture
     if mixture is None:
         (opened,), (dataset,) = job.opened, job.datasets
         stored, kept = opened.stored_bytes, dataset.kept_bytes
-        return [ShuffledSource(opened.sizes, spec.window, batch, stored, kept)]
+        return [ShuffledSource(opened.sizes, spec.window, spec.global_batch, stored, kept)]
     found, total = [], sum(mixture.shares)
     for source, opened, dataset in zip(mixture.sources, job.opened, job.datasets, strict=True):
         share = source.share / total
         passes = share * job.sample_count / opened.manifest.sample_count
-        found.append(
-            ShuffledSource(
-                opened.sizes,
-                mixed_window(source.window, share, mixture.batch, ROUND_STEPS),
-                draws_of(share, batch, mixture.batch),
-                round(passes * opened.stored_bytes),
-                dataset.kept_bytes,
-                source.name,
-            )
-        )
+        read_bytes, kept = round(passes * opened.stored_bytes), dataset.kept_bytes
+        found.append(source_of_mixture(spec, source, opened.sizes, share, read_bytes, kept))
     return [one for one in found if one.stored_bytes]

@@ -18,15 +18,14 @@ from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder
-from dataplane.plan.mixture import EpochPlan, Mixed, Shares
+from dataplane.plan.mixture import EpochPlan, Shares
 from dataplane.plan.orders import job_order, mixed_of
 from dataplane.plan.shuffled import (
     HostFigures,
     ShuffledSource,
-    draws_of,
     figures_by_host_count,
-    mixed_window,
     open_bytes,
+    source_of_mixture,
 )
 from dataplane.plan.slices import Slice
 
@@ -98,7 +97,7 @@ def explain_mixture(
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
     asked = _asked(spec, order.plan)
-    sources, read = _sources(spec, manifests, cluster, order, mixed, asked)
+    sources, read = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -147,24 +146,22 @@ def _sources(
     manifests: Sequence[Manifest],
     cluster: Cluster,
     order: MixedOrder,
-    mixed: Mixed,
+    limits: Sequence[int],
     asked: Sequence[tuple[int, Shares]],
 ) -> tuple[tuple[SourcePlan, ...], list[ShuffledSource]]:
-    """What the epoch has of each source, and what it reads of those that it has any of."""
-    mixture, plan, limits = spec.mixture, order.plan, mixed.limits.tolist()
+    """What the epoch has of each source, and what it reads of those that it has any of. `limits`:
+    the most samples that an epoch may have of each source.
+    """
+    mixture, plan = spec.mixture, order.plan
     assert mixture is not None
     found, read, mean = [], [], _mean_shares(asked, plan.sample_count)
     lanes = cluster.lanes_per_host(spec.lanes)
     for at, (source, manifest) in enumerate(zip(mixture.sources, manifests, strict=True)):
         samples = int(plan.counts[at])
         share, passes = samples / plan.sample_count, samples / manifest.sample_count
-        reads = ShuffledSource(
-            BlockSizes.of(manifest.block_rows, manifest.block_decoded),
-            mixed_window(source.window, share, mixture.batch, mixed.round_steps),
-            draws_of(share, spec.global_batch, mixture.batch),
-            round(passes * int(manifest.block_length.sum(dtype=np.int64))),
-            name=source.name,
-        )
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        read_bytes = round(passes * int(manifest.block_length.sum(dtype=np.int64)))
+        reads = source_of_mixture(spec, source, sizes, share, read_bytes)
         if samples:
             read.append(reads)
         is_exhausted = limits[at] < SLOTS_MAX and limits[at] - samples < mixture.batch

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from dataplane.config import JobSpec
+from dataplane.mixture import SourceSpec
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes
+from dataplane.plan.mixture import ROUND_STEPS
 
 _HOST_COUNTS = tuple(1 << power for power in range(11))
 
@@ -58,6 +61,24 @@ def mixed_window(window: int, share: float, consecutive: int, round_steps: int) 
     stand in any order, unless they are of one source one after the other.
     """
     return window if consecutive > 1 else window + round(share * round_steps)
+
+
+def source_of_mixture(
+    spec: JobSpec,
+    source: SourceSpec,
+    sizes: BlockSizes,
+    share: float,
+    read_bytes: int,
+    kept_bytes: int = 0,
+) -> ShuffledSource:
+    """A source of the mixture of a job, if it has this share of the samples, and an epoch reads so
+    many bytes of it.
+    """
+    assert spec.mixture is not None
+    consecutive = spec.mixture.batch
+    window = mixed_window(source.window, share, consecutive, ROUND_STEPS)
+    draws = draws_of(share, spec.global_batch, consecutive)
+    return ShuffledSource(sizes, window, draws, read_bytes, kept_bytes, source.name)
 
 
 def hosts_per_block(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> float:
