@@ -95,6 +95,8 @@ def test_each_block_is_read_from_the_store_by_one_of_the_nodes(
         size = ROWS * (ROW_BYTES + 8)
         until(lambda: reads("neighbour_bytes") == reads("lent_bytes") > size // 4)
         of_loaders = sum_of([first.statistics(), second.statistics()])
+        # Nodes tell it with their next heartbeat.
+        until(lambda: of_loaders.memory_bytes <= reads("memory_bytes"))
         # The loaders tell what they have consumed; footers are told by nodes alone.
         assert size // 4 < of_loaders.neighbour_bytes <= reads("neighbour_bytes")
         assert size // 2 < of_loaders.origin_bytes <= reads("read_bytes")
