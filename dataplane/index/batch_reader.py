@@ -24,6 +24,7 @@ import queue
 import select
 import signal
 import socket
+import sys
 import threading
 import traceback
 from typing import NamedTuple
@@ -128,12 +129,18 @@ class _Reads:
                 local.send(self._parser, messages.ToParser(begun.order))
             parts = messages.BatchParts(begun.number, tuple(begun.parts))
             local.send(self._parser, messages.ToParser(parts))
+        except PeerLost:  # `run` sees that, too
+            pass
         except DataplaneError:
-            os._exit(1)  # the parser is gone
+            traceback.print_exc()
+            os._exit(1)
 
 
 def run(node: socket.socket, parser: socket.socket) -> None:
-    """Read what the node and the parser ask for, until one of them goes away."""
+    """Read what the node and the parser ask for, until the parser goes away.
+
+    Raises:  PeerLost: the node has gone away.
+    """
     first = local.receive(node, messages.ToReader)[0].body
     assert isinstance(first, fetches.StartFetching)
     os.environb.clear()
@@ -154,7 +161,11 @@ def run(node: socket.socket, parser: socket.socket) -> None:
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if parser.fileno() in ready:
-            reads.go_on(local.receive(parser, messages.MissingParts)[0])
+            try:
+                missing = local.receive(parser, messages.MissingParts)[0]
+            except PeerLost:
+                return
+            reads.go_on(missing)
         if node.fileno() in ready:
             body = local.receive(node, messages.ToReader)[0].body
             if isinstance(body, fetches.StorePause):
@@ -201,8 +212,12 @@ def main(descriptor: int, memory_bytes: int) -> None:
     machine.raise_descriptor_limit()
     with socket.socket(fileno=descriptor) as node:
         pid, parser = _forked(node, memory_bytes)
-        with contextlib.suppress(PeerLost):
+        try:
             run(node, parser)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            sys.stderr.write(f"their parser ended with status {status}\n")
+            sys.stderr.flush()
+        except PeerLost:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     os._exit(0)

@@ -154,7 +154,7 @@ class _Pair:
             self._process.wait(_END_S)
         if not self.is_closed:
             said = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
-            why = why or said.strip().partition("\n")[0]
+            why = why or said.strip().partition("\n")[0] or f"status {self._process.status()}"
             _trace.failed("index readers ended", how=why)
         self._close()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
@@ -152,17 +153,24 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
 
 @pytest.mark.parametrize("name", ["dp-index_reader", "dp-index_parser"])
 def test_a_process_that_is_killed_costs_time_and_nothing_else(
-    name: str, put: Callable[[dict[str, bytes]], str], proxy: Proxy
+    name: str,
+    put: Callable[[dict[str, bytes]], str],
+    proxy: Proxy,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url, environment = put(SHARDS["parquet"]), {"AWS_ENDPOINT_URL": proxy.endpoint}
     proxy.be(Away.HANG, after_requests=6)
     with indexing(environment=environment) as found, ThreadPoolExecutor(1) as pool:
         run = pool.submit(found.of, url)
         proxy.wait_until(Away.HANG)
-        for process in named(name):
-            process.kill()
-        assert run.result(60).to_bytes() == index_dataset(url).to_bytes()
+        deadline = time.monotonic() + 60
+        while not wait([run], timeout=0.1).done and time.monotonic() < deadline:
+            for process in named(name):  # a pair that has just been started, too
+                process.kill()
+        assert run.result(0).to_bytes() == index_dataset(url).to_bytes()
     assert found.alone
+    assert "index readers ended" in caplog.text
+    assert ("ended with status -9" in caplog.text) == (name == "dp-index_parser")
 
 
 @pytest.mark.parametrize("way", [Away.HANG, Away.REFUSED, Away.UNAVAILABLE, Away.RESET])
