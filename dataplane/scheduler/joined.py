@@ -6,8 +6,8 @@ So small blocks that lie next to each other, and are wanted at the same time, ar
 Invariants:
 1. The blocks of a request lie in one shard, in the order of their bytes, and are neighbours in the
    dataset.
-2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. At most a GAP_PARTS-th
-   of what it was made for is read in vain.
+2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. Gaps between blocks are
+   those that would not be skipped within a block, either.
 3. Each next block takes a constant number of steps to find.
 """
 
@@ -20,7 +20,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 JOINED_BYTES_MAX = 2 << 20
-GAP_PARTS = 8
+GAP_BYTES_MIN = 256 << 10
+"""Skipping a gap costs one more request; smaller gaps are cheaper to read."""
 
 
 class BlockPlaces(Struct, frozen=True, eq=False):
@@ -48,16 +49,16 @@ class BlockPlaces(Struct, frozen=True, eq=False):
 
     def following(self, block: int) -> Iterator[int]:
         """The blocks behind this one that may be read in one request with all before them."""
-        shard, size, gaps = self.shard.item(block), self.read_bytes(block), 0
+        shard, size = self.shard.item(block), self.read_bytes(block)
         end = self.offset.item(block) + self.length.item(block)
         for after in range(block + 1, len(self.shard)):
             start = self.offset.item(after)
             gap = start - end
-            size, gaps = size + self.read_bytes(after), gaps + gap
+            size += gap + self.read_bytes(after)
             end = start + self.length.item(after)
-            if gap < 0 or self.shard.item(after) != shard:
+            if self.shard.item(after) != shard or size > JOINED_BYTES_MAX:
                 return
-            if size + gaps > JOINED_BYTES_MAX or GAP_PARTS * gaps > size:
+            if not 0 <= gap < GAP_BYTES_MIN:
                 return
             yield after
 

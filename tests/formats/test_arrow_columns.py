@@ -41,7 +41,8 @@ def small_holes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrow_ipc, "SMALL_BYTES", 0)
         patch.setattr(arrow_columns, "PLACED_BYTES_MIN", 0)
-        patch.setattr(projection, "HOLE_BYTES_MIN", 1)
+        patch.setattr(projection, "GAP_BYTES_MIN", 1)
+        patch.setattr(projection, "EDGE_BYTES_MIN", 1)
         patch.setattr(projection, "_SLACK_BYTES", 0)
         patch.setattr(projection, "_BUFFER_STEP", 8)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,12 +23,13 @@ from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
 from dataplane.index import projection
 from dataplane.index.indexing import index_dataset
-from dataplane.index.projection import HOLE_BYTES_MIN, Projection
+from dataplane.index.projection import EDGE_BYTES_MIN, Projection
 from dataplane.model import ColumnOptions, Region
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.rpc import messages
+from dataplane.scheduler.joined import GAP_BYTES_MIN
 
-widths = st.integers(0, 4 * HOLE_BYTES_MIN)
+widths = st.integers(0, 4 * GAP_BYTES_MIN)
 columns = st.lists(st.tuples(st.integers(0, 300), widths), min_size=1, max_size=8)
 
 
@@ -57,7 +59,7 @@ def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataO
     if places is None:
         assert not any(blocks)
         return
-    length, estimate = np.array(lengths), np.arange(len(blocks)) + HOLE_BYTES_MIN
+    length, estimate = np.array(lengths), np.arange(len(blocks)) + GAP_BYTES_MIN
     found = Projection.of(places, length, estimate, wanted)
     at = found.places(np.zeros(len(blocks), np.int32), np.zeros(len(blocks), np.int64), length)
     for block, numbers in enumerate(blocks):
@@ -74,7 +76,7 @@ def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataO
         assert pieces[-1].offset + pieces[-1].length <= 1000 + place.length
         for one, other in pairwise(pieces):
             hole = other.offset - one.offset - one.length
-            assert hole >= HOLE_BYTES_MIN
+            assert hole >= GAP_BYTES_MIN
             assert hole % 64 == 0
         if not numbers or not any(numbers[1::3]):
             assert read == place.length
@@ -91,12 +93,48 @@ def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataO
                 )
         # Nothing that is large and unwanted is read, but for a few bytes.
         unwanted = [s for s, is_wanted in zip(numbers[1::3], wanted, strict=True) if not is_wanted]
-        large = [s for s in unwanted if s >= HOLE_BYTES_MIN + 192]
+        large = [s for s in unwanted if s >= GAP_BYTES_MIN + 192]
         assert place.length - read >= sum(large) - 192 * len(large)
+        # Each request reads a wanted column, but for one that reads what lies before all columns.
+        spans = [
+            (1000 + at, 1000 + at + size)
+            for at, size, is_wanted in zip(numbers[::3], numbers[1::3], wanted, strict=True)
+            if is_wanted
+        ]
+        for piece in pieces if spans else ():
+            stop = piece.offset + piece.length
+            assert (piece.offset == 1000 and min(numbers[::3])) or any(
+                piece.offset <= first and last <= stop for first, last in spans
+            )
+
+
+@pytest.mark.parametrize("names", [["c0"], ["c7"], ["c39"], ["c3", "c4"], ["c2", "c30"]])
+@pytest.mark.parametrize("rows", [1_000, 20_000])
+def test_a_few_columns_of_a_row_group_take_one_request_each_at_most(
+    names: list[str], rows: int
+) -> None:
+    sink = io.BytesIO()
+    table = pa.table({f"c{at}": np.random.default_rng(at).random(2 * rows) for at in range(40)})
+    pq.write_table(table, sink, row_group_size=rows)
+    index = Parquet().index(MemoryShard(sink.getvalue()))
+    places = ColumnPlaces.of([block.columns for block in index.blocks])
+    assert places is not None
+    length = np.array([block.place.length for block in index.blocks])
+    found = Projection.of(places, length, length, [n in names for n in index.schema.names])
+    for number, block in enumerate(index.blocks):
+        pieces = found.pieces(number, block.place)
+        read = sum(piece.length for piece in pieces)
+        wanted = sum(block.columns[3 * int(name[1:]) + 1] for name in names)
+        if names == ["c2", "c30"] and rows == 1_000:  # the gap between them is small
+            assert len(pieces) == 1
+            assert read < 0.8 * block.place.length
+        else:
+            assert len(pieces) == (2 if names == ["c2", "c30"] else 1)
+            assert wanted <= read < wanted + 2 * EDGE_BYTES_MIN
 
 
 def test_columns_that_overlap_are_all_read() -> None:
-    size = 4 * HOLE_BYTES_MIN
+    size = 4 * GAP_BYTES_MIN
     places = ColumnPlaces.of([[0, size, 1, size // 2, size, 1, 2 * size, size, 1]])
     assert places is not None
     length = np.array([3 * size])
@@ -134,7 +172,8 @@ def check_every_part(content: bytes, wanted: list[list[str]]) -> None:
         length, raw = np.array([block.place.length]), raw_block(content, index, number, "u")
         for names in wanted:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(projection, "HOLE_BYTES_MIN", 1)
+                patch.setattr(projection, "GAP_BYTES_MIN", 1)
+                patch.setattr(projection, "EDGE_BYTES_MIN", 1)
                 patch.setattr(projection, "_SLACK_BYTES", 0)
                 flags = [name in names for name in index.schema.names]
                 found = Projection.of(places, length, length, flags)

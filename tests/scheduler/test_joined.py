@@ -10,14 +10,14 @@ from dataplane.arena.allocator import Allocator
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
-from dataplane.scheduler.joined import GAP_PARTS, JOINED_BYTES_MAX, BlockPlaces
+from dataplane.scheduler.joined import GAP_BYTES_MIN, JOINED_BYTES_MAX, BlockPlaces
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 
 KIB = 1 << 10
 lengths = st.integers(1, 300 * KIB) | st.sampled_from([JOINED_BYTES_MAX, JOINED_BYTES_MAX + 1])
-gaps = st.sampled_from([0, 0, 0, 8, 5 * KIB, 64 * KIB])
+gaps = st.sampled_from([0, 0, 0, 8, 5 * KIB, 64 * KIB, GAP_BYTES_MIN - 1, GAP_BYTES_MIN])
 blocks = st.lists(st.tuples(st.booleans(), gaps, lengths), min_size=1, max_size=40)
 
 
@@ -42,7 +42,8 @@ def check_request(places: BlockPlaces, request: list[int]) -> None:
     length = int(places.offset[last] + places.length[last] - places.offset[first])
     if len(request) > 1:
         assert wanted <= length <= JOINED_BYTES_MAX
-        assert GAP_PARTS * (length - wanted) <= wanted
+        ends = places.offset[first:last] + places.length[first:last]
+        assert (places.offset[first + 1 : last + 1] - ends < GAP_BYTES_MIN).all()
 
 
 @given(blocks, st.sets(st.integers(0, 39)), st.data())
@@ -93,9 +94,10 @@ def test_small_neighbours_are_joined_up_to_the_limit_and_large_ones_are_not() ->
     assert not [*neighbours(4, JOINED_BYTES_MAX // 2 + 1).following(0)]
 
 
-def test_a_gap_that_is_no_small_part_of_the_request_is_not_read() -> None:
+def test_a_gap_that_costs_more_than_a_request_is_not_read() -> None:
     assert [*neighbours(4, 80 * KIB, 10 * KIB).following(0)] == [1, 2, 3]
-    assert not [*neighbours(4, 80 * KIB, 21 * KIB).following(0)]
+    assert [*neighbours(20, KIB, GAP_BYTES_MIN - 1).following(0)] == [*range(1, 8)]
+    assert not [*neighbours(4, 80 * KIB, GAP_BYTES_MIN).following(0)]
 
 
 def test_holes_in_blocks_are_not_bytes_of_the_request() -> None:
