@@ -80,8 +80,16 @@ def test_what_is_given_is_kept(sizes, lanes, window):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_usual_numbers_of_gpus_divide_a_number_of_lanes(world):
-    assert any(lanes % world == 0 for lanes in LANES)
+def test_the_usual_numbers_of_gpus_divide_the_lanes_of_large_datasets(world):
+    """A lane has a GiB at least: of powers of two, all that the dataset has GiB for divide them,
+    and of three times these, all do from 1.5 TiB on.
+    """
+    is_power_of_two = world & (world - 1) == 0
+    least = max(world, 1) if is_power_of_two and world <= 512 else max(LANES[-2], world)
+    least = LANES[-1] if world == 1024 else least
+    for gib in (least, 2 * least, 2 * LANES[-1], 10 * LANES[-1]):
+        lanes = shuffle_of(uniform(gib * 256, 1024, 4 * KIB)).lanes
+        assert lanes % world == 0, (gib, lanes)
 
 
 @pytest.mark.parametrize(
