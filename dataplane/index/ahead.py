@@ -1,5 +1,5 @@
 """Indexes the first shards of a dataset while the node that is to open it still imports: with what
-a scout has read (node/scout.py), or from local files.
+a scout reads (node/scout.py), or from local files.
 
 Invariants:
 1. What is found is what the node would find: the same listing, and indexes made by the same code of
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from dataplane.errors import DataplaneError
-from dataplane.formats.base import Format, ShardIndex, ShardReader
-from dataplane.index.found import SHARDS_MAX, FoundDataset, Scouted
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.found import PLACES_MAX, SHARDS_MAX, FoundDataset, Part, Place, Scouted
 from dataplane.index.indexing import choose_shards
 from dataplane.index.journal import (
     IndexJournal,
@@ -28,14 +29,22 @@ from dataplane.index.journal import (
 )
 from dataplane.index.parts import NotReadError, PartsOfShard
 from dataplane.index.run import StoredShard
+from dataplane.index.unindexed import Unindexed
 from dataplane.model import ObjectInfo
 from dataplane.store.expand import expand
 from dataplane.store.local import LocalStore
 from dataplane.store.urls import normalise
 
+ReadMore = Callable[[list[Place]], list[Part]]
+"""Reads more of what the scout has listed; what cannot be read is left out."""
+
 
 def found_ahead(
-    urls: Sequence[str], format_name: str, scouted: Scouted | None, cache_dir: str = ""
+    urls: Sequence[str],
+    format_name: str,
+    scouted: Scouted | None,
+    cache_dir: str = "",
+    read_more: ReadMore | None = None,
 ) -> FoundDataset:
     """What can be known of a dataset by now. Without a scout, its urls are local. Nothing is
     indexed if the cache folder has its manifest.
@@ -52,14 +61,52 @@ def found_ahead(
     chosen, shards = choose_shards(listed, names, format_name)
     told = [(each.url, each.size_bytes, each.etag) for each in shards]
     found = FoundDataset(chosen.name, told, [], [])
-    if _is_known(chosen, names, shards, cache_dir):
-        return found
-    for at, reader in enumerate(_readers(chosen, shards, scouted)):
-        with contextlib.suppress(DataplaneError, NotReadError):
-            index = chosen.index(reader)
-            found.indexes.append((at, encode_index(index)))
-            found.preambles.extend(_preamble(at, index, reader))
+    if _is_known(chosen, names, shards, cache_dir) or not hasattr(chosen, "first_reads"):
+        return found  # or indexing reads all of them
+    first = shards[:SHARDS_MAX]
+    if scouted is None:
+        for at, shard in enumerate(first):
+            with contextlib.suppress(DataplaneError):
+                index = chosen.index(StoredShard(shard, LocalStore(), threading.Event()))
+                found.indexes.append((at, encode_index(index)))
+    else:
+        _index(chosen, first, scouted, read_more, found)
     return found
+
+
+def _index(
+    chosen: Format,
+    shards: Sequence[ObjectInfo],
+    scouted: Scouted,
+    read_more: ReadMore | None,
+    found: FoundDataset,
+) -> None:
+    place_of = {url: at for at, (url, *_) in enumerate(scouted.listed)}
+    number_of = {place_of[shard.url]: number for number, shard in enumerate(shards)}
+    unindexed = Unindexed(chosen, partial(_take, found))
+    for number, shard in enumerate(shards):
+        unindexed.append(number, PartsOfShard(shard.url, shard.size_bytes, []))
+    parts = scouted.parts
+    while True:
+        for at, offset, content in parts:
+            if at in number_of:
+                unindexed.add(number_of[at], offset, content)
+        missing = [
+            (place_of[shards[number].url], place.offset, place.length)
+            for number, place in unindexed.index()
+        ]
+        if not missing or read_more is None or len(missing) > PLACES_MAX:
+            return
+        parts = read_more(missing)
+
+
+def _take(found: FoundDataset, number: int, index: ShardIndex, reader: PartsOfShard) -> None:
+    found.indexes.append((number, encode_index(index)))
+    place = index.preamble
+    if place.length:
+        with contextlib.suppress(NotReadError):
+            content = bytes(memoryview(reader.read(place.offset, place.length)))
+            found.preambles.append((number, place.offset, content))
 
 
 def _is_known(
@@ -70,27 +117,3 @@ def _is_known(
     version = version_of(chosen)
     key = listing_key(version, shard_keys(version, shards))
     return IndexJournal.has_manifest(cache_dir, dataset_name(version, names), key)
-
-
-def _readers(
-    chosen: Format, shards: Sequence[ObjectInfo], scouted: Scouted | None
-) -> Iterator[ShardReader]:
-    """The first shards, if indexing them needs no more than their first reads."""
-    if not hasattr(chosen, "first_reads"):
-        return
-    if scouted is None:
-        for shard in shards[:SHARDS_MAX]:
-            yield StoredShard(shard, LocalStore(), threading.Event())
-        return
-    parts: dict[str, list[tuple[int, bytes]]] = {}
-    for at, offset, content in scouted.parts:
-        parts.setdefault(scouted.listed[at][0], []).append((offset, content))
-    for shard in shards[:SHARDS_MAX]:
-        yield PartsOfShard(shard.url, shard.size_bytes, parts.get(shard.url, []))
-
-
-def _preamble(at: int, index: ShardIndex, reader: ShardReader) -> Iterator[tuple[int, int, bytes]]:
-    place = index.preamble
-    if place.length and isinstance(reader, PartsOfShard):
-        with contextlib.suppress(NotReadError):
-            yield at, place.offset, bytes(reader.read(place.offset, place.length))

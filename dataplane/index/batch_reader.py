@@ -34,7 +34,8 @@ from msgspec import Struct
 from dataplane import machine
 from dataplane.errors import DataplaneError, PeerLost
 from dataplane.formats import registry
-from dataplane.index.batch_parser import BATCH_BYTES_MAX, first_reads, parse
+from dataplane.index.batch_parser import parse
+from dataplane.index.unindexed import BYTES_MAX, first_reads
 from dataplane.model import Region
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
@@ -80,9 +81,9 @@ class _Reads:
         """Read what indexing these shards reads first."""
         self._orders[order.number] = order
         format_ = registry.by_name(order.format)
-        places, left_bytes = [], BATCH_BYTES_MAX
+        places, left_bytes = [], BYTES_MAX
         for number, shard in enumerate(order.shards):
-            for place in first_reads(format_, shard):
+            for place in first_reads(format_, shard.size_bytes):
                 left_bytes -= place.length
                 if left_bytes >= 0:
                     places.append((number, place))

@@ -10,17 +10,23 @@ from dataplane.model import ObjectInfo
 
 SHARDS_MAX = 32
 """That are read and indexed ahead: there may be a million, and one process does it."""
+PLACES_MAX = 1024
+"""That a scout reads in one round."""
 Listed = tuple[str, int, str]
 """Url, size and etag of an object."""
+Place = tuple[int, int, int]
+"""The number of a listed object, an offset, and a length in bytes."""
+Part = tuple[int, int, bytes]
+"""The number of a listed object, an offset, and the bytes that are there."""
 
 
 class Scouted(Struct, frozen=True):
-    """What a scout has found: the objects that the urls of a dataset name, and (object, offset,
-    bytes) of what indexing reads first; or the content of a saved manifest.
+    """What a scout has found: the objects that the urls of a dataset name, and what indexing reads
+    first of them; or the content of a saved manifest.
     """
 
     listed: list[Listed]
-    parts: list[tuple[int, int, bytes]]
+    parts: list[Part]
     manifest: bytes = b""
 
 

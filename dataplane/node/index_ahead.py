@@ -39,11 +39,13 @@ class IndexAhead:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """What the process needs, and so the fork server."""
-        return (self._answers, *(() if self.scout is None else (self.scout.found_fd,)))
+        return (self._answers, *(() if self.scout is None else (self.scout.descriptor,)))
 
     def sent(self) -> None:
         """Somebody else holds the other end now, or nobody."""
         os.close(self._answers)
+        if self.scout is not None:
+            self.scout.let_go()
 
     def found(self, patience_s: float) -> FoundDataset | None:
         """What was found; None if that is not known within this time, or nothing was. Once."""
@@ -64,8 +66,7 @@ class IndexAhead:
         except OSError:  # then the node indexes
             is_parent = True
         if is_parent:
-            for fd in self.descriptors:
-                os.close(fd)
+            self.sent()
             return
         try:
             machine.set_process("dp-indexer", dies_with_parent=True)
@@ -94,7 +95,8 @@ class IndexAhead:
             scouted = self.scout.found(DEADLINE_S)
             if scouted is None:
                 raise DataplaneError("the scout has found nothing")
-        return found_ahead(self.urls, self.format_name, scouted, cache_dir)
+        read_more = None if self.scout is None else self.scout.read
+        return found_ahead(self.urls, self.format_name, scouted, cache_dir, read_more)
 
 
 def _received(pipe: int, deadline: float) -> bytes | None:

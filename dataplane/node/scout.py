@@ -1,15 +1,18 @@
 """Lists the dataset of the first loader in a process of its own, while the node still imports, and
-reads what indexing reads first of its first shards.
+reads what indexing reads of its first shards.
 
 A node spends a while on imports before it can index, and a store takes that long for a few round
 trips. The scout is forked as soon as there is what it takes to ask a store: the other processor has
-nothing to do yet. What it has found is indexed ahead (node/index_ahead.py), too.
+nothing to do yet. What it has found is indexed ahead (node/index_ahead.py), too, by a process that
+asks the scout for what else it needs.
 
 Invariants:
 1. It is forked from a process with one thread, before anything is imported that starts others.
 2. It only asks: what it has found is used as if the store had answered the node, and an error that
    it gets is nobody's.
-3. It does not outlive its deadline, or the node.
+3. It parses nothing that it reads. Whoever does can have it read a limited number of bytes of the
+   shards that it has listed, and nothing else.
+4. It does not outlive its deadline, the node, or those who may ask it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -26,46 +31,66 @@ import msgspec
 from dataplane import machine, suffixes
 from dataplane.errors import DataplaneError
 from dataplane.formats.first_reads import first_reads
-from dataplane.index.found import SHARDS_MAX, Scouted
+from dataplane.index.found import PLACES_MAX, SHARDS_MAX, Part, Place, Scouted
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.expand import expand
 from dataplane.store.urls import base_of, local_path, normalise
 
 DEADLINE_S = 10
-_READS_AT_ONCE = 16
+_READS_AT_ONCE = 32
 _MANIFEST_BYTES_MAX = 64 << 20
+_MORE_BYTES_MAX = 64 << 20
+"""That are read for those who ask."""
 _TIMEOUT_S = 5.0
+_LENGTH_BYTES = 8
+
+Connect = Callable[[str], Store]
 
 
 class Scout:
-    """A running scout, and the file in which it leaves what it has found."""
+    """A running scout. It hears those who hold this end of its socket; one of them at a time."""
 
-    def __init__(self, pid: int, found_fd: int) -> None:
-        self._pid, self.found_fd = pid, found_fd
+    def __init__(self, pid: int, sock: socket.socket) -> None:
+        self._pid, self._sock = pid, sock
+
+    @property
+    def descriptor(self) -> int:
+        """Of the socket: other children of the node may keep it."""
+        return self._sock.fileno()
 
     def found(self, patience_s: float) -> Scouted | None:
-        """What it has found, once it has ended; None if it does not end within this time, or has
-        failed. Other children of the node may call it, too.
+        """What it has found; None if that does not come within this time, or it has failed. Once,
+        before `read`.
         """
         try:
-            pidfd = os.pidfd_open(self._pid)
-            try:
-                if not select.select([pidfd], [], [], patience_s)[0]:
-                    return None
-            finally:
-                os.close(pidfd)
-            content = os.pread(self.found_fd, os.fstat(self.found_fd).st_size, 0)
-            return msgspec.msgpack.decode(content, type=Scouted)
-        except (OSError, msgspec.DecodeError):
+            return msgspec.msgpack.decode(self._received(patience_s), type=Scouted)
+        except (OSError, EOFError, msgspec.DecodeError):
             return None
+
+    def read(self, places: list[Place]) -> list[Part]:
+        """What it can read of these places of what it has listed, PLACES_MAX at most."""
+        try:
+            _send(self._sock, msgspec.msgpack.encode(places))
+            return msgspec.msgpack.decode(self._received(DEADLINE_S), type=list[Part])
+        except (OSError, EOFError, msgspec.DecodeError):
+            return []
+
+    def let_go(self) -> None:
+        """Somebody else asks it. May be called twice."""
+        self._sock.close()
 
     def end(self) -> None:
         """End it if it still runs. In the node itself, once."""
-        os.close(self.found_fd)
+        self.let_go()
         with contextlib.suppress(OSError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+
+    def _received(self, patience_s: float) -> bytes:
+        deadline = time.monotonic() + patience_s
+        length = int.from_bytes(_receive(self._sock, _LENGTH_BYTES, deadline), "little")
+        return _receive(self._sock, length, deadline)
 
 
 def scout(urls: tuple[str, ...]) -> Scout | None:
@@ -75,21 +100,22 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
             return None
     except DataplaneError:
         return None  # the node says what is wrong
-    found_fd = os.memfd_create("dataplane-scout", os.MFD_CLOEXEC)
+    ours, theirs = socket.socketpair()
     try:
         pid = os.fork()
     except OSError:  # the machine starts no process, which the node tells
-        os.close(found_fd)
+        ours.close()
+        theirs.close()
         return None
     if pid:
-        return Scout(pid, found_fd)
+        theirs.close()
+        return Scout(pid, ours)
     try:
+        ours.close()
         machine.set_process("dp-scout", dies_with_parent=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.alarm(DEADLINE_S)
-        content = msgspec.msgpack.encode(_scouted(urls))
-        with open(found_fd, "r+b", closefd=False) as found:
-            found.write(content)
+        _serve(urls, theirs)
     except BaseException:  # noqa: BLE001, S110 - the node asks again, and says what is wrong
         pass
     finally:
@@ -97,7 +123,12 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
     return None
 
 
-def _scouted(urls: tuple[str, ...]) -> Scouted:
+def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
+    """Say what was found, and read what else is asked for, until nobody asks any more.
+
+    Raises:  EOFError: that is so.  What stores raise.
+    """
+
     @functools.cache
     def store_of(base: str) -> Store:
         return open_store(base, _TIMEOUT_S)
@@ -105,6 +136,21 @@ def _scouted(urls: tuple[str, ...]) -> Scouted:
     def connect(url: str) -> Store:
         return store_of(base_of(url))
 
+    with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+        found = _scouted(urls, connect, threads)
+        _send(sock, msgspec.msgpack.encode(found))
+        left_bytes = _MORE_BYTES_MAX
+        while True:
+            length = int.from_bytes(_receive(sock, _LENGTH_BYTES), "little")
+            places = msgspec.msgpack.decode(_receive(sock, length), type=list[Place])
+            left_bytes -= sum(length for *_, length in places)
+            if len(places) > PLACES_MAX or left_bytes < 0:
+                return
+            parts = _read(found, connect, places, threads)
+            _send(sock, msgspec.msgpack.encode(parts))
+
+
+def _scouted(urls: tuple[str, ...], connect: Connect, threads: ThreadPoolExecutor) -> Scouted:
     if len(urls) == 1 and urls[0].endswith(suffixes.MANIFEST):
         return Scouted([], [], _manifest(connect(normalise(urls[0])), normalise(urls[0])))
     listed = expand(urls, connect)
@@ -114,18 +160,29 @@ def _scouted(urls: tuple[str, ...]) -> Scouted:
         for place in first_reads(shard.url, shard.size_bytes)
         if place.length
     ]
+    found = Scouted([(one.url, one.size_bytes, one.etag) for one in listed], [])
+    found.parts.extend(_read(found, connect, places, threads))
+    return found
 
-    def read(at: int, offset: int, length: int) -> tuple[int, int, bytes]:
-        shard = listed[at]
-        content = connect(shard.url).read(shard.url, offset, length, shard.etag)
-        return at, offset, bytes(content)
+
+def _read(
+    found: Scouted, connect: Connect, places: Sequence[Place], threads: ThreadPoolExecutor
+) -> list[Part]:
+    """What can be read of these."""
+
+    def read(at: int, offset: int, length: int) -> Part:
+        if not 0 <= at < len(found.listed):
+            raise DataplaneError("no object")
+        url, size_bytes, etag = found.listed[at]
+        if not 0 <= offset < offset + length <= size_bytes:
+            raise DataplaneError("outside of the object")
+        return at, offset, bytes(connect(url).read(url, offset, length, etag))
 
     parts = []
-    with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        for each in [threads.submit(read, *place) for place in places]:
-            with contextlib.suppress(DataplaneError):
-                parts.append(each.result())
-    return Scouted([(one.url, one.size_bytes, one.etag) for one in listed], parts)
+    for each in [threads.submit(read, *place) for place in places]:
+        with contextlib.suppress(DataplaneError):
+            parts.append(each.result())
+    return parts
 
 
 def _manifest(store: Store, url: str) -> bytes:
@@ -134,3 +191,22 @@ def _manifest(store: Store, url: str) -> bytes:
     if not 0 < listed.size_bytes <= _MANIFEST_BYTES_MAX:
         raise DataplaneError("the node reads it")
     return bytes(store.read(url, 0, listed.size_bytes, listed.etag))
+
+
+def _send(sock: socket.socket, content: bytes) -> None:
+    sock.settimeout(DEADLINE_S)
+    sock.sendall(len(content).to_bytes(_LENGTH_BYTES, "little"))
+    sock.sendall(content)
+
+
+def _receive(sock: socket.socket, length: int, deadline: float | None = None) -> bytes:
+    """Raises:  EOFError: the other side is gone.  TimeoutError: the deadline has passed."""
+    content = bytearray()
+    while len(content) < length:
+        left_s = DEADLINE_S if deadline is None else deadline - time.monotonic()
+        sock.settimeout(max(left_s, 1e-3))
+        piece = sock.recv(min(length - len(content), 1 << 20))
+        if not piece:
+            raise EOFError
+        content += piece
+    return bytes(content)

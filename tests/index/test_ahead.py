@@ -16,7 +16,7 @@ from dataplane.errors import CorruptShard, StoreError
 from dataplane.formats.first_reads import PROBE_BYTES, first_reads
 from dataplane.index import ahead
 from dataplane.index.ahead import found_ahead
-from dataplane.index.found import FoundDataset, Scouted
+from dataplane.index.found import FoundDataset, Part, Place, Scouted
 from dataplane.index.indexing import index_dataset
 from dataplane.model import ObjectInfo
 from dataplane.store.local import LocalStore
@@ -108,9 +108,34 @@ def test_a_shard_whose_index_needs_more_than_was_read_is_left_to_the_node(tmp_pa
     (folder / "1.parquet").write_bytes(parquet_bytes(wide.slice(0, 1)))
     read = scouted(folder)
     assert all(len(content) == PROBE_BYTES for _, _, content in read.parts)
-    found = found_ahead((str(folder),), "", read)
-    assert found.indexes == []
-    assert index_dataset(folder, found=found).to_bytes() == index_dataset(folder).to_bytes()
+    for read_more in (None, lambda _: []):  # nobody is there to be asked, or has an answer
+        found = found_ahead((str(folder),), "", read, read_more=read_more)
+        assert found.indexes == []
+        assert index_dataset(folder, found=found).to_bytes() == index_dataset(folder).to_bytes()
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow"])
+def test_the_scout_is_asked_for_what_else_is_needed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    wide = pa.table({f"column {n:05}": [n] for n in range(4000)})  # a footer of more than 64 KiB
+    batches = pa.table({"id": range(40), "blob": [b"x" * (20_000 + n) for n in range(40)]})
+    for number in range(3):
+        content = parquet_bytes(wide) if name == "parquet" else arrow_bytes(batches, rows=1)
+        (folder / f"{number}.{name}").write_bytes(content)
+    (folder / "other.txt").write_bytes(b"no shard")
+    read, asked = scouted(folder), list[Place]()
+
+    def read_more(places: list[Place]) -> list[Part]:
+        asked.extend(places)
+        files = sorted(folder.iterdir())
+        return [(at, offset, files[at].read_bytes()[offset:][:n]) for at, offset, n in places]
+
+    found = found_ahead((str(folder),), "", read, read_more=read_more)
+    assert [at for at, _ in found.indexes] == [0, 1, 2]
+    assert len(asked) == len(set(asked)) >= 3
+    whole = index_dataset(folder).to_bytes()
+    assert index_dataset(folder, connect=lambda _: Refusing(), found=found).to_bytes() == whole
 
 
 def test_the_error_of_a_damaged_shard_is_the_nodes_own(tmp_path: Path) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 from shards import MemoryShard, arrow_bytes, parquet_bytes
 
 from dataplane.formats import registry
-from dataplane.index import batch_parser
+from dataplane.index import batch_parser, unindexed
 from dataplane.index.journal import decode_indexes, encode_index
-from dataplane.model import Region
-from dataplane.rpc.index_batches import BatchShard, IndexBatch, ReadPart
+from dataplane.rpc.index_batches import BatchShard, IndexBatch
 
 ROWS = st.integers(1, 500)
 COLUMNS = st.integers(1, 40)
@@ -31,13 +28,6 @@ def shards(draw: st.DrawFn, name: str) -> bytes:
     return arrow_bytes(table, rows=max(at_once, rows // 50), file=draw(st.booleans()))
 
 
-def read(contents: list[bytes], places: Iterable[tuple[int, Region]]) -> tuple[ReadPart, ...]:
-    return tuple(
-        ReadPart(shard, place.offset, contents[shard][place.offset :][: place.length])
-        for shard, place in places
-    )
-
-
 @given(st.sampled_from(("parquet", "arrow")).flatmap(lambda name: st.tuples(
     st.just(name), st.lists(shards(name), max_size=4), st.sets(st.integers(0, 3)), st.booleans()
 )))  # fmt: skip
@@ -47,27 +37,29 @@ def test_what_is_read_is_indexed_as_anywhere_else(
     """A shard with a part that could not be read is counted, and the others are still indexed."""
     name, contents, unread, with_preambles = drawn
     named = tuple(BatchShard(f"s3://b/{n}", len(c), "e") for n, c in enumerate(contents))
-    batch = batch_parser._begun(IndexBatch(7, name, named, with_preambles))
+    batch = batch_parser._Batch(IndexBatch(7, name, named, with_preambles))
     format_ = registry.by_name(name)
     places = [
         (n, place)
         for n, one in enumerate(named)
-        for place in batch_parser.first_reads(format_, one)
+        for place in unindexed.first_reads(format_, one.size_bytes)
     ]
-    for _ in range(batch_parser._ROUNDS_MAX + 1):
-        batch.add(read(contents, [(n, place) for n, place in places if n not in unread]))
-        missing = batch.index()
-        assert sum(part.place.length for part in missing) <= batch_parser.BATCH_BYTES_MAX
-        places = [(part.shard, part.place) for part in missing]
-        if not missing:
+    for _ in range(unindexed._ROUNDS_MAX + 1):
+        for n, place in places:
+            if n not in unread:
+                content = contents[n][place.offset :][: place.length]
+                batch.shards.add(n, place.offset, content)
+        places = batch.shards.index()
+        assert sum(place.length for _, place in places) <= unindexed.BYTES_MAX
+        if not places:
             break
-    assert not missing
+    assert not places
     found = decode_indexes(b"".join(batch.indexes))
     expected = {n: format_.index(MemoryShard(c)) for n, c in enumerate(contents) if n not in unread}
     assert {int(n): encode_index(each) for n, each in found.items()} == {
         n: encode_index(each) for n, each in expected.items()
     }
-    assert batch.unread_count == len(unread & set(range(len(contents))))
+    assert batch.shards.unread_count == len(unread & set(range(len(contents))))
     preambles = {one.shard: one.content for one in batch.preambles}
     spans = {n: (one.preamble.offset, one.preamble.length) for n, one in expected.items()}
     assert preambles == {

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,22 @@ from shards import arrow_bytes
 
 from dataplane.formats import registry
 from dataplane.formats.first_reads import first_reads
-from dataplane.index.found import Scouted
+from dataplane.index.found import PLACES_MAX, Place, Scouted
 from dataplane.index.indexing import index_dataset
 from dataplane.node import scout as scouts
+from dataplane.store.connect import open_store
+from dataplane.store.urls import base_of
 
 SCOUT = """
 import json, sys, time
 from dataplane.node.scout import scout
-sent = scout(tuple(sys.argv[2:]))
+sent = scout((sys.argv[2],))
 began = time.monotonic()
 found = None if sent is None else sent.found(float(sys.argv[1]))
 told = None if found is None else [[one[0] for one in found.listed], len(found.parts)]
+if len(sys.argv) > 3:
+    more = [sent.read(places) for places in json.loads(sys.argv[3])]
+    told = [[(at, offset, content.hex()) for at, offset, content in parts] for parts in more]
 if sent is not None:
     sent.end()
 heavy = [name for name in ("numpy", "pyarrow", "asyncio") if name in sys.modules]
@@ -49,9 +55,10 @@ def stored(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
     proxy.close()
 
 
-def sent(*urls: str, patience_s: float = 30.0) -> dict[str, Any]:
-    """In a process with one thread, as a node is when it starts."""
-    command = [sys.executable, "-c", SCOUT, str(patience_s), *urls]
+def sent(url: str, *then: list[Place], patience_s: float = 30.0) -> dict[str, Any]:
+    """In a process with one thread, as a node is when it starts. `then`: what is asked for, too."""
+    more = [json.dumps(then)] if then else []
+    command = [sys.executable, "-c", SCOUT, str(patience_s), url, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     return json.loads(done.stdout)
@@ -83,6 +90,11 @@ def test_a_scout_that_gets_no_answer_is_given_up_and_gone(
     assert sent(url, patience_s=0.3) == {"sent": True, "found": None, "heavy": []}
 
 
+def found(*urls: str) -> Scouted:
+    with ThreadPoolExecutor(4) as threads:
+        return scouts._scouted(urls, lambda url: open_store(base_of(url), 5.0), threads)
+
+
 def test_a_saved_manifest_is_read_by_the_scout(
     s3_server: S3Server, stored: tuple[Proxy, str]
 ) -> None:
@@ -90,7 +102,7 @@ def test_a_saved_manifest_is_read_by_the_scout(
     bucket = s3_server.bucket()
     content = index_dataset(url).to_bytes()
     s3_server.put(bucket, {"a.manifest": content})
-    assert scouts._scouted((f"s3://{bucket}/a.manifest",)) == Scouted([], [], content)
+    assert found(f"s3://{bucket}/a.manifest") == Scouted([], [], content)
 
 
 def test_the_first_bytes_of_only_some_shards_are_read(
@@ -98,9 +110,29 @@ def test_the_first_bytes_of_only_some_shards_are_read(
 ) -> None:
     _, url = stored
     monkeypatch.setattr(scouts, "SHARDS_MAX", 2)
-    found = scouts._scouted((f"{url}*.arrow",))
-    assert [one[0] for one in found.listed] == [f"{url}{n}.arrow" for n in range(3)]
-    assert [at for at, _, _ in found.parts] == [0, 1]
+    seen = found(f"{url}*.arrow")
+    assert [one[0] for one in seen.listed] == [f"{url}{n}.arrow" for n in range(3)]
+    assert [at for at, _, _ in seen.parts] == [0, 1]
+
+
+def test_a_scout_reads_what_it_is_asked_for_of_what_it_has_listed(
+    stored: tuple[Proxy, str],
+) -> None:
+    _, url = stored
+    size = found(url).listed[0][1]
+    outside = [(0, size - 1, 2), (0, -1, 2), (3, 0, 1), (0, 5, 0), (-1, 0, 1)]
+    told = sent(url, [(0, 8, 6), (2, 8, 4)], outside, [(1, 8, 6), *outside])["found"]
+    shards = [arrow_bytes(pa.table({"id": range(n, n + 5)}))[8:14].hex() for n in range(3)]
+    assert told == [[[0, 8, shards[0]], [2, 8, shards[2][:8]]], [], [[1, 8, shards[1]]]]
+
+
+def test_a_scout_that_is_asked_for_too_much_is_gone(
+    stored: tuple[Proxy, str],
+) -> None:
+    _, url = stored
+    place = (0, 0, 6)
+    for much in ([place] * (PLACES_MAX + 1), [(0, 0, 1 << 40)]):
+        assert sent(url, [place], much, [place])["found"][1:] == [[], []]
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from(("arrow", "parquet")))

@@ -1,0 +1,102 @@
+"""Shards that are indexed from bytes that somebody else reads. Those that need more say what.
+
+Invariants:
+1. A shard asks for more only a few times, never for the same bytes twice, and for a limited number
+   of bytes. One that cannot be indexed like this is left out.
+2. Whatever is wrong with a shard is found again, and said, by whoever indexes it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from dataplane.errors import DataplaneError
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.faults import is_out_of_memory
+from dataplane.index.parts import NotReadError, PartsOfShard
+from dataplane.model import Region
+
+BYTES_MAX = 16 << 20
+"""That are asked for at once. Shards that need more are left out."""
+_ROUNDS_MAX = 4
+"""How often more of a shard is asked for: a large footer, then what the footer names."""
+_SHARD_BYTES_MAX = 1 << 20
+
+Take = Callable[[int, ShardIndex, PartsOfShard], None]
+"""Gets the number of a shard, its index, and its bytes. It may raise NotReadError, too."""
+
+
+class _Shard(Struct, eq=False):
+    """The parts that are there, and what was asked for."""
+
+    reader: PartsOfShard
+    asked: set[Region]
+
+
+class Unindexed:
+    """Shards of one format that have no index yet, by their numbers; `take` gets each index."""
+
+    def __init__(self, format_: Format, take: Take) -> None:
+        self.unread_count = 0
+        """How many were left out since they ask again for what nobody could read."""
+        self._format, self._take = format_, take
+        self._waiting: dict[int, _Shard] = {}
+        self._rounds = 0
+
+    def append(self, number: int, reader: PartsOfShard) -> None:
+        """One more shard. What is read of it first, `first_reads`, was asked for already."""
+        first = set(first_reads(self._format, reader.size_bytes))
+        self._waiting[number] = _Shard(reader, first)
+
+    def add(self, number: int, offset: int, content: bytes) -> None:
+        """These bytes of a shard were read."""
+        shard = self._waiting.get(number)
+        if shard is not None:
+            shard.reader.parts.append((offset, content))
+
+    def index(self) -> list[tuple[int, Region]]:
+        """Index what can be indexed. The result is what must be read of which shards for the rest.
+
+        Raises:  MemoryError.
+        """
+        self._rounds += 1
+        missing: list[tuple[int, Region]] = []
+        left_bytes = BYTES_MAX
+        for number, shard in [*self._waiting.items()]:
+            places = self._try(number, shard)
+            size_bytes = sum(place.length for place in places)
+            is_asked_for = places and size_bytes <= min(left_bytes, _SHARD_BYTES_MAX)
+            if is_asked_for and self._rounds <= _ROUNDS_MAX:
+                left_bytes -= size_bytes
+                shard.asked.update(places)
+                missing.extend((number, place) for place in places)
+            else:
+                del self._waiting[number]
+        return missing
+
+    def _try(self, number: int, shard: _Shard) -> tuple[Region, ...]:
+        """Index a shard. The result is what must be read first; nothing if there is an index, or
+        will be none.
+        """
+        try:
+            self._take(number, self._format.index(shard.reader), shard.reader)
+        except NotReadError as error:
+            if shard.asked.intersection(error.places):
+                self.unread_count += 1
+                return ()
+            return error.places
+        except DataplaneError:
+            return ()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise MemoryError from error
+        return ()
+
+
+def first_reads(format_: Format, size_bytes: int) -> tuple[Region, ...]:
+    """What is read of a shard of this size before it is parsed."""
+    named = getattr(format_, "first_reads", None)
+    places: tuple[Region, ...] = () if named is None else named(size_bytes)
+    return tuple(place for place in places if place.length)
