@@ -43,16 +43,16 @@ def main() -> int:
 
     # Before anything imports numpy or pyarrow.
     os.environ.update({**ENVIRONMENT, **os.environ})
+    if ahead is not None:
+        ahead.start()
     from dataplane.node.fork_server import main as be_fork_server
 
     if given.fork_server_fd is not None:
         be_fork_server(given.fork_server_fd)
         return 0
     # All that it imports, a node imports too.
-    keep = () if ahead is None else ahead.descriptors
-    fork_server.acquire(given.stderr_fd, partial(be_fork_server, ahead=ahead), keep)
-    if ahead is not None:
-        ahead.sent()
+    is_remote = ahead is not None and ahead.scout is not None
+    fork_server.acquire(given.stderr_fd, partial(be_fork_server, is_remote=is_remote))
     import asyncio
 
     asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, ahead))

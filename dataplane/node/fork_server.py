@@ -27,7 +27,6 @@ from dataplane import collector, machine
 from dataplane.errors import PeerLost
 from dataplane.formats import registry
 from dataplane.index import indexer
-from dataplane.node.index_ahead import IndexAhead
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
 from dataplane.worker.death import NOT_STARTED
@@ -74,18 +73,17 @@ _ROLES: dict[str, Callable[[], _Main]] = {
 }
 
 
-def main(descriptor: int, ahead: IndexAhead | None = None) -> None:
-    """Run the process. `descriptor` is its socket, which it inherits. `ahead` is indexed first."""
+def main(descriptor: int, *, is_remote: bool = False) -> None:
+    """Run the process. `descriptor` is its socket, which it inherits. `is_remote`: the node will
+    need fetchers at once.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
     # workers meanwhile.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
-        is_remote = ahead is not None and ahead.scout is not None
         # The rest is imported once for all workers, instead of by each that needs it.
         server = _ForkServer(sock, [*([_fetcher] if is_remote else []), _formats, _compute])
-        if ahead is not None:
-            ahead.start()
         server.run()
 
 
@@ -145,9 +143,8 @@ class _ForkServer:
                 return
             if not pid:
                 return
-            number = self._numbers.pop(pid, None)
-            if number is not None:  # otherwise it indexed ahead
-                self._tell(tasks.ChildEnded(number, os.waitstatus_to_exitcode(status)))
+            number = self._numbers.pop(pid)
+            self._tell(tasks.ChildEnded(number, os.waitstatus_to_exitcode(status)))
 
     def _tell(self, body: tasks.FromForkServerBody) -> None:
         local.send(self._sock, tasks.FromForkServer(body))

@@ -1,11 +1,12 @@
 """Indexes the dataset of the first loader in a process of its own, while the node still imports.
 
-The process is the first child of the fork server, so that what it needs is imported already.
+The process is forked from the node as soon as that has imported what it needs.
 
 Invariants:
 1. It parses what may be damaged, so it has the memory limit of an indexing process, and whatever
    becomes of it is nobody's error: what it has not found after a moment, the node finds itself.
-2. It does not outlive the fork server, or its deadline.
+2. It does not outlive the node, its deadline, or that moment.
+3. It is forked from a process with one thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import select
 import signal
 import time
+from typing import NoReturn
 
 import msgspec
 
@@ -35,14 +37,18 @@ class IndexAhead:
     def __init__(self, urls: tuple[str, ...], format_name: str, scout: Scout | None) -> None:
         self.urls, self.format_name, self.scout = urls, format_name, scout
         self._answer, self._answers = os.pipe2(os.O_CLOEXEC)
+        self._pid = 0
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What the process needs, and so the fork server."""
-        return (self._answers, *(() if self.scout is None else (self.scout.descriptor,)))
+    def start(self) -> None:
+        """Fork the process that answers. Once."""
+        # Imported here, so that the node does it, which needs most of it, too.
+        from dataplane.index import ahead  # noqa: F401
 
-    def sent(self) -> None:
-        """Somebody else holds the other end now, or nobody."""
+        # If it cannot be forked, the node indexes.
+        with contextlib.suppress(OSError):
+            self._pid = os.fork()
+            if not self._pid:
+                self._answer_and_exit()
         os.close(self._answers)
         if self.scout is not None:
             self.scout.let_go()
@@ -58,19 +64,16 @@ class IndexAhead:
             os.close(self._answer)
             if self.scout is not None:
                 self.scout.end()
+            if self._pid:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
 
-    def start(self) -> None:
-        """Fork the process that answers. In the fork server, which has one thread, once."""
-        try:
-            is_parent = os.fork() != 0
-        except OSError:  # then the node indexes
-            is_parent = True
-        if is_parent:
-            self.sent()
-            return
+    def _answer_and_exit(self) -> NoReturn:
         try:
             machine.set_process("dp-indexer", dies_with_parent=True)
-            machine.close_descriptors(keep=self.descriptors)
+            needed = (self._answers, *(() if self.scout is None else (self.scout.descriptor,)))
+            machine.close_descriptors(keep=needed)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(DEADLINE_S)
             machine.limit_memory(MEMORY_BYTES)
@@ -83,7 +86,6 @@ class IndexAhead:
 
     def _find(self) -> FoundDataset:
         """Raises:  DataplaneError: nothing."""
-        # Late imports: the node itself does not parse shards.
         from dataplane.index.ahead import found_ahead
         from dataplane.settings import default_node_config
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from msgspec import Struct
@@ -128,9 +128,7 @@ class _Fork(Struct, frozen=True):
 class _Server:
     """One fork server, and the thread that receives its messages."""
 
-    def __init__(
-        self, stderr_fd: int | None, main: Main | None = None, keep: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, stderr_fd: int | None, main: Main | None = None) -> None:
         self.is_lost = False
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
@@ -142,7 +140,7 @@ class _Server:
                 self._process: _Process = (
                     _executed(theirs, stderr_fd)
                     if main is None or machine.thread_count() > 1
-                    else _forked(theirs, stderr_fd, main, keep)
+                    else _forked(theirs, stderr_fd, main)
                 )
             except OSError as error:
                 from dataplane.worker.death import not_started
@@ -246,7 +244,7 @@ def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[by
     )
 
 
-def _forked(sock: socket.socket, stderr_fd: int | None, main: Main, keep: Sequence[int]) -> _Fork:
+def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
     """A fork server in a fork of this process, which has one thread."""
     pid = os.fork()
     if pid:
@@ -256,7 +254,7 @@ def _forked(sock: socket.socket, stderr_fd: int | None, main: Main, keep: Sequen
         machine.set_process("dp-fork-server")
         if stderr_fd is not None:
             os.dup2(stderr_fd, 2)
-        machine.close_descriptors(keep=(sock.fileno(), *keep))
+        machine.close_descriptors(keep=(sock.fileno(),))
         main(sock.detach())
         status = 0
     except BaseException:  # noqa: BLE001 - the child must not continue as a second node
@@ -275,19 +273,17 @@ class _Shared:
         self._stderr_fd: int | None = None
         self._server: _Server | None = None
 
-    def acquire(
-        self, stderr_fd: int | None = None, main: Main | None = None, keep: Sequence[int] = ()
-    ) -> None:
+    def acquire(self, stderr_fd: int | None = None, main: Main | None = None) -> None:
         """Hold the fork server; the first holder starts it, with this stderr. If `main` is given,
         which runs a fork server on an inherited socket, and this process has only one thread, the
-        fork server is forked from this process, and inherits the descriptors `keep`.
+        fork server is forked from this process.
 
         Raises:  DataplaneError: it cannot be started, and is not held.
         """
         with self._changing:
             if self._server is None:
                 self._stderr_fd = stderr_fd
-                self._server = _Server(stderr_fd, main, keep)
+                self._server = _Server(stderr_fd, main)
             self._holder_count += 1
 
     def release(self) -> None:

@@ -165,7 +165,7 @@ def test_what_was_found_is_kept_for_the_next_run(tmp_path: Path) -> None:
     assert again.to_bytes() == index_dataset(folder).to_bytes()
 
 
-# In the places of node and fork server: the second forks the process that indexes.
+# In the place of a node.
 _AHEAD = """
 import json, os, sys
 from dataplane.formats.parquet import Parquet
@@ -173,30 +173,22 @@ from dataplane.node.index_ahead import IndexAhead
 code, patience, *urls = sys.argv[1:]
 exec(code)
 ahead = IndexAhead(tuple(urls), "", None)
-pid = os.fork()
-if not pid:
-    ahead.start()
-    try:
-        os.wait()
-    except ChildProcessError:
-        pass
-    os._exit(0)
-ahead.sent()
+ahead.start()
 found = ahead.found(float(patience))
-os.kill(pid, 9)
-os.waitpid(pid, 0)
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    pass
+else:
+    raise AssertionError("a process is left")
 print(json.dumps(None if found is None else [found.format, len(found.indexes)]))
 """
 
 
-# The process that is forked first is the test's.
 _NO_FORK = """
 import errno
-forks = [os.fork]
 def fork():
-    if not forks:
-        raise OSError(errno.EAGAIN, "no more")
-    return forks.pop()()
+    raise OSError(errno.EAGAIN, "no more")
 os.fork = fork
 """
 
