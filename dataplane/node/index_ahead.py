@@ -23,7 +23,7 @@ import msgspec
 from dataplane import machine
 from dataplane.errors import DataplaneError
 from dataplane.index.found import FoundDataset
-from dataplane.node.scout import DEADLINE_S, Scout
+from dataplane.node.scout import DEADLINE_S, Scout, end_child
 
 MEMORY_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
@@ -65,8 +65,7 @@ class IndexAhead:
             if self.scout is not None:
                 self.scout.end()
             if self._pid:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
+                end_child(self._pid)
 
     def _answer_and_exit(self) -> NoReturn:
         try:

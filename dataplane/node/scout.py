@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
 import socket
 import time
@@ -43,6 +44,7 @@ _MANIFEST_BYTES_MAX = 64 << 20
 _MORE_BYTES_MAX = 64 << 20
 """That are read for those who ask."""
 _TIMEOUT_S = 5.0
+_END_S = 1.0
 _LENGTH_BYTES = 8
 
 Connect = Callable[[str], Store]
@@ -83,14 +85,24 @@ class Scout:
     def end(self) -> None:
         """End it if it still runs. In the node itself, once."""
         self.let_go()
-        with contextlib.suppress(OSError):
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+        end_child(self._pid)
 
     def _received(self, patience_s: float) -> bytes:
         deadline = time.monotonic() + patience_s
         length = int.from_bytes(_receive(self._sock, _LENGTH_BYTES, deadline), "little")
         return _receive(self._sock, length, deadline)
+
+
+def end_child(pid: int) -> None:
+    """End this child of the process. One that the kernel holds is not waited for long."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+        pidfd = os.pidfd_open(pid)
+        try:
+            select.select([pidfd], [], [], _END_S)
+        finally:
+            os.close(pidfd)
+        os.waitpid(pid, os.WNOHANG)
 
 
 def scout(urls: tuple[str, ...]) -> Scout | None:

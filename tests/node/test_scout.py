@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from servers import S3Server
 from shards import arrow_bytes
 
+from dataplane import machine
 from dataplane.formats import registry
 from dataplane.formats.first_reads import first_reads
 from dataplane.index.found import PLACES_MAX, Place, Scouted
@@ -140,3 +142,19 @@ def test_what_is_read_ahead_is_what_indexing_asks_for_first(size: int, name: str
     format_: Any = registry.by_name(name)
     assert first_reads(f"s3://b/x.{name}", size) == format_.first_reads(size)
     assert first_reads("s3://b/x.tar", size) == first_reads("s3://b/x", size) == ()
+
+
+def test_a_child_is_ended_and_one_that_the_kernel_holds_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scouts, "_END_S", 0.05)
+    with subprocess.Popen(["sleep", "600"]) as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", lambda *_: None)  # as if it waited for a disk that is gone
+            scouts.end_child(held.pid)
+        assert not machine.has_ended(held.pid)
+        monkeypatch.setattr(scouts, "_END_S", 30.0)
+        scouts.end_child(held.pid)
+        with pytest.raises(ProcessLookupError):
+            os.kill(held.pid, 0)
+        scouts.end_child(held.pid)  # it is gone
