@@ -142,7 +142,7 @@ class Arena:
     def reserve(self, offset: int, length: int) -> bool:
         """Allocate the memory of bytes [offset, offset + length), unless this process did so
         before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of it if another process did so.
-        Returns whether it was done.
+        Returns whether it allocated anything.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """

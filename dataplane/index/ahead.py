@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from dataplane.errors import DataplaneError
@@ -81,28 +81,30 @@ def _index(
     read_more: ReadMore | None,
     found: FoundDataset,
 ) -> None:
-    place_of = {url: at for at, (url, *_) in enumerate(scouted.listed)}
-    number_of = {place_of[shard.url]: number for number, shard in enumerate(shards)}
-    unindexed = Unindexed(chosen, partial(_take, found))
-    for number, shard in enumerate(shards):
-        unindexed.append(number, PartsOfShard(shard.url, shard.size_bytes, []))
+    number_of = {shard.url: number for number, shard in enumerate(shards)}
+    unindexed = Unindexed(chosen, partial(_take, found, number_of))
+    for at, (url, size_bytes, _) in enumerate(scouted.listed):
+        if url in number_of:
+            unindexed.append(at, PartsOfShard(url, size_bytes, []))
     parts = scouted.parts
     while True:
-        for at, offset, content in parts:
-            if at in number_of:
-                unindexed.add(number_of[at], offset, content)
-        missing = [
-            (place_of[shards[number].url], place.offset, place.length)
-            for number, place in unindexed.index()
-        ]
+        for part in parts:
+            unindexed.add(*part)
+        missing = [(at, place.offset, place.length) for at, place in unindexed.index()]
         if not missing or read_more is None or len(missing) > PLACES_MAX:
             return
         parts = read_more(missing)
 
 
-def _take(found: FoundDataset, number: int, index: ShardIndex, reader: PartsOfShard) -> None:
+def _take(
+    found: FoundDataset,
+    number_of: Mapping[str, int],
+    _: int,
+    index: ShardIndex,
+    reader: PartsOfShard,
+) -> None:
+    number, place = number_of[reader.url], index.preamble
     found.indexes.append((number, encode_index(index)))
-    place = index.preamble
     if place.length:
         with contextlib.suppress(NotReadError):
             content = bytes(memoryview(reader.read(place.offset, place.length)))

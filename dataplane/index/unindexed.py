@@ -1,9 +1,10 @@
-"""Shards that are indexed from bytes that somebody else reads. Those that need more say what.
+"""Indexes shards from bytes that somebody else reads, and says which bytes are needed besides.
 
 Invariants:
 1. A shard asks for more only a few times, never for the same bytes twice, and for a limited number
    of bytes. One that cannot be indexed like this is left out.
-2. Whatever is wrong with a shard is found again, and said, by whoever indexes it alone.
+2. No errors are reported here. A shard that is left out is indexed alone later, and whoever does
+   that reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Unindexed:
             shard.reader.parts.append((offset, content))
 
     def index(self) -> list[tuple[int, Region]]:
-        """Index what can be indexed. The result is what must be read of which shards for the rest.
+        """Index the shards whose bytes are there. Returns what the others need: the number of a
+        shard and a place in it, for each.
 
         Raises:  MemoryError.
         """

@@ -91,13 +91,12 @@ class IndexAhead:
         cache_dir = ""
         with contextlib.suppress(DataplaneError):
             cache_dir = default_node_config().cache_dir
-        scouted = None
-        if self.scout is not None:
-            scouted = self.scout.found(DEADLINE_S)
-            if scouted is None:
-                raise DataplaneError("the scout has found nothing")
-        read_more = None if self.scout is None else self.scout.read
-        return found_ahead(self.urls, self.format_name, scouted, cache_dir, read_more)
+        if self.scout is None:
+            return found_ahead(self.urls, self.format_name, None, cache_dir)
+        scouted = self.scout.found(DEADLINE_S)
+        if scouted is None:
+            raise DataplaneError("the scout has found nothing")
+        return found_ahead(self.urls, self.format_name, scouted, cache_dir, self.scout.read)
 
 
 def _received(pipe: int, deadline: float) -> bytes | None:

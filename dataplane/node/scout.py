@@ -23,6 +23,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ _MORE_BYTES_MAX = 64 << 20
 _TIMEOUT_S = 5.0
 _END_S = 1.0
 _LENGTH_BYTES = 8
+_ASKED_BYTES_MAX = 32 * PLACES_MAX
+"""Of a message that asks for so many places."""
 
 Connect = Callable[[str], Store]
 
@@ -66,7 +69,7 @@ class Scout:
         before `read`.
         """
         try:
-            return msgspec.msgpack.decode(self._received(patience_s), type=Scouted)
+            return msgspec.msgpack.decode(_received(self._sock, patience_s), type=Scouted)
         except (OSError, EOFError, msgspec.DecodeError):
             return None
 
@@ -74,7 +77,7 @@ class Scout:
         """What it can read of these places of what it has listed, PLACES_MAX at most."""
         try:
             _send(self._sock, msgspec.msgpack.encode(places))
-            return msgspec.msgpack.decode(self._received(DEADLINE_S), type=list[Part])
+            return msgspec.msgpack.decode(_received(self._sock, DEADLINE_S), type=list[Part])
         except (OSError, EOFError, msgspec.DecodeError):
             return []
 
@@ -86,11 +89,6 @@ class Scout:
         """End it if it still runs. In the node itself, once."""
         self.let_go()
         end_child(self._pid)
-
-    def _received(self, patience_s: float) -> bytes:
-        deadline = time.monotonic() + patience_s
-        length = int.from_bytes(_receive(self._sock, _LENGTH_BYTES, deadline), "little")
-        return _receive(self._sock, length, deadline)
 
 
 def end_child(pid: int) -> None:
@@ -138,7 +136,7 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
 def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
     """Say what was found, and read what else is asked for, until nobody asks any more.
 
-    Raises:  EOFError: that is so.  What stores raise.
+    Raises:  EOFError: that is so, or they ask for too much.  What stores raise.
     """
 
     @functools.cache
@@ -153,9 +151,9 @@ def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
         _send(sock, msgspec.msgpack.encode(found))
         left_bytes = _MORE_BYTES_MAX
         while True:
-            length = int.from_bytes(_receive(sock, _LENGTH_BYTES), "little")
-            places = msgspec.msgpack.decode(_receive(sock, length), type=list[Place])
-            left_bytes -= sum(length for *_, length in places)
+            asked = _received(sock, DEADLINE_S, _ASKED_BYTES_MAX)
+            places = msgspec.msgpack.decode(asked, type=list[Place])
+            left_bytes -= sum(max(length, 0) for *_, length in places)
             if len(places) > PLACES_MAX or left_bytes < 0:
                 return
             parts = _read(found, connect, places, threads)
@@ -211,12 +209,23 @@ def _send(sock: socket.socket, content: bytes) -> None:
     sock.sendall(content)
 
 
-def _receive(sock: socket.socket, length: int, deadline: float | None = None) -> bytes:
-    """Raises:  EOFError: the other side is gone.  TimeoutError: the deadline has passed."""
+def _received(sock: socket.socket, patience_s: float, bytes_max: int = sys.maxsize) -> bytes:
+    """What the other side has sent.
+
+    Raises:  EOFError: it is gone, or sends more than that.  TimeoutError: it has not sent all of it
+    within this time.
+    """
+    deadline = time.monotonic() + patience_s
+    length = int.from_bytes(_exactly(sock, _LENGTH_BYTES, deadline), "little")
+    if length > bytes_max:
+        raise EOFError
+    return _exactly(sock, length, deadline)
+
+
+def _exactly(sock: socket.socket, length: int, deadline: float) -> bytes:
     content = bytearray()
     while len(content) < length:
-        left_s = DEADLINE_S if deadline is None else deadline - time.monotonic()
-        sock.settimeout(max(left_s, 1e-3))
+        sock.settimeout(max(deadline - time.monotonic(), 1e-3))
         piece = sock.recv(min(length - len(content), 1 << 20))
         if not piece:
             raise EOFError

@@ -133,7 +133,8 @@ def test_a_scout_that_is_asked_for_too_much_is_gone(
 ) -> None:
     _, url = stored
     place = (0, 0, 6)
-    for much in ([place] * (PLACES_MAX + 1), [(0, 0, 1 << 40)]):
+    paid_back = [(0, 0, 1 << 40), (0, 0, -(1 << 41))]
+    for much in ([place] * (PLACES_MAX + 1), [place] * 10_000, [(0, 0, 1 << 40)], paid_back):
         assert sent(url, [place], much, [place])["found"][1:] == [[], []]
 
 
