@@ -106,11 +106,15 @@ class IndexerProcess:
             with self._changing:
                 del self._tasks[number]
 
-    def kill(self) -> None:
-        """Kill the process, and fail everything that waits for it. May be called twice."""
+    def begin_end(self) -> None:
+        """Kill the process, and do not wait for its end. May be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the process, and fail everything that waits for it. May be called twice."""
+        self.begin_end()
         self._receiver.join()
 
     def _answered(self, number: int, task: _Task, timeout_s: float) -> bytes:

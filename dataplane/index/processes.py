@@ -121,6 +121,8 @@ class IndexProcesses:
 
     def __exit__(self, *_: object) -> None:
         for process in self._shared:
+            process.begin_end()
+        for process in self._shared:
             process.kill()
         self._reads.shutdown(wait=True, cancel_futures=True)
         if self._holds:

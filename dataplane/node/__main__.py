@@ -48,7 +48,7 @@ def main() -> int:
     from dataplane.node.fork_server import main as be_fork_server
 
     if given.fork_server_fd is not None:
-        be_fork_server(given.fork_server_fd)
+        be_fork_server(given.fork_server_fd, has_time=True)
         return 0
     # All that it imports, a node imports too.
     is_remote = ahead is not None and ahead.scout is not None

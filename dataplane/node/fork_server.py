@@ -73,9 +73,9 @@ _ROLES: dict[str, Callable[[], _Main]] = {
 }
 
 
-def main(descriptor: int, *, is_remote: bool = False) -> None:
+def main(descriptor: int, *, is_remote: bool = False, has_time: bool = False) -> None:
     """Run the process. `descriptor` is its socket, which it inherits. `is_remote`: the node will
-    need fetchers at once.
+    need fetchers at once. `has_time`: no trainer waits for its first children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
@@ -83,6 +83,8 @@ def main(descriptor: int, *, is_remote: bool = False) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
         # The rest is imported once for all workers, instead of by each that needs it.
+        if has_time:  # they were requested already, and would import it each, for their first task
+            _formats()
         server = _ForkServer(sock, [*([_fetcher] if is_remote else []), _formats, _compute])
         server.run()
 

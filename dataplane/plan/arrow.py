@@ -1,7 +1,7 @@
 """Converts columns between numpy and Arrow, without a copy if their form is the same.
 
-Written by hand: Arrow's own conversions import its compute module, and pandas if it is installed,
-which takes up to half a second.
+Written by hand: Arrow's own conversions import its compute module, numpy.ma, and pandas if it is
+installed, which takes up to half a second.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ def numbers_of(array: Any) -> NDArray[Any]:
     buffer, end = array.buffers()[1], array.offset + len(array)
     whole = np.frombuffer(buffer, str(array.type), end) if end else np.empty(0, str(array.type))
     return whole[array.offset :]
+
+
+def numbers(values: NDArray[Any]) -> Any:
+    """The same numbers as an Arrow array.   Shapes:  values: [n]."""
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
+
+
+def flags(values: Bools) -> Any:
+    """The same flags as an Arrow array.   Shapes:  values: bool[n]."""
+    bits = pa.py_buffer(np.packbits(values, bitorder="little"))
+    return pa.Array.from_buffers(pa.bool_(), len(values), [None, bits])
 
 
 def flags_of(array: Any) -> Bools:
@@ -80,4 +92,4 @@ def strings(texts: Texts) -> Any:
 
 def lists(starts: Int64, values: NDArray[Any]) -> Any:
     """Lists of these values as an Arrow array; list i begins at starts[i]."""
-    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(values))
+    return pa.ListArray.from_arrays(numbers(starts.astype(np.int32)), numbers(values))

@@ -229,11 +229,11 @@ class Manifest:
         lists = (self.block_rows, gap, self.block_length, self.block_decoded)
         columns = [
             arrow.strings(shards.urls),
-            pa.array(shards.size_bytes),
+            arrow.numbers(shards.size_bytes),
             arrow.strings(shards.etags),
-            pa.array(shards.preamble_offset),
-            pa.array(shards.preamble_length),
-            pa.array(shards.zero_copy),
+            arrow.numbers(shards.preamble_offset),
+            arrow.numbers(shards.preamble_length),
+            arrow.flags(shards.zero_copy),
             *(arrow.lists(shards.block_starts, values) for values in lists),
             arrow.lists(shards.empty_starts, shards.empty),
             *(arrow.lists(shards.block_starts * 0, shards.empty[:0]) for _ in _COLUMN_LISTS),

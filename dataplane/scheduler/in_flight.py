@@ -7,15 +7,13 @@ wait for each other, and both change. So the number is found by trial: it is dou
 twice as many reads bring more.
 
 Invariants:
-1. Never fewer than at first, but for 5, and never more than `most`.
+1. Never fewer than at first, and never more than `most`.
 2. The number is doubled only while a trainer waits and reads are held back. If that does not bring
    more bytes per second it is halved again; the next attempt comes after a delay that grows each
    time.
 3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as they
    have fewer bytes than so many reads of FETCH_BYTES_MIN.
 4. Blocks that are read in one request count as one read, until all of them have ended.
-5. Before a first slab, no more reads are in flight than that slab needs: others would share the
-   bandwidth with them. As its reads end, others begin, so that the store has always as much to do.
 """
 
 from __future__ import annotations
@@ -135,8 +133,6 @@ class FetchesInFlight:
         self._ended_bytes = 0
         self._was_held_back = False
         self._looked: float | None = None
-        self.enough = 0
-        """How many reads a first slab needs that everybody waits for; 0: there is none."""
 
     @property
     def limit(self) -> int:
@@ -146,7 +142,7 @@ class FetchesInFlight:
     def may_begin(self) -> bool:
         """Whether one more fetch may begin; the caller has one."""
         may = self._has_room()
-        self._was_held_back = self._was_held_back or not (may or self.enough)
+        self._was_held_back = self._was_held_back or not may
         return may
 
     def began(
@@ -187,7 +183,7 @@ class FetchesInFlight:
         self._was_held_back = False
 
     def _has_room(self) -> bool:
-        limit = min(self._allowed.limit, self.enough or self._allowed.limit)
+        limit = self._allowed.limit
         return self._reads < limit or (
             self._reads < SMALL_FETCHES * limit and self._bytes < limit * FETCH_BYTES_MIN
         )

@@ -17,7 +17,6 @@ from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import Excerpt
 from dataplane.scheduler.dataset import BlockName, DatasetLookup, Ints
-from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.scheduler.walk import Plan, Walk
 from dataplane.weights import MixHistory
 
@@ -171,15 +170,6 @@ class SlabTask(Struct, eq=False):
     def is_light(self) -> bool:
         """Whether only other nodes can make it: its plan names no blocks."""
         return self.stream.walk.is_light
-
-    @property
-    def read_count(self) -> int:
-        """How many reads its blocks take at most, of local files as well."""
-        found = map(self.datasets.find, self.plan.blocks.tolist())
-        return sum(
-            max(dataset.read_count(index), -(-dataset.marks.raw.item(index) // RANGE_BYTES))
-            for dataset, index in found
-        )
 
     def needs(self, block: int) -> bool:
         """Whether the slab has rows of that block."""

@@ -237,8 +237,6 @@ class Scheduler:
             self._absorb()
             self.is_settled = False
         self._become_head(head)
-        is_first = head is not None and not self._streams.has_lent
-        self._blocks.fetches.enough = head.read_count if head is not None and is_first else 0
         is_urgent = head is not None and self._is_urgent(head)
         loading = head is None or self._load(head, greedy=is_urgent)
         if loading or not is_urgent:
@@ -246,7 +244,7 @@ class Scheduler:
             self._absorb()
         elif self._blocks.room.is_full:
             self._asks.refuse_unread()
-        for task in lacking:
+        for task in self._read_now(lacking):
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
             loading = loading and self._passes.is_near(task)
@@ -259,6 +257,14 @@ class Scheduler:
         for stream in self._streams:
             self._deliver(stream)
             self._planning.plan_more(stream)
+
+    def _read_now(self, lacking: list[SlabTask]) -> list[SlabTask]:
+        """The tasks whose blocks may be read. Before a first slab, only those that a trainer waits
+        for first: what else is read would share bandwidth and processors with them.
+        """
+        if self._streams.has_lent or not self._streams.is_awaited:
+            return lacking
+        return [task for task in lacking if not task.rank[0]] or lacking
 
     def _assemble_ready(self) -> list[SlabTask]:
         """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""

@@ -115,12 +115,15 @@ def open_store(
     """
     if policy is None:
         return _opened(base, request_timeout_s)
-    from dataplane.store import direct
-    from dataplane.store.http_store import HttpStore
     from dataplane.store.policy import PolicedStore
 
-    if scheme_of(base) in ("http", "https") and direct.is_possible(os.environ):
-        return PolicedStore(HttpStore(base, request_timeout_s, policy), policy)
+    if scheme_of(base) in ("http", "https"):
+        from dataplane.store import direct
+
+        if direct.is_possible(os.environ):
+            from dataplane.store.http_store import HttpStore
+
+            return PolicedStore(HttpStore(base, request_timeout_s, policy), policy)
     return PolicedStore(_opened(base, request_timeout_s), policy)
 
 

@@ -159,25 +159,3 @@ def test_a_rate_is_bytes_a_second_however_far_apart_the_looks_are() -> None:
         fetches.look(now, is_awaited=True)
         limits.add(fetches.limit)
     assert limits == {4, 8}
-
-
-def test_before_a_first_slab_there_are_as_many_reads_as_it_needs() -> None:
-    fetches, length = FetchesInFlight(16), 4 << 20
-    fetches.enough = 3
-    for key in range(3):
-        assert fetches.may_begin()
-        fetches.began(key, length)
-    assert not fetches.may_begin()
-    fetches.ended(0, length)
-    assert fetches.may_begin(), "one for another"
-    fetches.began(3, length)
-    for at in range(100):  # that they are held back is no reason to try more
-        fetches.look(at * LOOK_S, is_awaited=True)
-    assert fetches.limit == 16
-    fetches.enough = 0
-    for key in range(4, 17):
-        assert fetches.may_begin()
-        fetches.began(key, length)
-    assert not fetches.may_begin()
-    fetches.enough = 1000
-    assert not fetches.may_begin(), "never more than otherwise"
