@@ -26,8 +26,12 @@ _ALL = (MANIFEST, *(suffix for suffixes in BY_FORMAT.values() for suffix in suff
 
 
 def path_of(url: str) -> str:
-    """The path of a url in lower case, without query and fragment."""
-    return url.lower().partition("?")[0].partition("#")[0]
+    """The path of a url in lower case, without query and fragment, which only the web has: in a key
+    or a file name, "?" and "#" are letters.
+    """
+    lower = url.lower()
+    is_of_web = lower.startswith(("http://", "https://"))
+    return lower.partition("?")[0].partition("#")[0] if is_of_web else lower
 
 
 def names_a_shard(url: str) -> bool:

@@ -62,7 +62,7 @@ class ArrowIpc:
 
     name = "arrow"
     suffixes = BY_FORMAT["arrow"]
-    index_version = 1  # places of columns
+    index_version = 2  # places of columns; texts are estimated together
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
         """What `index` reads first of a shard of this size: its start and, of a file, its end."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-# Values of unknown length (text, binary) are assumed to compress at most this much.
+# A batch with values of unknown length (text, binary) is assumed to compress at most this much.
 VARIABLE_RATIO = 8
 _NUMBERS = frozenset(
     kind.id
@@ -23,9 +23,9 @@ def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) 
 
     Shapes:  nodes: the lengths of the batch's arrays, depth first, as its metadata lists them.
     """
-    variable_bytes = VARIABLE_RATIO * body_length
     sizes = column_sizes(schema, nodes)
-    return sum(size + (variable_bytes if variable else 0) for size, variable in sizes)
+    is_variable = any(variable for _, variable in sizes)
+    return sum(size for size, _ in sizes) + is_variable * VARIABLE_RATIO * body_length
 
 
 def column_sizes(schema: pa.Schema, nodes: Sequence[int]) -> list[tuple[int, bool]]:

@@ -223,6 +223,16 @@ def test_what_a_column_takes_once_decoded_is_not_underrated(codec: str | None) -
     assert shares["plain"] < 2 * table["plain"].nbytes
 
 
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_many_texts_are_not_overrated(codec: str) -> None:
+    random = np.random.default_rng(5)
+    texts = [f"{key:x} some words" for key in random.integers(0, 1 << 60, 4_000)]
+    table = pa.table({f"t{at}": pa.array(random.permutation(texts).tolist()) for at in range(20)})
+    content = arrow_bytes(table, rows=4_000, codec=codec)
+    [block] = ARROW.index(MemoryShard(content)).blocks
+    assert table.nbytes < block.decoded_bytes < 10 * table.nbytes
+
+
 def buffers_at(content: bytes, block: RawBlock) -> int:
     """Where the list of a batch's buffers begins in its shard."""
     start = block.place.offset

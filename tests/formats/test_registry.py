@@ -17,6 +17,9 @@ from dataplane.formats import registry
         ("s3://b/x.parquet", "parquet"),
         ("s3://b/X.PARQUET", "parquet"),
         ("https://h/x.tar?signature=a.b", "tar"),
+        ("HTTPS://h/x.tar#part", "tar"),
+        ("s3://b/part#1.parquet", "parquet"),
+        ("file:///data/part?2.tar", "tar"),
         ("x.tar.gz", "tar"),
         ("x.tgz", "tar"),
         ("x.tfrecord.gz", "tfrecord"),
@@ -33,7 +36,7 @@ def test_a_suffix_names_a_format(url: str, name: str) -> None:
 
 
 def test_urls_without_a_known_suffix_have_no_format() -> None:
-    for url in ("README.md", "x.gz", "state.json", "parquet", "x.tar.bz2"):
+    for url in ("README.md", "x.gz", "state.json", "parquet", "x.tar.bz2", "s3://b/x.tar?a"):
         assert registry.format_of_url(url) is None
 
 

@@ -47,6 +47,15 @@ def test_the_manifest_does_not_depend_on_workers_or_memory(
     assert again.to_bytes() == first.to_bytes()
 
 
+def test_a_name_with_the_marks_of_a_web_url_is_a_shard_like_any_other(tmp_path: Path) -> None:
+    names = ["part#1.parquet", "part-0.parquet", "part?2.parquet"]
+    for name in names:
+        (tmp_path / name).write_bytes(parquet_bytes(pa.table({"id": range(5)})))
+    for asked in (str(tmp_path), f"{tmp_path}/*.parquet", [str(tmp_path / "part#1.parquet")]):
+        found = [s.url.rpartition("/")[2] for s in index_dataset(asked).shards]
+        assert found == (names if isinstance(asked, str) else names[:1])
+
+
 def test_a_warm_call_reads_no_shard(dataset: Path, cache: Path) -> None:
     index_dataset(dataset, cache_dir=str(cache))
     counted = Counted()
