@@ -6,6 +6,8 @@ printed only with --debug, or for a bug.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +35,8 @@ from dataplane.commands.verify import verify
 from dataplane.commands.where import where
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
+
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 
 
 @click.group(
@@ -78,18 +82,30 @@ def run(arguments: Sequence[str]) -> int:
     manner = Manner()
     try:
         status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False, obj=manner)
+        sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
         # The reader of our output has closed the pipe. click and rich raise SystemExit for it,
-        # which no command raises. Python must not complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # which no command raises.
+        _drop_output()
         return output.EXIT_PIPE_CLOSED
     except click.UsageError as error:
         if error.ctx is not None and is_json_asked(arguments, error.ctx.command):
             manner.as_json = True
         return _told(error, manner)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost door
+        # An error about a file that was opened by name has that name.
+        if isinstance(error, OSError) and error.filename is None and error.errno in _NOT_WRITTEN:
+            _drop_output()
+            output.stderr().print(f"error: the output cannot be written: {error.strerror}")
+            return output.EXIT_NOT_WRITTEN
         return _told(error, manner)
     return status if isinstance(status, int) else output.EXIT_OK
+
+
+def _drop_output() -> None:
+    """Write no more to stdout: Python must not complain again when it flushes at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told(error: BaseException, manner: Manner) -> int:
@@ -119,8 +135,24 @@ def _told(error: BaseException, manner: Manner) -> int:
     return status
 
 
+def _open_standard_streams() -> None:
+    """What is written to a closed one is dropped, and no file or socket gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def main() -> None:
     """The console script."""
+    _open_standard_streams()
     status = run(sys.argv[1:])
     if status == output.EXIT_INTERRUPTED:
         # Threads may still be waiting for a store; do not wait for them.

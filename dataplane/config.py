@@ -69,11 +69,16 @@ class JobSpec(Struct, frozen=True):
         """
         fields = _digested(self)
         del fields["global_batch"]
-        if self.shuffle or self.mixture is not None:
+        if self.has_versioned_order:
             fields["order"] = ORDER_VERSION
         # In the first version these were fields of the spec itself.
         fields |= fields.pop("column_options")
         return _hashed(fields, 16)
+
+    @property
+    def has_versioned_order(self) -> bool:
+        """Whether another version of the order would have the samples at other places."""
+        return self.shuffle or self.mixture is not None
 
     @property
     def joint_digest(self) -> str:

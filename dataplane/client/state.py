@@ -171,7 +171,7 @@ class RunState(Struct, frozen=True):
         """
         if self.spec_digest == job.digest and self._has_as_many(job):
             return False
-        has_other_order = job.spec.shuffle and self.order != ORDER_VERSION
+        has_other_order = job.spec.has_versioned_order and self.order != ORDER_VERSION
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
             # Another view has another number of rows.
@@ -200,7 +200,7 @@ class RunState(Struct, frozen=True):
             return
         raise VersionMismatch(
             f"this state is of the middle of epoch {self.epoch} ({self.cursor} of "
-            f"{self.sample_count} samples), which was shuffled by version {self.order} of the "
+            f"{self.sample_count} samples), which was made by version {self.order} of the "
             f"order; this release has version {ORDER_VERSION}, and would repeat some samples and "
             "leave out others. Finish the epoch with the release that saved the state, or begin a "
             f"whole epoch without loading the state: set_epoch({self.epoch}) reads this epoch "

@@ -27,6 +27,7 @@ EXIT_BAD_DATA = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_BUG = 70
+EXIT_NOT_WRITTEN = 74
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -37,6 +38,7 @@ Exit status:
   2    the command line or a setting is wrong
   3    the store or a peer did not answer, or refused the request
   70   a bug in dataplane
+  74   the output could not be written
   130  interrupted with Ctrl-C
 """
 

@@ -244,7 +244,7 @@ class Scheduler:
             self._absorb()
         elif self._blocks.room.is_full:
             self._asks.refuse_unread()
-        for task in self._read_now(lacking):
+        for task in self._streams.to_read_now(lacking):
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
             loading = loading and self._passes.is_near(task)
@@ -257,14 +257,6 @@ class Scheduler:
         for stream in self._streams:
             self._deliver(stream)
             self._planning.plan_more(stream)
-
-    def _read_now(self, lacking: list[SlabTask]) -> list[SlabTask]:
-        """The tasks whose blocks may be read. Before a first slab, only those that a trainer waits
-        for first: what else is read would share bandwidth and processors with them.
-        """
-        if self._streams.has_lent or not self._streams.is_awaited:
-            return lacking
-        return [task for task in lacking if not task.rank[0]] or lacking
 
     def _assemble_ready(self) -> list[SlabTask]:
         """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""

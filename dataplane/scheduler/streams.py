@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import NextOrderKnown
@@ -66,11 +66,14 @@ class StreamTable:
         return any(stream.walk.crops for stream in self.of_dataset(dataset))
 
     @property
-    def has_lent(self) -> bool:
-        """Whether a slab was handed over to one of their trainers, now or before."""
-        return any(stream.delivery.has_lent for stream in self._streams.values())
-
-    @property
     def is_awaited(self) -> bool:
         """Whether a trainer has asked for a slab that is not ready."""
         return any(stream.requests for stream in self._streams.values())
+
+    def to_read_now(self, lacking: Sequence[SlabTask]) -> Sequence[SlabTask]:
+        """Those of these ranked tasks whose blocks may be read. Until a trainer was handed a slab,
+        only what is waited for first: the rest would share bandwidth and processors with it.
+        """
+        if not self.is_awaited or any(each.delivery.has_lent for each in self._streams.values()):
+            return lacking
+        return [task for task in lacking if not task.rank[0]] or lacking

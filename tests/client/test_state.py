@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dataplane import config
 from dataplane.client.state import RunState
-from dataplane.config import JobSpec
+from dataplane.config import JobSpec, MixtureSpec, SourceSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.ledger import LedgerMark
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
@@ -106,6 +106,17 @@ def test_the_middle_of_an_epoch_of_another_order_is_refused(saved):
     for part in ("the middle of epoch 2", "24 of 60", "version 1", "version 2", "set_epoch(3)"):
         assert part in str(caught.value)
     assert (caught.value.expected, caught.value.found) == (2, 1)
+
+
+def test_the_middle_of_an_unshuffled_mixture_of_another_order_is_refused():
+    """Whose samples come when is the order's matter, too."""
+    sources = MixtureSpec((SourceSpec("web", "f", 3), SourceSpec("code", "g", 1)))
+    mixed = job(spec=replace(UNSHUFFLED, mixture=sources))
+    saved = RunState.of(mixed, 2, 24).to_dict()
+    RunState.from_dict(saved).check(mixed)
+    other = RunState.from_dict(saved | {"order": 3, "spec_digest": "0" * 32})
+    with pytest.raises(VersionMismatch, match="the middle of epoch 2"):
+        other.check(mixed)
 
 
 @pytest.mark.parametrize("cursor", [0, 56, 60])
