@@ -22,10 +22,10 @@ _OPEN_TIMEOUT_S = 7 * 86400.0
 """Opening may read a whole column of a dataset."""
 
 
-def own_session(request: OpenJob, settings: Settings) -> Session:
+def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
     """A session with a node started here, which gets the settings of this command line and ends
-    with the command. Nobody else finds it, so nobody else's node, which has other settings, is
-    taken for it.
+    with the command; or this cache folder instead of theirs. Nobody else finds it, so nobody else's
+    node, which has other settings, is taken for it.
     """
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
@@ -38,6 +38,8 @@ def own_session(request: OpenJob, settings: Settings) -> Session:
         for one in settings.values()
         if one.source != "default"  # which the node computes by itself
     ]
+    if cache_dir:
+        given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")
     name = names.embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
     node = Embedded(name, ("env", *given, "DATAPLANE_LINGER_S=100ms", *node_command()))
     return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S)

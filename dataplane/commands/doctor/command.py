@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import tempfile
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from dataplane.rpc.messages import OpenJob
 
 _POSITIVE = click.IntRange(min=1)
+_INDEXED_AGAIN_S = 10.0
+"""A dataset that takes longer is not indexed a second time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,10 +172,11 @@ def _examine(
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
-    done = _tried(request, settings, step_ms / 1e3, length)
+    with _empty_cache(config.cache_dir, indexing_s) as empty:
+        done = _tried(request, settings, empty, step_ms / 1e3, length)
     from dataplane.client.bound import bound_of
 
-    first = _with_indexing(done.found.first_batch, indexing_s)
+    first = _with_indexing(done.found.first_batch, 0.0 if empty else indexing_s)
     bound = bound_of(done.found)
     told = advice.advice(bound, done.found, at) if bound else []
     if as_json:
@@ -266,8 +272,27 @@ def _looked_at(
     return at, found, indexing_s
 
 
+@contextlib.contextmanager
+def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
+    """A folder without the index that this command has made, so that the node of the run makes it
+    again, as that of a new loader on a new host does, while it starts; "" if that takes long, or
+    there can be no folder.
+    """
+    made = None
+    if cache_dir and indexing_s < _INDEXED_AGAIN_S:
+        with contextlib.suppress(OSError):
+            made = tempfile.TemporaryDirectory(
+                prefix="doctor-", dir=cache_dir, ignore_cleanup_errors=True
+            )
+    if made is None:
+        yield ""
+        return
+    with made as empty:
+        yield empty
+
+
 def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
-    """The node found the index that this command had just made. A new loader has to make it."""
+    """A new loader has to index for at least so long."""
     return structs.replace(first, index_s=max(first.index_s, indexing_s))
 
 
@@ -278,12 +303,14 @@ def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
     return stored + manifest.sample_count * pixels
 
 
-def _tried(request: OpenJob, settings: Settings, step_s: float, length: Any) -> Trial:
+def _tried(
+    request: OpenJob, settings: Settings, cache_dir: str, step_s: float, length: Any
+) -> Trial:
     """The run, with a progress bar."""
     from dataplane.client.statistics import Statistics
     from dataplane.commands.doctor import trial
 
-    session = own_session(request, settings)
+    session = own_session(request, settings, cache_dir)
     try:
         with output.progress() as bar:
             task = bar.add_task("running", total=1.0, note="")
