@@ -12,6 +12,7 @@ import numpy as np
 
 from dataplane.model import End
 from dataplane.plan.advice import advice
+from dataplane.plan.block_hosts import BlockHosts
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
@@ -82,14 +83,16 @@ def explain(
     """
     samples = manifest.sample_count
     steps = Slice(samples, 0, global_batch, end, 0, cluster.dp_size).step_count
-    hosts = _hosts_per_block(manifest, order, cluster)
+    rows, lengths = manifest.block_rows, manifest.block_length
+    readers = BlockHosts.of(order)
+    hosts = readers.counts(cluster, rows)
     lanes_per_host = cluster.lanes_per_host(order.lanes)
-    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    stored = int(manifest.block_length.sum(dtype=np.int64))
+    sizes = BlockSizes.of(rows, manifest.block_decoded)
+    stored = int(lengths.sum(dtype=np.int64))
     whole = [ShuffledSource(sizes, order.window, global_batch, stored)]
     quality = _probe(manifest, order, min(global_batch, samples))
     displacement = min(quality.displacement, 1.0)
-    read = float(np.dot(hosts.astype(np.float64), manifest.block_length.astype(np.float64)))
+    read = readers.read_bytes(cluster, rows, lengths)
     covered = steps * global_batch
     dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
     return Explanation(
@@ -111,28 +114,14 @@ def explain(
         shards_per_batch=quality.shards,
         shards_per_batch_perfect=quality.shards_perfect,
         quality=quality.entropy,
-        by_host_count=figures_by_host_count(whole, order.lanes, cluster),
+        by_host_count=figures_by_host_count(
+            whole, order.lanes, cluster, lambda some: readers.read_bytes(some, rows, lengths)
+        ),
         warnings=(
             *(advice(whole, order.lanes, cluster, global_batch) if order.shuffle else ()),
             *_warnings(order, lanes_per_host, dropped),
         ),
     )
-
-
-def _hosts_per_block(manifest: Manifest, order: Order, cluster: Cluster) -> Int64:
-    """How many hosts may need each block.
-
-    Shapes:  result: int64[K].
-    """
-    first, last = order.block_lanes(np.arange(manifest.block_count))
-    meeting = cluster.meeting(order.lanes)
-    spanned = np.minimum(last - first, meeting - 1)
-    distinct, number = np.unique(first % meeting * meeting + spanned, return_inverse=True)
-    found = [
-        cluster.hosts_of(int(name) // meeting, int(name) % meeting, order.lanes)
-        for name in distinct
-    ]
-    return np.minimum(np.array(found, np.int64)[number], manifest.block_rows)
 
 
 @dataclass(frozen=True, slots=True)

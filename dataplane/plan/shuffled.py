@@ -1,12 +1,13 @@
 """What a shuffle reads: a dataset, or the sources of a mixture; and what that takes of each host,
 for any number of them.
 
-All numbers are estimates from mean sizes, so this is fast for any dataset.
+All numbers are estimates from mean sizes, so this is fast for any dataset, but for what hosts read
+of a dataset whose plan is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -38,7 +39,8 @@ class ShuffledSource(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class HostFigures:
     """What one host takes part in if there are so many of them, each with as many ranks as asked.
-    `reads_times_share` is 1 if no block is read by two hosts. An estimate from mean sizes.
+    `reads_times_share` is 1 if no block is read by two hosts. Open windows are an estimate from
+    mean sizes; so is what hosts read of a mixture.
     """
 
     host_count: int
@@ -96,13 +98,21 @@ def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
 
 
 def figures_by_host_count(
-    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster
+    sources: Sequence[ShuffledSource],
+    lanes: int,
+    cluster: Cluster,
+    read_bytes: Callable[[Cluster], float] | None = None,
 ) -> tuple[HostFigures, ...]:
-    """For 1 to 1,024 hosts like those of this cluster."""
+    """For 1 to 1,024 hosts like those of this cluster. `read_bytes`: what all hosts of such a one
+    read, if that was counted.
+    """
     found, stored = [], sum(one.stored_bytes for one in sources)
     for hosts in _HOST_COUNTS:
         each = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
-        times = hosts_per_block(sources, lanes, each)
+        if read_bytes is None or not stored:
+            times = hosts_per_block(sources, lanes, each)
+        else:
+            times = read_bytes(each) / stored
         found.append(
             HostFigures(
                 hosts,

@@ -154,6 +154,26 @@ def test_locality_is_told_for_1_to_1024_hosts():
         assert shown == pytest.approx(exact.bytes_read_per_host, rel=0.08)
 
 
+def test_what_hosts_read_is_the_same_in_all_lines_whatever_the_sizes_of_blocks():
+    lengths = np.full(2000, 1000)
+    lengths[7] = 20_000_000
+    manifest = dataclasses.replace(manifest_of(lengths // 10), block_length=lengths)
+    for hosts in (1, 2, 8, 64):
+        found = explained(manifest, 16, 4000, Cluster(8 * hosts, 8), 4096)
+        (same,) = (each for each in found.by_host_count if each.host_count == hosts)
+        assert same.bytes_read_per_host == found.bytes_read_per_host
+        assert same.reads_times_share * lengths.sum() / hosts == pytest.approx(
+            same.bytes_read_per_host, rel=1e-6
+        )
+    assert same.reads_times_share > 1.5 * found.hosts_per_block_mean
+
+
+def test_no_more_hosts_read_a_block_than_it_has_samples():
+    found = explained(manifest_of(np.array([1]), length=100), 1, 1, Cluster(64, 8), 64)
+    assert [each.reads_times_share for each in found.by_host_count] == [1.0] * 11
+    assert found.by_host_count[3].bytes_read_per_host == found.bytes_read_per_host == 12
+
+
 def test_ten_thousand_million_samples_are_explained_alike_in_all_lines(monkeypatch):
     """A batch, not a part of it, is counted with default windows."""
     monkeypatch.setattr("dataplane.plan.explain._PROBES", 1)

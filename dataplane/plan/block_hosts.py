@@ -1,0 +1,109 @@
+"""Which hosts may read each block of an order, for any number of hosts: counted block by block,
+whatever their sizes. A host whose ranks by chance take no sample of a block is counted, too.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from dataplane.plan.cluster import Cluster
+from dataplane.plan.order import Order
+from dataplane.plan.windows import Int64
+
+_PIECE = 1 << 18
+_NONE = np.empty(0, np.int64)
+
+
+class BlockHosts(Struct, frozen=True, eq=False):
+    """The lanes that serve each of K blocks: `first`, and for those that lie on borders of lanes,
+    which are fewer than there are lanes, as many `more`.
+
+    Shapes:  first: integer[K].   on_border: int64[m], blocks, rising.   more: int64[m].
+    """
+
+    lanes: int
+    first: NDArray[np.integer]
+    on_border: Int64
+    more: Int64
+
+    @classmethod
+    def of(cls, order: Order) -> Self:
+        """Those of all blocks of the order."""
+        # The narrowest type that holds them: less memory and time.
+        count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
+        first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
+        for start in range(0, count, _PIECE):
+            blocks = np.arange(start, min(start + _PIECE, count))
+            head, tail = order.block_lanes(blocks)
+            first[start : start + _PIECE] = head
+            on_border.append(blocks[tail != head])
+            more.append((tail - head)[tail != head])
+        return cls(order.lanes, first, np.concatenate(on_border), np.concatenate(more))
+
+    def counts(self, cluster: Cluster, block_rows: NDArray[np.integer]) -> Int64:
+        """How many hosts may read each block: no more than it has samples.
+
+        Shapes:  block_rows: integer[K].   result: int64[K].
+        """
+        meeting, known = cluster.meeting(self.lanes), dict[tuple[int, int], int]()
+        alone = [cluster.hosts_of(lane, 0, self.lanes) for lane in range(meeting)]
+        found: Int64 = np.array(alone, np.int64)[self._remainders(meeting)]
+        lanes = (self._border_lanes() % meeting).tolist()
+        names = list(zip(lanes, np.minimum(self.more, meeting - 1).tolist(), strict=True))
+        for lane, more in names:
+            if (lane, more) not in known:
+                known[lane, more] = cluster.hosts_of(lane, more, self.lanes)
+        found[self.on_border] = [known[name] for name in names]
+        np.minimum(found, block_rows, out=found)
+        return found
+
+    def read_bytes(
+        self, cluster: Cluster, block_rows: NDArray[np.integer], block_bytes: NDArray[np.integer]
+    ) -> float:
+        """What all hosts together read, if each reads such a part of the blocks.
+
+        Shapes:  block_rows, block_bytes: integer[K].
+        """
+        by_count = np.bincount(self.counts(cluster, block_rows), block_bytes)
+        return float(by_count @ np.arange(len(by_count)))
+
+    def are_read(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
+        """Which blocks a host may read.
+
+        Shapes:  result: bool[K].
+        """
+        alone = np.arange(cluster.meeting(self.lanes))
+        of_lanes = cluster.reads(host, alone, alone, self.lanes)
+        found: NDArray[np.bool_] = of_lanes[self._remainders(len(alone))]
+        found[self.on_border] = self._border_reads(cluster, host)
+        return found
+
+    def busiest_host(self, cluster: Cluster, block_bytes: NDArray[np.integer]) -> int:
+        """The host that reads most.
+
+        Shapes:  block_bytes: integer[K].
+        """
+        meeting, sizes = cluster.meeting(self.lanes), block_bytes[self.on_border]
+        of_lanes = np.bincount(self._remainders(meeting), block_bytes, meeting)
+        np.subtract.at(of_lanes, self._border_lanes() % meeting, sizes)
+        alone = np.arange(meeting)
+        read = [
+            of_lanes[cluster.reads(host, alone, alone, self.lanes)].sum()
+            + sizes[self._border_reads(cluster, host)].sum()
+            for host in range(cluster.host_count)
+        ]
+        return int(np.argmax(read))
+
+    def _remainders(self, meeting: int) -> NDArray[np.integer]:
+        return self.first if meeting == self.lanes else self.first % self.first.dtype.type(meeting)
+
+    def _border_lanes(self) -> Int64:
+        return self.first[self.on_border].astype(np.int64)
+
+    def _border_reads(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
+        first = self._border_lanes()
+        return cluster.reads(host, first, first + self.more, self.lanes)
