@@ -11,7 +11,7 @@ from caches import least_recent
 from hosts_service import BUCKET, DELIVERY_MIB, SLAB_BYTES, Job, Shape
 from msgspec import structs
 
-from dataplane.commands.plan_reads import predicted_reads
+from dataplane.commands.plan_reads import reads_and_advice
 from dataplane.config import JobSpec
 from dataplane.index.indexing import index_dataset
 from dataplane.node.dataset import can_pack, dataset_of
@@ -74,7 +74,8 @@ class Plan:
             default_node_config(), block_arena_bytes=self.arena_bytes,
             slab_bytes=SLAB_BYTES, delivery_bytes_per_rank=DELIVERY_MIB << 20, cache_bytes=0,
         )  # fmt: skip
-        found = predicted_reads(self.manifest, self.spec, Cluster(size, shape.ranks), config, 0)
+        cluster = Cluster(size, shape.ranks)
+        found, _ = reads_and_advice(self.manifest, self.spec, cluster, config, 0)
         assert found is not None
         together = found.with_neighbours or found.alone
         return [epoch.origin_bytes for epoch in together.epochs]

@@ -58,7 +58,11 @@ class Question:
 @mixture_options
 @click.option("--dp-size", type=POSITIVE, default=1, show_default=True, help="Data-parallel ranks.")
 @click.option(
-    "--ranks-per-host", type=POSITIVE, default=8, show_default=True, help="Ranks on each host."
+    "--ranks-per-host",
+    type=POSITIVE,
+    default=8,
+    show_default=True,
+    help="Ranks on each host, also in the table for 1 to 1,024 hosts; --dp-size may be fewer.",
 )
 @click.option(
     "--global-batch", type=POSITIVE, required=True, help="Samples in a step, over all ranks."
@@ -150,26 +154,29 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    from dataplane.commands.plan_reads import predicted_reads
+    from dataplane.commands.plan_reads import reads_and_advice
 
     order, cluster, found = explained(manifest, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
-    reads = predicted_reads(manifest, _spec(spec, order, question), cluster, config, order.epoch)
+    job = _spec(spec, order, question)
+    reads, said = reads_and_advice(manifest, job, cluster, config, order.epoch)
+    warnings = (*found.warnings, *said)
     if as_json:
         told = None if reads is None else dataclasses.asdict(reads)
-        output.write_json({**dataclasses.asdict(found), "hosts": hosts, "reads": told, **of_packs})
+        facts = {**dataclasses.asdict(found), "warnings": warnings}
+        output.write_json({**facts, "hosts": hosts, "reads": told, **of_packs})
         return
     lines = _lines(manifest, found, question.global_batch)
     lines += [(name, output.show(value), "with --pack") for name, value in of_packs.items()]
     output.write_table(("", "", ""), lines)
-    show_host_counts(found.by_host_count)
+    show_host_counts(found.by_host_count, are_reads_counted=True)
     if reads is not None:
         _show_reads(reads)
     output.stdout().print()
     of_hosts = ("host", "ranks", "begins with", "reads for its first batch")
     shown = [(*row, output.approximate_bytes(size)) for *row, size in map(dict.values, hosts)]
     output.write_table(of_hosts, shown, "who reads what")
-    for warning in found.warnings:
+    for warning in warnings:
         output.warn(warning)
 
 
@@ -194,7 +201,7 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
         question.epoch,
         shuffle.ramp,
     )
-    cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
+    cluster = Cluster(question.dp_size, question.ranks_per_host)
     return order, cluster, explain(manifest, order, cluster, question.global_batch, question.end)
 
 
@@ -219,22 +226,22 @@ def _show_reads(reads: PredictedReads) -> None:
     if reads.with_neighbours is not None:
         ways.append(("with neighbours", reads.with_neighbours))
     for way, found in ways:
+        least = "at least " if found.is_too_small else ""
         about = "about " if found.is_sampled else ""
-        least = "at least " if found.is_too_small else about
-        for name, epoch in (("first", found.epochs[0]), ("later", found.epochs[-1])):
-            hits = f"{about}{epoch.hit_rate:.1%}"
-            disk = f"{about}{size(epoch.disk_bytes)}" if reads.cache_bytes else None
-            rows.append((way, name, hits, disk, f"{least}{size(epoch.origin_bytes)}"))
+        for name, epoch, told in (
+            ("first", found.epochs[0], ""), ("later", found.epochs[-1], about),
+        ):  # fmt: skip
+            hits = f"{told}{epoch.hit_rate:.1%}"
+            disk = f"{told}{size(epoch.disk_bytes)}" if reads.cache_bytes else None
+            rows.append((way, name, hits, disk, f"{least}{told}{size(epoch.origin_bytes)}"))
     output.stdout().print()
     room = size(reads.arena_bytes)
     room += f" of memory and {size(reads.cache_bytes)} of disk" if reads.cache_bytes else ""
-    title = f"what all hosts read from storage, each with {room} for blocks"
+    title = (
+        f"what all hosts read from storage, each with {room} for blocks, of which open windows "
+        f"take {size(reads.open_bytes_max)} at most"
+    )
     output.write_table(("hosts", "epoch", "blocks in memory", "from disk", "reads"), rows, title)
-    if any(found.is_too_small for _, found in ways):
-        output.warn(
-            "the open windows do not fit into the memory for blocks, so blocks are read several "
-            "times: raise block_arena_bytes, or choose a shorter window or fewer lanes"
-        )
 
 
 def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tuple[str, str, str]]:
@@ -249,8 +256,16 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
         ("padded", f"{found.samples_padded:,}", "samples that are repeated"),
         ("lanes", f"{found.lanes:,}", f"{found.lanes_per_rank:,} a rank"),
         ("window", f"{found.window:,}", "samples that are shuffled together, per lane"),
-        ("open windows", size(found.open_window_bytes_per_host), "of memory, per host"),
-        ("reads", size(found.bytes_read_per_host), f"per host and epoch, {found.host_count} hosts"),
+        (
+            "open windows",
+            size(found.open_window_bytes_per_host),
+            "of memory, per host: an estimate of the average",
+        ),
+        (
+            "reads",
+            size(found.bytes_read_per_host),
+            f"per host and epoch, {found.host_count} hosts, on average",
+        ),
         (
             "hosts per block",
             f"{found.hosts_per_block_mean:.2f}",
@@ -295,12 +310,13 @@ def _hosts(
         }
         shards = sorted({manifest.shards[int(manifest.block_shard[one])].url for one in blocks})
         some = ", ".join(url.rpartition("/")[2] for url in shards[:3])
+        counted = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
         more = f" and {len(shards) - 3} more shards" if len(shards) > 3 else ""
         hosts.append(
             {
                 "host": f"{host}",
                 "ranks": f"{first}-{last}" if last > first else f"{first}",
-                "begins_with": f"{len(blocks)} blocks of {some}{more}",
+                "begins_with": f"{counted} of {some}{more}" if blocks else "no sample",
                 "first_batch_bytes": sum(manifest.block_length[[*blocks]].tolist()),
             }
         )

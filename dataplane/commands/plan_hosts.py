@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from dataplane.plan.shuffled import HostFigures
 
 
-def show_host_counts(figures: Sequence[HostFigures]) -> None:
-    """Show the table."""
+def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool) -> None:
+    """Show the table. Open windows are estimated from mean sizes; so are reads, unless they are
+    counted over all blocks.
+    """
     output.stdout().print()
-    headings = ("hosts", "ranks", "lanes a rank", "open windows", "reads", "times its share")
+    reads = "reads" if are_reads_counted else "reads, about"
+    headings = (
+        *("hosts", "ranks", "lanes a rank", "open windows, about"),
+        *(reads, "times its share"),
+    )
     rows = [_row(each) for each in figures]
     output.write_table(headings, rows, "what each host takes, for so many hosts")
 

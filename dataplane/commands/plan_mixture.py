@@ -130,7 +130,7 @@ def show_mixture(
     if packs is not None:
         view = packs.view(view)
     spec, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
-    cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
+    cluster = Cluster(question.dp_size, question.ranks_per_host)
     epoch = question.epoch
     found = explain_mixture(spec, manifests, cluster, epoch)
     if as_json:
@@ -149,7 +149,7 @@ def show_mixture(
     )
     rows = [_row(one, found.sample_count) for one in found.sources]
     output.write_table(headings, rows, f"what epoch {epoch} has of each source")
-    show_host_counts(found.by_host_count)
+    show_host_counts(found.by_host_count, are_reads_counted=False)
     for warning in found.warnings:
         output.warn(warning)
 

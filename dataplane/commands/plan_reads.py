@@ -1,4 +1,6 @@
-"""How much hosts read from storage, in the first epoch and in later ones: a prediction."""
+"""How much hosts read from storage, in the first epoch and in later ones: a prediction; and whether
+their memory holds what is open at once.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dataplane.config import JobSpec, NodeConfig
+    from dataplane.node.dataset import Dataset
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
     from dataplane.scheduler.dataset import Ints
-    from dataplane.scheduler.predicted import Guests, Prediction
+    from dataplane.scheduler.predicted import EpochReads, Guests
 
 _EPOCHS = 3
+_ROOM = 1.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class ReadsOfEpoch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfHosts:
-    """The first epoch and the following ones. `is_sampled`: estimated from a part of the blocks.
+    """The first epoch, whose reads are counted over all blocks, and the following ones.
+    `is_sampled`: these are estimated from a part of the blocks, or from the host that reads most.
     `is_too_small`: the open windows do not fit, and what is read more than once is left out.
     """
 
@@ -47,62 +52,138 @@ class ReadsOfHosts:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictedReads:
     """With this much memory and disk for blocks on each host. With neighbours, the memory and the
-    disks of all hosts are one cache: None for a single host.
+    disks of all hosts are one cache: None for a single host. `open_bytes_max` is the most that
+    blocks of open windows take at once on the host that reads most.
     """
 
     arena_bytes: int
     alone: ReadsOfHosts
     with_neighbours: ReadsOfHosts | None
-    cache_bytes: int = 0
+    cache_bytes: int
+    open_bytes_max: int
 
 
-def predicted_reads(
+def reads_and_advice(
     manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, epoch: int
-) -> PredictedReads | None:
-    """The reads from this epoch on, which begins with nothing in memory and on disk; None for local
-    files, which are mapped into memory, and for jobs with a map=, whose blocks have other sizes.
+) -> tuple[PredictedReads | None, tuple[str, ...]]:
+    """The reads from this epoch on, which begins with nothing in memory and on disk: None for local
+    files, which are mapped into memory. And what is to be said if the open windows of a host do not
+    fit into its memory: what a loader says, and what only a plan knows. Neither for jobs with a
+    map=, whose blocks have other sizes.
 
     Raises:  ConfigError: invalid numbers for an order.
     """
-    from dataplane.arena.slots import plan_slots
     from dataplane.node.dataset import can_pack, dataset_of
-    from dataplane.node.slab_sizes import slab_sizes
-    from dataplane.plan.order import Order
-    from dataplane.scheduler.passes import PLANS_AHEAD
-    from dataplane.scheduler.planning import PLANS_TOGETHER
-    from dataplane.scheduler.predicted import predicted
 
     if spec.view.map:
-        return None
+        return None, ()
     arena_bytes = config.block_arena_bytes
-    dataset = dataset_of(
-        1, manifest, spec, packed=can_pack(manifest, spec, arena_bytes), arena_bytes=arena_bytes
-    )
+    packed = can_pack(manifest, spec, arena_bytes)
+    dataset = dataset_of(1, manifest, spec, packed=packed, arena_bytes=arena_bytes)
+    said = _memory(dataset, spec, cluster, arena_bytes)
     remote = np.flatnonzero(dataset.blocks.marks.is_remote)
     if not len(remote):
-        return None
+        return None, tuple(filter(None, (said,)))
+    found = _predicted(dataset, remote, spec, cluster, config, epoch, is_too_small=bool(said))
+    return found, tuple(filter(None, (said, _peak(found.open_bytes_max, arena_bytes))))
+
+
+def _memory(dataset: Dataset, spec: JobSpec, cluster: Cluster, arena_bytes: int) -> str:
+    """What a loader says of a host's memory."""
+    from dataplane.plan.advice import memory
+    from dataplane.plan.defaults import BlockSizes
+    from dataplane.plan.shuffled import ShuffledSource
+
+    manifest = dataset.manifest
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    stored = int(manifest.block_length.sum(dtype=np.int64))
+    whole = ShuffledSource(sizes, spec.window, spec.global_batch, stored, dataset.kept_bytes)
+    return memory([whole], spec.lanes, cluster, arena_bytes) if spec.shuffle else ""
+
+
+def _peak(open_bytes: int, arena_bytes: int) -> str:
+    """What is to be said if open windows do not fit when they take most, as they do where sizes of
+    blocks differ much; "" if they fit.
+    """
+    from dataplane.commands import output
+    from dataplane.units import raise_to
+
+    if open_bytes <= arena_bytes:
+        return ""
+    need, arena = map(output.approximate_bytes, (open_bytes, arena_bytes))
+    return (
+        f"at times, this job keeps {need} of blocks open on a host, and its block arena has {arena}"
+        ", so some blocks are read again in an epoch (a loader only warns if the average does not "
+        f"fit): {raise_to('block_arena_bytes', round(open_bytes * _ROOM))}"
+    )
+
+
+def _predicted(
+    dataset: Dataset,
+    remote: Ints,
+    spec: JobSpec,
+    cluster: Cluster,
+    config: NodeConfig,
+    epoch: int,
+    *,
+    is_too_small: bool,
+) -> PredictedReads:
+    """`is_too_small`: the average of open windows does not fit.
+
+    Shapes:  remote: int64[n], the blocks that are fetched, rising.
+    """
+    from dataplane.plan.block_hosts import BlockHosts
+    from dataplane.plan.order import Order
+    from dataplane.scheduler.predicted import open_bytes_max, predicted
+
+    rows, blocks, hosts = dataset.manifest.block_rows, dataset.blocks, cluster.host_count
     shape = (spec.seed, spec.shuffle, spec.lanes, spec.window)
-    orders = [
-        Order(manifest.block_rows, *shape, epoch + each, spec.ramp) for each in range(_EPOCHS + 1)
-    ]
-    sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
-    layout = plan_slots(config.delivery_bytes_per_rank, sizes.slot_bytes)
-    ahead = (PLANS_AHEAD + layout.ahead_slots) * sizes.batches * spec.global_batch
-    hosts, slab_rows = cluster.host_count, sizes.batches * spec.global_batch
-    # Blocks of as many slabs are fetched, and decoded, as are planned together.
-    under_way = 2 * PLANS_TOGETHER * slab_rows * manifest.block_count // manifest.sample_count
-    under_way = min(under_way, 2 * config.fetch_count)
-    own = [remote[_is_read(order, cluster, remote)] for order in orders]
-    of_reads, disk = (ahead, under_way), config.cache_bytes
-    alone = predicted(dataset.blocks, orders, own, arena_bytes, *of_reads, disk)
+    orders = [Order(rows, *shape, epoch + each, spec.ramp) for each in range(_EPOCHS + 1)]
+    sizes = np.zeros(len(rows), np.int64)
+    sizes[remote] = blocks.all_read_bytes(remote)
+    own, read, host = [], [], None
+    for order in orders:
+        readers = BlockHosts.of(order)
+        host = readers.busiest_host(cluster, sizes) if host is None else host
+        own.append(remote[readers.are_read(cluster, host)[remote]])
+        read.append(readers.read_bytes(cluster, rows, sizes))
+    most = max(map(functools.partial(open_bytes_max, blocks), orders[:-1], own[:-1]))
+    is_too_small |= most > config.block_arena_bytes
+    limits = _limits(dataset, spec, cluster, config)
+    alone = predicted(blocks, orders, own, config.block_arena_bytes, *limits, config.cache_bytes)
+    epochs = tuple(
+        _reads(each, total / max(each.bytes_needed, 1))
+        for each, total in zip(alone.epochs, read[:-1], strict=True)
+    )
+    found = ReadsOfHosts(epochs, alone.is_sampled or hosts > 1, is_too_small)
     together = None
     if hosts > 1:
         whole = [remote] * len(orders)
-        of_hosts = hosts * arena_bytes, *of_reads, hosts * disk
+        of_hosts = hosts * config.block_arena_bytes, *limits, hosts * config.cache_bytes
         lent = functools.partial(_guests, cluster, orders)
-        together = predicted(dataset.blocks, orders, whole, *of_hosts, lent)
-    with_neighbours = None if together is None else _reads(together, 1)
-    return PredictedReads(arena_bytes, _reads(alone, hosts), with_neighbours, disk)
+        pooled = predicted(blocks, orders, whole, *of_hosts, lent)
+        epochs = tuple(_reads(each, 1.0) for each in pooled.epochs)
+        together = ReadsOfHosts(epochs, pooled.is_sampled, is_too_small)
+    return PredictedReads(config.block_arena_bytes, found, together, config.cache_bytes, most)
+
+
+def _limits(
+    dataset: Dataset, spec: JobSpec, cluster: Cluster, config: NodeConfig
+) -> tuple[int, int]:
+    """How many positions ahead a node reads, and how many blocks it fetches or decodes at once."""
+    from dataplane.arena.slots import plan_slots
+    from dataplane.node.slab_sizes import slab_sizes
+    from dataplane.scheduler.passes import PLANS_AHEAD
+    from dataplane.scheduler.planning import PLANS_TOGETHER
+
+    manifest = dataset.manifest
+    sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
+    layout = plan_slots(config.delivery_bytes_per_rank, sizes.slot_bytes)
+    slab_rows = sizes.batches * spec.global_batch
+    # Blocks of as many slabs are fetched, and decoded, as are planned together.
+    under_way = 2 * PLANS_TOGETHER * slab_rows * manifest.block_count // manifest.sample_count
+    ahead = (PLANS_AHEAD + layout.ahead_slots) * slab_rows
+    return ahead, min(under_way, 2 * config.fetch_count)
 
 
 def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints) -> Guests:
@@ -119,16 +200,7 @@ def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints)
     return Guests(counts, is_local)
 
 
-def _is_read(
-    order: Order, cluster: Cluster, blocks: Ints
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which blocks the first host reads; the others read as many."""
-    return cluster.reads(0, *order.block_lanes(blocks), order.lanes)
-
-
-def _reads(found: Prediction, hosts: int) -> ReadsOfHosts:
-    epochs = tuple(
-        ReadsOfEpoch(round(each.hit_rate, 4), each.bytes_read * hosts, each.disk_bytes * hosts)
-        for each in found.epochs
-    )
-    return ReadsOfHosts(epochs, found.is_sampled, found.is_too_small)
+def _reads(found: EpochReads, times: float) -> ReadsOfEpoch:
+    """What all hosts read, if that is so many times what was predicted."""
+    read, on_disk = round(found.bytes_read * times), round(found.disk_bytes * times)
+    return ReadsOfEpoch(round(found.hit_rate, 4), read, on_disk)

@@ -184,7 +184,7 @@ def memory(
     if need <= arena_bytes:
         return ""
     said = (
-        f"the shuffle of this job keeps about {_size(need)} of blocks open on this host, and its "
+        f"the shuffle of this job keeps about {_size(need)} of blocks open on a host, and its "
         f"block arena has {_size(arena_bytes)}, so blocks are read several times in an epoch: "
         f"{raise_to('block_arena_bytes', round(need * _ROOM))}"
     )

@@ -114,6 +114,12 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
             return self.marks.raw.item(block)
         return self.places.read_bytes(block)
 
+    def all_read_bytes(self, blocks: Ints) -> Ints:
+        """As `read_bytes`, of each of these blocks."""
+        if self.places is None:
+            return self.marks.raw[blocks]
+        return self.places.all_read_bytes(blocks)
+
     def read_count(self, block: int) -> int:
         """How many reads a fetch of the block is, if it is not longer than one range each."""
         return 1 if self.places is None else self.places.read_count(block)

@@ -43,6 +43,11 @@ class BlockPlaces(Struct, frozen=True, eq=False):
         """How many bytes of a block are read."""
         return self.length.item(block) - _number_of(self.hole_bytes, block)
 
+    def all_read_bytes(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """As `read_bytes`, of each of these blocks."""
+        length = self.length[blocks]
+        return length if self.hole_bytes is None else length - self.hole_bytes[blocks]
+
     def read_count(self, block: int) -> int:
         """How many requests a block of its own takes, if none is too long."""
         return 1 + _number_of(self.hole_count, block)

@@ -5,7 +5,8 @@ Invariants:
 1. Blocks are loaded in the order in which the plan needs them, and find room as those of a running
    node do: `Room`, `NextUse` and `Allocator` are its own.
 2. The time grows with the blocks that are looked at, which are BLOCKS_MAX at most: of a larger
-   dataset every n-th, with an n-th of the arena.
+   dataset every n-th, with an n-th of the arena, and each block that is far larger than the others,
+   as if it took an n-th of its memory. Bytes are scaled by bytes, so the first epoch's are exact.
 3. Nodes that lend each other blocks are one node, with the memory of all, but for what copies take:
    a block that is lent is on each node that reads it, from when it is read until its window closes,
    and its owner keeps it as it was read. What is read ahead leaves room for others, as in a node.
@@ -21,6 +22,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
@@ -29,6 +31,7 @@ from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.holdings import Holdings
+from dataplane.scheduler.joined import BlockPlaces
 from dataplane.scheduler.next_use import NextUse, WalkPosition
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment
@@ -37,6 +40,10 @@ from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 
 BLOCKS_MAX = 4000
+_OPEN_BLOCKS_MAX = 1 << 18
+"""The most memory that open windows take is computed from so many blocks at most."""
+_LARGE_PARTS = 2
+"""Blocks count as large from so many times the mean of BLOCKS_MAX on: at most half are large."""
 _AHEAD_PARTS = 3
 """Copies that are read ahead take such a part of the memory at most: nodes then read less ahead."""
 
@@ -57,10 +64,11 @@ GuestsOf = Callable[[int, Ints], Guests]
 
 class EpochReads(Struct, frozen=True):
     """How many blocks an epoch needs, how many of those are read from storage, and their bytes; and
-    how many from the node's disk.
+    how many from the node's disk. `bytes_needed`: what it would read if nothing was kept.
     """
 
     blocks_needed: int
+    bytes_needed: int
     blocks_read: int
     bytes_read: int
     disk_blocks: int = 0
@@ -74,13 +82,81 @@ class EpochReads(Struct, frozen=True):
 
 class Prediction(Struct, frozen=True):
     """The reads of each epoch, from the first one on. `is_sampled`: estimated from a part of the
-    blocks. `is_too_small`: the arena cannot hold all open windows, so blocks are read several times
-    in an epoch, which is not counted.
+    blocks. Blocks that are read several times in an epoch, since the arena cannot hold all open
+    windows, are counted once.
     """
 
     epochs: tuple[EpochReads, ...]
     is_sampled: bool
-    is_too_small: bool
+
+
+class _Sample(Struct, frozen=True):
+    """Those of some blocks of a dataset that are looked at: all that are fetched with more than
+    `large_bytes`, and of the others every `step`-th.
+    """
+
+    dataset: DatasetBlocks
+    step: int
+    large_bytes: float
+
+    @classmethod
+    def of(cls, dataset: DatasetBlocks, needed: Sequence[Ints], blocks_max: int) -> _Sample:
+        """At most so many of each of these."""
+        if max(map(len, needed)) <= blocks_max:
+            return cls(dataset, 1, np.inf)
+        raw = dataset.marks.raw
+        large_bytes = max(int(raw[blocks].sum()) for blocks in needed) * _LARGE_PARTS / blocks_max
+        large = [int((raw[blocks] > large_bytes).sum()) for blocks in needed]
+        others = max(len(blocks) - count for blocks, count in zip(needed, large, strict=True))
+        step = -(-others // (blocks_max - max(large)))
+        return cls(dataset, step, large_bytes if any(large) else np.inf)
+
+    def are_large(self, blocks: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are large."""
+        if np.isinf(self.large_bytes):
+            return np.zeros(len(blocks), np.bool_)
+        found: npt.NDArray[np.bool_] = self.dataset.marks.raw[blocks] > self.large_bytes
+        return found
+
+    def part(self, blocks: Ints) -> Ints:
+        """Those of these blocks that are looked at."""
+        if self.step == 1:
+            return blocks
+        found: Ints = blocks[(blocks % self.step == 0) | self.are_large(blocks)]
+        return found
+
+    def thinned(self) -> DatasetBlocks:
+        """The dataset as a `step`-th of the memory holds it: every block that is looked at stands
+        for `step` blocks, but large ones only for themselves.
+        """
+        dataset, marks = self.dataset, self.dataset.marks
+        if np.isinf(self.large_bytes):
+            return dataset
+        every = np.arange(len(marks.raw))
+        parts = np.where(self.are_large(every), self.step, 1)
+        places = dataset.places
+        if places is not None:
+            read = dataset.all_read_bytes(every) // parts
+            places = BlockPlaces(places.shard, places.offset, read)
+        marks = replace(marks, raw=-(-marks.raw // parts), decoded=-(-marks.decoded // parts))
+        return replace(dataset, marks=marks, places=places)
+
+    def scaled(self, blocks: Ints, missed: Sequence[int], on_disk: Sequence[int]) -> EpochReads:
+        """What is expected of all of these blocks, if these of its part are read."""
+        part, bytes_of = self.part(blocks), self.dataset.all_read_bytes
+        needed_bytes, large = int(bytes_of(blocks).sum()), part[self.are_large(part)]
+        others = part[~self.are_large(part)]
+        large_bytes, other_bytes = int(bytes_of(large).sum()), int(bytes_of(others).sum())
+        times = (len(blocks) - len(large)) / max(len(others), 1)
+        bytes_times = (needed_bytes - large_bytes) / max(other_bytes, 1)
+        found = []
+        for read in (np.array(missed, np.int64), np.array(on_disk, np.int64)):
+            is_large, sizes = self.are_large(read), bytes_of(read)
+            found.append(round(int(is_large.sum()) + int((~is_large).sum()) * times))
+            found.append(
+                round(int(sizes[is_large].sum()) + int(sizes[~is_large].sum()) * bytes_times)
+            )
+        return EpochReads(len(blocks), needed_bytes, *found)
 
 
 def _no_guests(_epoch: int, blocks: Ints) -> Guests:
@@ -103,24 +179,37 @@ def predicted(
 
     Shapes:  needed: int64[n] each, rising.
     """
-    count = max(map(len, needed))
-    step = -(-count // BLOCKS_MAX)
-    some = [blocks[blocks % step == 0] for blocks in needed[:-1]]
+    sample = _Sample.of(dataset, needed, BLOCKS_MAX)
+    step, some = sample.step, [sample.part(blocks) for blocks in needed[:-1]]
+    thinned = sample.thinned()
     lent = [guests(epoch, blocks) for epoch, blocks in enumerate(some)]
     arena_bytes, cache_bytes = arena_bytes // step, cache_bytes // step
-    copies = partial(_copies_bytes, dataset, arena_bytes, ahead)
+    copies = partial(_copies_bytes, thinned, arena_bytes, ahead)
     arena_bytes = max(arena_bytes - max(map(copies, orders, some, lent), default=0), 0)
-    node = _Node(dataset, orders, arena_bytes, cache_bytes, ahead, under_way // step)
+    node = _Node(thinned, orders, arena_bytes, cache_bytes, ahead, under_way // step)
     for epoch, blocks in enumerate(some):
         node.read(epoch, blocks, lent[epoch].is_local)
     return Prediction(
         tuple(
-            _scaled(dataset, blocks, step, *read)
+            sample.scaled(blocks, *read)
             for blocks, *read in zip(needed[:-1], node.missed, node.on_disk, strict=True)
         ),
         is_sampled=step > 1,
-        is_too_small=node.is_too_small,
     )
+
+
+def open_bytes_max(dataset: DatasetBlocks, order: SampleOrder, blocks: Ints) -> int:
+    """The most memory that those of these blocks take together whose windows are open at once."""
+    sample = _Sample.of(dataset, [blocks], _OPEN_BLOCKS_MAX)
+    part = sample.part(blocks)
+    return sample.step * _open_at_once(order, part, sample.thinned().kept(part))
+
+
+def _open_at_once(order: SampleOrder, blocks: Ints, taken: Ints) -> int:
+    """As `open_bytes_max`, if each block takes so much. Blocks make room before others come."""
+    first, last = order.block_span(blocks)
+    by_time = np.argsort(np.concatenate([last + 1, first]), kind="stable")
+    return int(np.cumsum(np.concatenate([-taken, taken])[by_time]).max(initial=0))
 
 
 def _copies_bytes(
@@ -132,26 +221,11 @@ def _copies_bytes(
     guests: Guests,
 ) -> int:
     """What copies of these blocks take."""
-    first, last = order.block_span(blocks)
     taken = guests.counts * dataset.kept(blocks)
-    by_time = np.argsort(np.concatenate([first, last + 1]), kind="stable")
-    in_windows = int(np.cumsum(np.concatenate([taken, -taken])[by_time]).max(initial=0))
+    in_windows = _open_at_once(order, blocks, taken)
     every = int(taken.sum())
     read_ahead = min(every * ahead // max(order.sample_count, 1), arena_bytes // _AHEAD_PARTS)
     return min(in_windows + read_ahead, every)
-
-
-def _scaled(
-    dataset: DatasetBlocks, blocks: Ints, step: int, missed: Sequence[int], on_disk: Sequence[int]
-) -> EpochReads:
-    """What is expected of all blocks, if these of every `step`-th are read."""
-    times = 1.0 if step == 1 else len(blocks) / max(int((blocks % step == 0).sum()), 1)
-    found = [
-        round(count * times)
-        for read in (missed, on_disk)
-        for count in (len(read), sum(map(dataset.read_bytes, read)))
-    ]
-    return EpochReads(len(blocks), *found)
 
 
 class _Node:
@@ -184,7 +258,6 @@ class _Node:
         self.missed: list[list[int]] = []
         self.on_disk: list[list[int]] = []
         """The blocks that each epoch has read from storage, and from the disk, so far."""
-        self.is_too_small = False
 
     def read(self, epoch: int, blocks: Ints, is_local: npt.NDArray[np.bool_]) -> None:
         """Load what the next epoch needs, in the order in which it does.
@@ -209,7 +282,9 @@ class _Node:
             if not self._load(index, is_local=is_read_here, greedy=False):
                 reached = needed
                 self._go_to(epoch, reached)
-                self.is_too_small |= not self._load(index, is_local=is_read_here, greedy=True)
+                # A task waits: windows have closed, and what was being decoded has ended by then.
+                self._end_all_but(0)
+                self._load(index, is_local=is_read_here, greedy=True)
             if (change := self._disk.choose(self._dataset, index)) is not None:
                 self._disk.ended(change.name, is_done=True)
 
@@ -226,26 +301,32 @@ class _Node:
         ]
 
     def _load(self, index: int, *, is_local: bool, greedy: bool) -> bool:
-        """Load a block: False if that takes more than what no open window needs. It is decoded only
-        where it is read.
+        """Load a block: False if there is no room for it, `greedy`: whatever goes for it. It is
+        decoded only where it is read.
         """
         marks = self._dataset.marks
         block = CachedBlock(self._dataset, index, next(self._keys), BlockPhase.READY)
         block.raw = self._room.of_block(block, marks.raw.item(index), greedy=greedy)
-        decoded_bytes = marks.decoded.item(index) if is_local else 0
-        if block.raw is not None and decoded_bytes:
+        if block.raw is None:
+            return False
+        if decoded_bytes := marks.decoded.item(index) if is_local else 0:
             block.decoded = self._room.of_block(block, decoded_bytes, greedy=greedy)
+            if block.decoded is None:
+                self._allocator.free(block.raw.offset)
+                return False
             self._under_way.append(block.raw)
             block.raw = None
-            while len(self._under_way) > self._under_way_max:
-                self._allocator.free(self._under_way.popleft().offset)
-        if not block.regions:
-            return False
+            self._end_all_but(self._under_way_max)
         marks.touched[index] = marks.keys[index] = block.key
         self._held[index] = block
         self._uses.add(block)
         self._room.became_evictable(block)
-        return not greedy
+        return True
+
+    def _end_all_but(self, count: int) -> None:
+        """Blocks have been decoded, the first ones first, and so many have not."""
+        while len(self._under_way) > count:
+            self._allocator.free(self._under_way.popleft().offset)
 
     def _evict(self, block: CachedBlock) -> None:
         for region in block.regions:

@@ -163,7 +163,7 @@ def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys, monkeypatch
     assert run(["plan", *given, *options]) == 0
     shown = capsys.readouterr()
     assert "what each host takes, for so many hosts" in shown.out
-    assert re.search(r"1,024 +1,024 ", shown.out)
+    assert re.search(r"1,024 +8,192 ", shown.out)
     told = " ".join(shown.err.split())
     found = r"the samples of source 'web' in a batch come from about \d of 40 blocks"
     assert re.search(found, told)

@@ -41,7 +41,7 @@ def url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def planned(capsys: pytest.CaptureFixture[str], url: str, *options: str) -> dict[str, Any]:
     job = ("--seed", "3", "--lanes", "2", "--window", "32", "--global-batch", "8")
     assert run(["plan", url, *job, *options, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["reads"]
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
@@ -49,7 +49,7 @@ def test_the_memory_of_neighbours_counts_as_one(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts = ("--dp-size", "2", "--ranks-per-host", "1")
-    found = planned(capsys, url, *hosts, "--block-arena-bytes", str(STORED * 4))
+    found = planned(capsys, url, *hosts, "--block-arena-bytes", str(STORED * 4))["reads"]
     alone, together = ([e["hit_rate"] for e in found[way]["epochs"]] for way in (
         "alone", "with_neighbours",
     ))  # fmt: skip
@@ -64,7 +64,7 @@ def test_the_memory_of_neighbours_counts_as_one(
 
 def test_the_disk_saves_reads_from_storage(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     def later(*options: str) -> dict[str, Any]:
-        epoch: dict[str, Any] = planned(capsys, url, *options)["alone"]["epochs"][-1]
+        epoch: dict[str, Any] = planned(capsys, url, *options)["reads"]["alone"]["epochs"][-1]
         return epoch
 
     without, half, whole = (
@@ -77,3 +77,62 @@ def test_the_disk_saves_reads_from_storage(url: str, capsys: pytest.CaptureFixtu
     assert not whole["origin_bytes"]
     assert run(["plan", url, "--global-batch", "8", "--cache-bytes", "1GiB"]) == 0
     assert "1.0 GiB of disk" in " ".join(capsys.readouterr().out.split())
+
+
+def test_open_windows_that_do_not_fit_are_told_as_a_loader_does(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ("--dp-size", "2", "--ranks-per-host", "1")
+    for arena, is_too_small in ((STORED // 2, False), (20 << 10, True)):
+        found = planned(capsys, url, *hosts, "--block-arena-bytes", str(arena))
+        reads, told = found["reads"], " ".join(found["warnings"])
+        assert {reads[way]["is_too_small"] for way in ("alone", "with_neighbours")} == {
+            is_too_small
+        }
+        assert ("of blocks open on a host, and its block arena has" in told) == is_too_small
+        assert ("raise block_arena_bytes to" in told) == is_too_small
+        assert (reads["open_bytes_max"] > arena) == is_too_small
+        job = ("--seed", "3", "--lanes", "2", "--window", "32", "--global-batch", "8", *hosts)
+        assert run(["plan", url, *job, "--block-arena-bytes", str(arena)]) == 0
+        shown = capsys.readouterr()
+        assert ("at least" in shown.out) == is_too_small
+        assert " ".join(shown.err.split()).count("warning:") == len(found["warnings"])
+
+
+def test_windows_that_fit_on_average_only_are_told_too(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    most = planned(capsys, url)["reads"]["open_bytes_max"]
+    found = planned(capsys, url, "--window", "16", "--block-arena-bytes", str(most))
+    assert found["warnings"] == []
+    less = planned(capsys, url, "--window", "16")["reads"]["open_bytes_max"] - 1
+    found = planned(capsys, url, "--window", "16", "--block-arena-bytes", str(less))
+    assert "at times, this job keeps" in found["warnings"][-1]
+    assert found["reads"]["alone"]["is_too_small"]
+
+
+def test_all_hosts_read_first_what_the_plan_says_of_each(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, url, "--dp-size", "5", "--ranks-per-host", "2")
+    first = found["reads"]["alone"]["epochs"][0]["origin_bytes"]
+    assert first == pytest.approx(3 * found["bytes_read_per_host"], rel=1e-6)
+    (row,) = (each for each in found["by_host_count"] if each["host_count"] == 1)
+    assert row["bytes_read_per_host"] <= first
+
+
+def test_hosts_of_the_table_have_as_many_ranks_as_asked(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, ranks in (((), 8), (("--dp-size", "4"), 8), (("--ranks-per-host", "3"), 3)):
+        found = planned(capsys, url, *options)
+        assert [row["dp_size"] for row in found["by_host_count"][:2]] == [ranks, 2 * ranks]
+        assert found["host_count"] == 1
+
+
+def test_a_host_without_a_sample_in_its_first_batch_is_shown_so(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ("--dp-size", "8", "--ranks-per-host", "4", "--limit", "3")
+    shown = [one["begins_with"] for one in planned(capsys, url, *hosts)["hosts"]]
+    assert shown == ["1 block of 0.parquet", "no sample"]

@@ -255,7 +255,7 @@ def test_a_job_whose_open_windows_do_not_fit_into_the_arena_says_so(tmp_path: Pa
     with Node(tmp_path, block_arena_bytes="128KiB", slab_bytes="16KiB") as node:
         with Trainer(node) as trainer:
             (said,) = trainer.open(str(path), shuffle=True, seed=3).advice
-            assert "MiB of blocks open on this host" in said
+            assert "MiB of blocks open on a host" in said
             assert "its block arena has 0.1 MiB" in said
             assert "raise block_arena_bytes to" in said
         with Trainer(node) as trainer:
@@ -293,7 +293,7 @@ def test_a_mixture_says_what_is_to_be_said_of_its_sources(tmp_path: Path) -> Non
         mixing, memory = trainer.open(urls["web"], **poor).advice
         assert "the samples of source 'web' in a batch come from about" in mixing
         assert "1 more source is like that" in mixing
-        assert "of blocks open on this host, and its block arena has 8.0 MiB" in memory
+        assert "of blocks open on a host, and its block arena has 8.0 MiB" in memory
     with Node(tmp_path, block_arena_bytes="2GiB") as node, Trainer(node) as trainer:
         assert trainer.open(urls["web"], **whole).advice == ()
 
