@@ -158,6 +158,9 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         super().setup()
         with self.awry.lock:
             self.awry.open.add(self.connection)
+            if self.awry.closing.is_set():  # too late to be shut down with the others
+                with contextlib.suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
         with self.awry.lock:
