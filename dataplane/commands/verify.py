@@ -170,7 +170,8 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     from dataplane.store.urls import normalise
 
     names = [normalise(url) for url in urls]
-    chosen, listed = choose_shards(expand(names, STORES.connect), names, format_name)
+    found = expand(names, STORES.connect)
+    chosen, listed = choose_shards(found, names, format_name, STORES.connect)
     return chosen.name, [one.url for one in listed]
 
 

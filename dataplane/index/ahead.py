@@ -31,6 +31,7 @@ from dataplane.index.parts import NotReadError, PartsOfShard
 from dataplane.index.run import StoredShard
 from dataplane.index.unindexed import Unindexed
 from dataplane.model import ObjectInfo
+from dataplane.store.base import Store
 from dataplane.store.expand import expand
 from dataplane.store.local import LocalStore
 from dataplane.store.urls import normalise
@@ -54,11 +55,12 @@ def found_ahead(
     if scouted is not None and scouted.manifest:
         return FoundDataset("", [], [], [], scouted.manifest)
     names = [normalise(url) for url in urls]
+    connect = _local if scouted is None else _no_store
     if scouted is None:
-        listed = expand(names, lambda _: LocalStore())
+        listed = expand(names, connect)
     else:
         listed = [ObjectInfo(*each) for each in scouted.listed]
-    chosen, shards = choose_shards(listed, names, format_name)
+    chosen, shards = choose_shards(listed, names, format_name, connect)
     told = [(each.url, each.size_bytes, each.etag) for each in shards]
     found = FoundDataset(chosen.name, told, [], [])
     if _is_known(chosen, names, shards, cache_dir) or not hasattr(chosen, "first_reads"):
@@ -72,6 +74,14 @@ def found_ahead(
     else:
         _index(chosen, first, scouted, read_more, found)
     return found
+
+
+def _local(_: str) -> Store:
+    return LocalStore()
+
+
+def _no_store(url: str) -> Store:
+    raise DataplaneError(f"{url}: the node asks whether there is an object or a folder")
 
 
 def _index(

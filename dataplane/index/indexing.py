@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from dataplane import collector, suffixes
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.formats import not_shards, registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.found import FoundDataset
@@ -27,7 +27,7 @@ from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Pro
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.store import connect as stores
-from dataplane.store.expand import expand
+from dataplane.store.expand import expand, missing
 from dataplane.store.urls import Url, normalise
 
 MANIFEST_BYTES_MAX = 8 << 30
@@ -104,7 +104,7 @@ def index_dataset(
     names = _names(urls)
     with collector.resting():
         if found is None:
-            chosen, listed = choose_shards(expand(names, connect), names, format_name)
+            chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
         else:
             chosen, listed = registry.by_name(found.format), found.shards
         version = version_of(chosen)
@@ -138,24 +138,35 @@ def _names(urls: Url | Iterable[Url]) -> list[str]:
 
 
 def choose_shards(
-    listed: Sequence[ObjectInfo], names: Sequence[str], format_name: str
+    listed: Sequence[ObjectInfo], names: Sequence[str], format_name: str, connect: Connect
 ) -> tuple[Format, list[ObjectInfo]]:
     """The dataset's format, and the listed objects that are its shards.
 
     Folders contain other files besides shards (README.md, dataset_info.json): objects that were not
-    listed by their own url are left out, unless they have a suffix of shards.
+    listed by their own url are left out, unless they have a suffix of shards. So are the empty
+    objects that stand for folders (see `Store.list`): the store is asked about those that would be
+    chosen, and about no others.
+
+    Raises:  ConfigError: no shards, or several formats.  ShardNotFound: there are only folders.
+    Errors of the stores.
     """
-    literal = set(names)
-    formats = [registry.format_of_url(shard.url) for shard in listed]
-    by_suffix = partial(zip, listed, formats, strict=True)
-    if format_name:
-        chosen = registry.by_name(format_name)
-        named = [s for s, f in by_suffix() if (f and f.name == chosen.name) or s.url in literal]
-        # Many TFRecord shards have no suffix at all (train-00000-of-01024).
-        named = named or [s for s, f in by_suffix() if f is None]
-        shards = named or list(listed)
-        return chosen, shards
-    shards = [s for s, f in by_suffix() if f is not None or s.url in literal]
+    asked = registry.by_name(format_name) if format_name else None
+    literal = frozenset(names)
+    given = listed
+    while True:
+        formats = [registry.format_of_url(shard.url) for shard in listed]
+        shards = _chosen(listed, formats, literal, asked)
+        folders = missing((s for s in shards or listed if not s.size_bytes), connect)
+        if not folders:
+            break
+        listed = [shard for shard in listed if shard.url not in folders]
+        if not listed:
+            raise ShardNotFound(
+                f"there is no object, only empty folders: {_some([s.url for s in given])}",
+                shard=names[0],
+            )
+    if asked is not None:
+        return asked, shards
     if not shards:
         urls = [s.url for s in listed]
         why = not_shards.said_of(urls[0], urls) or (
@@ -163,9 +174,8 @@ def choose_shards(
             "files have others"
         )
         raise ConfigError(
-            f"none of the {len(listed)} objects has a suffix of shards "
-            f"({', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}); the "
-            f"first one: {why}",
+            f"none of the {len(listed)} objects has a suffix of shards ({_some(urls)}); the first "
+            f"one: {why}",
             field="format",
             shard=urls[0],
         )
@@ -173,3 +183,22 @@ def choose_shards(
     if len(known) == 1 and len(shards) == len(formats) - formats.count(None):
         return registry.by_name(known.pop()), shards
     return registry.dataset_format(s.url for s in shards), shards
+
+
+def _chosen(
+    listed: Sequence[ObjectInfo],
+    formats: Sequence[Format | None],
+    literal: frozenset[str],
+    asked: Format | None,
+) -> list[ObjectInfo]:
+    """The shards among these, if each of them is an object."""
+    by_suffix = partial(zip, listed, formats, strict=True)
+    if asked is None:
+        return [s for s, f in by_suffix() if f is not None or s.url in literal]
+    named = [s for s, f in by_suffix() if (f and f.name == asked.name) or s.url in literal]
+    # Many TFRecord shards have no suffix at all (train-00000-of-01024).
+    return named or [s for s, f in by_suffix() if f is None] or list(listed)
+
+
+def _some(urls: Sequence[str]) -> str:
+    return f"{', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}"

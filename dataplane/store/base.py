@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -26,7 +26,9 @@ class Store(Protocol):
     """
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose url starts with `prefix`, in url order, folders left out.
+        """Every object whose url starts with `prefix`, in url order, folders left out. But an
+        object without bytes may be none: consoles make empty objects "folder/", and obstore lists
+        them as "folder". `head` tells.
 
         Raises:  ShardNotFound: no such bucket.  StoreDenied.  StoreUnavailable.
         """
@@ -81,10 +83,13 @@ class Reconnecting(Protocol):
 
 
 class Page(Struct, frozen=True):
-    """Objects in url order, and whether no more follow."""
+    """Objects in url order, and whether no more follow. Those without bytes are apart, and in any
+    order: what is listed as "folder" may have come where "folder/" belongs.
+    """
 
     objects: list[ObjectInfo]
     is_last: bool
+    empty: Sequence[ObjectInfo] = ()
 
 
 @runtime_checkable

@@ -32,7 +32,8 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     """Every object that `urls` names: in the order of the names, and by url within one name.
 
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
-    objects below it that are not hidden (see globs). `stores` gives the store of a url.
+    objects below it that are not hidden (see globs). `stores` gives the store of a url. An object
+    without bytes may be none: see `missing`.
 
     Raises:  ConfigError: an object is listed twice, or a name is not a url.  ShardNotFound: a name
     matches nothing; suggests similar ones.  Errors of the stores.
@@ -48,6 +49,8 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
             matches.sort(key=lambda info: info.url)
         for info in matches:
             if info.url in found:
+                if not info.size_bytes:
+                    continue  # it may be a folder
                 at = list(found).index(info.url)
                 first = names[bisect_right(counts, at)]
                 raise ConfigError(
@@ -58,6 +61,25 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
             found[info.url] = info
         counts.append(len(found))
     return list(found.values())
+
+
+def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
+    """The urls of those that were listed and are no objects: see `Store.list`. Each one is asked
+    for alone, many at a time.
+
+    Raises:  Errors of the stores.
+    """
+
+    def is_there(info: ObjectInfo) -> bool:
+        try:
+            stores(info.url).head(info.url)
+        except ShardNotFound:
+            return False
+        return True
+
+    asked = list(listed)
+    there = _in_parallel(is_there, asked)
+    return {info.url for info, found in zip(asked, there, strict=True) if not found}
 
 
 def _matches(names: Sequence[Url], stores: Connect) -> Iterator[list[ObjectInfo]]:

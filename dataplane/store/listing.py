@@ -16,14 +16,18 @@ Invariants:
 4. Not every server lists in the order of its keys: some list a folder before its longer namesakes.
    So what one range stopped at must be what the next one began with. Then together they are what a
    list of one page after the other gives, wherever the server began at a cut.
+5. Objects without bytes are in no range, since some are listed under a key that is not where they
+   are ("folder" for "folder/"). They only say how far a page went.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
+from operator import attrgetter
 
 from msgspec import Struct, field
 
@@ -54,7 +58,9 @@ class KeyRange(Struct, eq=False):
     """How many pages were read of it that are not its last."""
     first: str = ""
     next: str = ""
-    """The first key after its start, and the first after its end; no text if there is none."""
+    """The first key after its start, and the first after its end; no text if there is none. Those
+    of objects with bytes.
+    """
     leap: float = _LEAP
     """As far as this many pages may be cut off at once, where nobody knows the end."""
     is_open: bool = True
@@ -133,6 +139,7 @@ class Listing:
         self._due = self._ranges[:]
         self._asked: list[KeyRange] = []
         self._useful = self._wasted = 0.0
+        self._empty: dict[str, ObjectInfo] = {}
 
     def due(self) -> KeyRange | None:
         """A range whose next page is to be asked for now; None if there is none."""
@@ -142,13 +149,17 @@ class Listing:
         return taken
 
     def answered(self, asked: KeyRange, page: Page) -> None:
-        """Take the page that follows the `after` of a range."""
+        """Take the page that follows the `after` of a range.
+
+        Raises:  NotInOrderError: it has nothing that comes after that.
+        """
         keys = [one.url[len(self._prefix) :] for one in page.objects]
+        self._empty.update((one.url, one) for one in page.empty)
         count = bisect_right(keys, asked.until)
         asked.found += page.objects[:count]
-        asked.first = asked.first if asked.pages else next(iter(keys), "")
+        asked.first = asked.first or next(iter(keys), "")
         asked.next = next(iter(keys[count:]), "")
-        useful = count / len(keys) if keys else 0.0
+        useful = count / len(keys) if keys else float(bool(page.empty))
         self._useful += useful
         self._wasted += 1.0 - useful
         origin, asked.cut_from = asked.cut_from, None
@@ -156,8 +167,12 @@ class Listing:
             origin.is_open, origin.doubt = False, 1.0 if count else origin.doubt * _DOUBT
         self._asked.remove(asked)
         if count == len(keys) and not page.is_last:
-            self._spelling.learn(keys)
-            asked.after, asked.doubt = keys[-1], max(1.0, asked.doubt / _DOUBT)
+            ends = [one.url[len(self._prefix) :] for one in page.empty] + keys[-1:]
+            end = max(ends, default="")
+            if asked.pages and end <= asked.after:
+                raise NotInOrderError(f"{self._prefix}{asked.after}: what follows ends before it")
+            self._spelling.learn(keys or ends)
+            asked.after, asked.doubt = end, max(1.0, asked.doubt / _DOUBT)
             asked.pages += 1
             self._due.append(asked)
 
@@ -168,7 +183,14 @@ class Listing:
         """
         if any(one.next != following.first for one, following in pairwise(self._ranges)):
             raise NotInOrderError(f"{self._prefix}: a list goes on elsewhere than it stopped")
-        return [info for one in self._ranges for info in one.found]
+        full = [info for one in self._ranges for info in one.found]
+        if not self._empty:
+            return full
+        # An empty "folder/" does not stand for the object that is listed as it is.
+        for info in full:
+            self._empty.pop(info.url, None)
+        by_url = attrgetter("url")
+        return [*heapq.merge(full, sorted(self._empty.values(), key=by_url), key=by_url)]
 
     def _cut(self) -> KeyRange | None:
         """Cut the range that seems the longest."""

@@ -25,7 +25,6 @@ from typing_extensions import Buffer
 from dataplane.errors import (
     ConfigError,
     DatasetChangedError,
-    ShardNotFound,
     StoreError,
     TruncatedRead,
 )
@@ -89,8 +88,7 @@ class ObstoreStore:
         listed = self._ask(prefix, lambda: self._listed(folder or None))
         found = {f"{self._base}/{path}": meta for path, meta in listed.items()}
         infos = [self._info(url, meta) for url, meta in found.items() if url.startswith(prefix)]
-        shown = [info for info in infos if info.size_bytes or self._is_there(info.url)]
-        return iter(sorted(shown, key=lambda info: info.url))
+        return iter(sorted(infos, key=lambda info: info.url))
 
     def has_pages(self) -> bool:
         """As `base.Paged.has_pages`. obstore asks Azure for the whole list, whatever the offset,
@@ -106,21 +104,18 @@ class ObstoreStore:
         while True:
             listed = self._ask(prefix, lambda: self._next(folder, start))  # noqa: B023 - called now
             found = [self._info(f"{self._base}/{meta['path']}", meta) for meta in listed]
-            there = [
-                info
-                for info in found
-                if info.size_bytes or (info.url.startswith(prefix) and self._is_there(info.url))
-            ]
-            urls = [f"{self._base}/{start or ''}", *(info.url for info in there)]
+            urls = [f"{self._base}/{start or ''}", *(info.url for info in found if info.size_bytes)]
             if not all(map(lt, urls, urls[1:])):
                 raise NotInOrderError(f"{urls[0]}: what follows is not in url order")
-            shown = [info for info in there if info.url.startswith(prefix)]
-            is_last = len(listed) < LIST_PAGE or found[-1].url > f"{prefix}{LAST}"
+            shown = [info for info in found if info.url.startswith(prefix)]
+            end = max((info.url for info in found), default="")
+            is_last = len(listed) < LIST_PAGE or end > f"{prefix}{LAST}"
             if shown or is_last:
-                return Page(shown, is_last)
-            if start is not None and listed[-1]["path"] <= start:
+                objects = [info for info in shown if info.size_bytes]
+                return Page(objects, is_last, [info for info in shown if not info.size_bytes])
+            if end <= urls[0]:
                 raise NotInOrderError(f"{urls[0]}: what follows ends before it")
-            start = listed[-1]["path"]
+            start = end[len(self._base) + 1 :]
 
     def head(self, url: str) -> ObjectInfo:
         if self._has_query(url):
@@ -183,9 +178,11 @@ class ObstoreStore:
             for page in obstore.list(self._client, folder, offset=last, chunk_size=LIST_PAGE):
                 count = len(found)
                 for meta in page:
-                    # The "folder/" that has the path of an object comes after it.
-                    found.setdefault(meta["path"], meta)
-                if len(found) == count:
+                    known = found.get(meta["path"])
+                    # An empty "folder/" does not stand for the object that has its path.
+                    if known is None or not known["size"]:
+                        found[meta["path"]] = meta
+                if len(found) == count and len(page) == LIST_PAGE:
                     raise StoreError(
                         f"{self._base}: the store lists {page[0]['path']} and what follows it "
                         "again and again, so that its lists never end: this server cannot be "
@@ -246,16 +243,6 @@ class ObstoreStore:
             raise StoreError(f"{url}: the client failed internally: {cause}", shard=url) from cause
         self._was_served = True
         return answer
-
-    def _is_there(self, url: str) -> bool:
-        """Whether an empty object is one: obstore lists the empty "folder/" objects that consoles
-        make as "folder", which nothing can read.
-        """
-        try:
-            self.head(url)
-        except ShardNotFound:
-            return False
-        return True
 
     def _has_query(self, url: str) -> bool:
         return self._is_http and "?" in url

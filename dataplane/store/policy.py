@@ -17,6 +17,7 @@ import socket
 import unicodedata
 import urllib.parse
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from msgspec import Struct
@@ -210,7 +211,7 @@ class PolicedStore:
         assert isinstance(self._inner, Paged)
         self._policy.check_names([prefix])
         page = self._inner.page(prefix, after)
-        self._policy.check_all(one.url for one in page.objects)
+        self._policy.check_all(one.url for one in chain(page.objects, page.empty))
         return page
 
     def head(self, url: str) -> ObjectInfo:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import CorruptShard, StoreError
+from dataplane.errors import CorruptShard, DataplaneError, StoreError
 from dataplane.formats.first_reads import PROBE_BYTES, first_reads
 from dataplane.index import ahead
 from dataplane.index.ahead import found_ahead
@@ -216,3 +216,13 @@ def test_whatever_becomes_of_the_process_is_nobodys_error(
         command, capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     assert (json.loads(done.stdout), done.stderr) == (expected, "")
+
+
+def test_what_may_be_a_folder_is_left_to_the_node(tmp_path: Path) -> None:
+    found = scouted(written(tmp_path / "data", "parquet"))
+    shards = found.listed[:]
+    found.listed.append(("s3://bucket/folder", 0, "e"))
+    assert found_ahead([str(tmp_path / "data")], "", found).listed == shards
+    found.listed.append(("s3://bucket/folder.parquet", 0, "e"))
+    with pytest.raises(DataplaneError, match="the node asks"):
+        found_ahead([str(tmp_path / "data")], "", found)

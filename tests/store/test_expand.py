@@ -17,7 +17,7 @@ from dataplane.errors import ConfigError, ShardNotFound, StoreError
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Store
 from dataplane.store.connect import Stores, connect, forget
-from dataplane.store.expand import expand
+from dataplane.store.expand import expand, missing
 
 STORES = Stores()
 
@@ -196,7 +196,10 @@ def test_globs_and_braces_match_names_in_a_bucket(
     try:
         whole = [f"{base}/{key}" for key in keys]
         for written in (base, f"{base}/", f"{base}/data", f"{base}/data/train-{{00..11}}.tar"):
-            assert [info.url for info in expand(written, connect)] == whole
+            listed = expand(written, connect)
+            folders = missing((info for info in listed if not info.size_bytes), connect)
+            assert folders <= {f"{base}/data/sub"}
+            assert [info.url for info in listed if info.url not in folders] == whole
         assert [info.url for info in expand(f"{base}/data/*-0?.tar", connect)] == whole[:10]
         with pytest.raises(ShardNotFound, match=r"12 objects .* none matches"):
             expand(f"{base}/data/train-*.parquet", connect)
@@ -245,3 +248,14 @@ def test_the_urls_of_a_list_are_looked_up_at_once(root: Path) -> None:
     found = expand(given, STORES.connect)
     barrier = threading.Barrier(3, timeout=30.0)
     assert expand(given, lambda url: cast(Store, Meeting(connect(url), barrier))) == found
+
+
+def test_what_may_be_missing_is_asked_for_at_once(root: Path) -> None:
+    infos = [ObjectInfo(f"file://{root}/{name}", 0, "") for name in ("empty.bin", "gone", "date=1")]
+    barrier = threading.Barrier(3, timeout=30.0)
+    gone = missing(infos, lambda url: cast(Store, Meeting(connect(url), barrier)))
+    assert gone == {f"file://{root}/gone", f"file://{root}/date=1"}
+
+
+def test_an_empty_object_may_be_named_twice_since_it_may_be_a_folder(root: Path) -> None:
+    assert names(root, "empty*", "*.bin") == ["empty.bin", "odd {0} [x]*.bin"]

@@ -80,6 +80,38 @@ def test_each_key_is_listed_once(keys: set[str], size: int, random_: random.Rand
     rounds_and_pages(sorted(PREFIX + key for key in keys), size, random_)
 
 
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(["0", "1", "0-", "0a"]), min_size=1, max_size=3).map("/".join),
+        st.sampled_from([("", 1), ("", 0), ("/", 0), ("/", 0), ("/", 0)]),
+    ),
+    st.integers(8, 20),
+    st.randoms(use_true_random=False),
+)
+def test_folders_of_a_console_hide_no_object_wherever_they_are(
+    kinds: dict[str, tuple[str, int]], size: int, random_: random.Random
+) -> None:
+    keys = sorted((PREFIX + key + slash, count) for key, (slash, count) in kinds.items())
+
+    def page(after: str | None) -> Page:
+        follow = [one for one in keys if after is None or one[0] > after]
+        infos = [ObjectInfo(key.rstrip("/"), count, "e") for key, count in follow[:size]]
+        objects, empty = ([one for one in infos if one.size_bytes == count] for count in (1, 0))
+        return Page(objects, len(follow) < size, empty)
+
+    listing = Listing(PREFIX)
+    asked: list[KeyRange] = []
+    while True:
+        while (due := listing.due()) is not None:
+            asked.append(due)
+        if not asked:
+            break
+        one = asked.pop(random_.randrange(len(asked)))
+        listing.answered(one, page(f"{PREFIX}{one.after}"))
+    found = [(one.url, one.size_bytes) for one in listing.found()]
+    assert found == sorted((PREFIX + key, count) for key, (_, count) in kinds.items())
+
+
 def by_folder(url: str) -> list[str]:
     return url.split("/")
 
@@ -211,11 +243,40 @@ def test_a_prefix_that_no_key_has_is_listed(awry: Awry, store: Retrying, prefix:
     assert not list(store.list(f"s3://bucket/{prefix}"))
 
 
+@pytest.mark.parametrize("mood", [Mood.WELL, Mood.UNORDERED])
 def test_a_folder_of_a_console_does_not_stand_for_the_object_with_its_name(
+    awry: Awry, store: Retrying, mood: Mood
+) -> None:
+    awry.objects = {"bucket/many/a": b"x", "bucket/many/a-b": b"x", "bucket/many/a/": b""}
+    awry.be(then=mood)
+    found = [(one.url, one.size_bytes) for one in store.list(PREFIX)]
+    assert found == [(f"{PREFIX}a", 1), (f"{PREFIX}a-b", 1)]
+
+
+def test_folders_of_a_console_cost_nothing_but_their_place_in_the_list(
     awry: Awry, store: Retrying
 ) -> None:
-    awry.objects = {"bucket/many/a": b"x", "bucket/many/a/": b"", "bucket/many/b/": b""}
-    assert [(one.url, one.size_bytes) for one in store.list(PREFIX)] == [(f"{PREFIX}a", 1)]
+    names = [f"{i:04d}{more}" for i in range(3_000) for more in ("", "-b")]
+    folders = {f"bucket/many/{name}/": b"" for name in names}
+    awry.objects = {**folders, **{f"{name}x": b"x" for name in folders if "-b" in name}}
+    found = list(store.list(PREFIX))
+    assert [one.url for one in found if one.size_bytes] == [
+        f"{PREFIX}{name}/x" for name in names if "-b" in name
+    ]
+    assert {one.url for one in found if not one.size_bytes} == {PREFIX + name for name in names}
+    assert {method for method, _ in awry.seen} == {"GET"}
+    assert len(awry.seen) <= 10 * 1.25 + 6
+
+
+def test_a_page_of_nothing_but_folders_is_asked_for_again_alone(
+    awry: Awry, store: Retrying
+) -> None:
+    awry.objects = {f"bucket/many/{i:05d}/": b"" for i in range(12_345)}
+    awry.be(*[Mood.INTERNAL, Mood.WELL, Mood.TRUNCATED, Mood.WELL, Mood.RESET] * 2)
+    assert [one.url for one in store.list(PREFIX)] == [
+        url.removesuffix("/") for url in urls_of(awry, PREFIX)
+    ]
+    assert len(awry.seen) <= 13 * 1.25 + 6 + 6
 
 
 def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -> None:

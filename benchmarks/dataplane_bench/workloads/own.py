@@ -88,7 +88,7 @@ def _shards(urls: Sequence[str]) -> tuple[Format, list[ObjectInfo]]:
         manifest = open_dataset(names)
         listed = [ObjectInfo(one.url, one.size_bytes, one.etag) for one in manifest.shards]
         return registry.by_name(manifest.format), listed
-    return choose_shards(expand(names, connect), names, "")
+    return choose_shards(expand(names, connect), names, "", connect)
 
 
 def _first(listed: Sequence[ObjectInfo], byte_limit: int) -> list[ObjectInfo]:

@@ -1,0 +1,98 @@
+"""Datasets in buckets that have more than their shards: folders that consoles make, and odd keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+from awry import Awry, Mood, awry_server
+from shards import json_lines, parquet_bytes
+
+from dataplane.errors import CorruptShard, ShardNotFound
+from dataplane.index.indexing import index_dataset
+from dataplane.store.connect import Stores
+
+A, B = (parquet_bytes(pa.table({"id": [n] * 10})) for n in (0, 1))
+LINES = json_lines([{"id": 0}])
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def stores() -> Iterator[Stores]:
+    opened = Stores()
+    yield opened
+    opened.close()
+
+
+def shards_of(stores: Stores, *urls: str, format_name: str = "") -> list[str]:
+    manifest = index_dataset(urls, format_name=format_name, connect=stores.connect)
+    return [shard.url.removeprefix("s3://bucket/") for shard in manifest.shards]
+
+
+def test_nothing_is_asked_about_empty_objects_that_cannot_be_shards(
+    awry: Awry, stores: Stores
+) -> None:
+    names = [f"{i:03d}" for i in range(300)]
+    empty = [form.format(name) for name in names for form in ("{}/", "{}/_SUCCESS", "{}/.a.crc")]
+    awry.objects = dict.fromkeys((f"bucket/t/{name}" for name in empty), b"")
+    awry.objects |= {"bucket/t/000/a.parquet": A, "bucket/t/299/b.parquet": B}
+    for url in ("s3://bucket/t/", "s3://bucket/t/**/*", "s3://bucket/t/*/*.parquet"):
+        assert shards_of(stores, url) == ["t/000/a.parquet", "t/299/b.parquet"]
+    assert "HEAD" not in {method for method, _ in awry.seen}
+
+
+def test_one_of_many_checks_that_fails_is_repeated_alone(awry: Awry, stores: Stores) -> None:
+    folders = {f"bucket/t/{i:02d}.parquet/": b"" for i in range(50)}
+    awry.objects = {**folders, **{f"{name}part.parquet": A for name in folders}}
+    awry.be(Mood.WELL, *[Mood.INTERNAL, Mood.LATE, Mood.WELL] * 3)
+    assert shards_of(stores, "s3://bucket/t/") == [
+        f"t/{i:02d}.parquet/part.parquet" for i in range(50)
+    ]
+    assert [method for method, _ in awry.seen].count("HEAD") == 50 + 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "url", "format_name", "found"),
+    [
+        (("p.parquet/", "p.parquet/0.parquet"), "t/", "", ["t/p.parquet/0.parquet"]),
+        (("p.parquet/", "p.parquet/0.parquet"), "t/p.parquet", "", ["t/p.parquet/0.parquet"]),
+        (("p.parquet/", "q.parquet"), "t/*.parquet", "", ["t/q.parquet"]),
+        (("p.parquet/", "p.parquet"), "t/", "", ["t/p.parquet"]),
+        (("p.jsonl/", "q.parquet"), "t/", "", ["t/q.parquet"]),
+        (("p.jsonl/", "p.jsonl/0", "p.jsonl/1"), "t/", "jsonl", ["t/p.jsonl/0", "t/p.jsonl/1"]),
+        (("p/", "p/0"), "t/", "jsonl", ["t/p/0"]),
+        (("p/", "p/0.json"), "t/", "jsonl", ["t/p/0.json"]),
+    ],
+)
+def test_a_folder_is_no_shard_whatever_its_name(
+    awry: Awry, stores: Stores, keys: tuple[str, ...], url: str, format_name: str, found: list[str]
+) -> None:
+    body = LINES if format_name else A
+    awry.objects = {f"bucket/t/{key}": b"" if key.endswith("/") else body for key in keys}
+    assert shards_of(stores, f"s3://bucket/{url}", format_name=format_name) == found
+
+
+@pytest.mark.parametrize("url", ["t/", "t/*.parquet", "t/b.parquet", "t/{a,b}.parquet"])
+def test_an_empty_shard_is_refused_however_it_is_named(
+    awry: Awry, stores: Stores, url: str
+) -> None:
+    awry.objects = {"bucket/t/a.parquet": A, "bucket/t/b.parquet": b"", "bucket/t/c.parquet/": b""}
+    with pytest.raises(CorruptShard, match=r"t/b\.parquet: byte 0: the shard is empty"):
+        shards_of(stores, f"s3://bucket/{url}")
+
+
+@pytest.mark.parametrize("format_name", ["", "jsonl"])
+def test_folders_without_an_object_are_no_dataset(
+    awry: Awry, stores: Stores, format_name: str
+) -> None:
+    awry.objects = {"bucket/t/": b"", "bucket/t/a/": b"", "bucket/t/b.jsonl/": b""}
+    with pytest.raises(ShardNotFound, match="only empty folders: s3://bucket/t/a, s3://bucket/t/b"):
+        shards_of(stores, "s3://bucket/t/", format_name=format_name)
