@@ -55,6 +55,12 @@ _WHYS = (
 _NO_TLS = "InvalidContentType"
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
+# A list breaks off at a key like this, and nothing makes obstore leave it out.
+_NOT_LISTED = re.compile(
+    r"Encountered object with invalid path: (?:Error parsing )?Path \"(.*)\""
+    r"(?: contained empty path segment|: Encountered illegal character sequence)",
+    re.DOTALL,
+)
 _BARE_REDIRECT = "redirect without LOCATION"
 # How a store, and then a plain http server, answers a ranged read with status 200.
 _WHOLE = ("NotPartial", "RangeNotSupported")
@@ -62,6 +68,8 @@ _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 # The store does not know these credentials any more; others may be there by now.
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
+ODD = "an empty, '.' or '..' part, or with a control character"
+"""How keys are that obstore refuses."""
 Fault = StoreError | DatasetChangedError
 
 
@@ -110,6 +118,9 @@ def mapped(
         )
     if _BARE_REDIRECT in text:
         return _elsewhere(url, "the server redirects without saying where", "")
+    odd = _NOT_LISTED.search(text)
+    if odd is not None:
+        return _not_listed(url, odd[1])
     if "HttpError" in text or "reqwest" in text:
         return _not_connected(url, base, text)
     return StoreError(f"{url}: {shortened(text)}", shard=url)
@@ -286,6 +297,15 @@ def _not_connected(url: str, base: str, text: str) -> StoreError:
         return StoreError(f"{url}: {endpoint} redirects to what is not an http url", shard=url)
     why = next((why for words, why in _WHYS if any(word in text for word in words)), Why.BROKEN)
     return unreachable(url, endpoint, why)
+
+
+def _not_listed(url: str, key: str) -> StoreError:
+    return StoreError(
+        f"{url}: cannot be listed, since the object with the key {key!r} is in the way: keys with "
+        f"{ODD}, cannot be listed. Move that object out of this folder, or name each shard by its "
+        "url: these, and braces such as {000..127}, need no list",
+        shard=url,
+    )
 
 
 def _bytes(span: tuple[int, int] | None) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import os
+import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from operator import lt
@@ -32,7 +33,7 @@ from dataplane.model import ObjectInfo
 from dataplane.store import direct
 from dataplane.store.base import LAST, NotInOrderError, Page
 from dataplane.store.clients import Client, client, may_renew
-from dataplane.store.obstore_faults import has_answer, has_no_range, is_mute, mapped
+from dataplane.store.obstore_faults import ODD, has_answer, has_no_range, is_mute, mapped
 from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong, unmet
 from dataplane.store.race import current_race
 from dataplane.store.refusals import shortened
@@ -40,6 +41,7 @@ from dataplane.store.urls import folder_of, key_of, scheme_of
 
 T = TypeVar("T")
 LIST_PAGE = 1000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 SIGNED_FOR = dt.timedelta(minutes=15)
 # Below this the copy costs less than the request.
 _DIRECT_BYTES_MIN = 128 << 10
@@ -202,7 +204,7 @@ class ObstoreStore:
         """
         key = prefix[len(self._base) + 1 :]
         is_plain = key.isascii() and key.isprintable() and not key.endswith(" ")
-        if not is_plain or _has_odd_part(key):
+        if not is_plain or _is_odd(key):
             return None
         before = "." if key[-1] == "0" else chr(ord(key[-1]) - 1)  # no "/"
         return f"{key[:-1]}{before}~"
@@ -251,10 +253,9 @@ class ObstoreStore:
         key = key_of(url)
         if self._is_http:
             return urllib.parse.unquote(key)
-        if _has_odd_part(key):
+        if _is_odd(key):
             raise StoreError(
-                f"{url}: a key with an empty, '.' or '..' part cannot be read; copy the object to "
-                "another name",
+                f"{url!r}: a key with {ODD}, cannot be read; copy the object to another name",
                 shard=url,
             )
         return key
@@ -271,8 +272,9 @@ class ObstoreStore:
         return ObjectInfo(url, meta["size"], etag or f"{NO_ETAG}{int(modified)}-{meta['size']}")
 
 
-def _has_odd_part(key: str) -> bool:
-    return any(part in ("", ".", "..") for part in key.split("/"))
+def _is_odd(key: str) -> bool:
+    has_odd_part = any(part in ("", ".", "..") for part in key.split("/"))
+    return has_odd_part or _CONTROL.search(key) is not None
 
 
 def _client_of_query(request_timeout_s: float, url: str) -> Client:

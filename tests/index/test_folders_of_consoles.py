@@ -9,7 +9,7 @@ import pytest
 from awry import Awry, Mood, awry_server
 from shards import json_lines, parquet_bytes
 
-from dataplane.errors import CorruptShard, ShardNotFound
+from dataplane.errors import CorruptShard, ShardNotFound, StoreError
 from dataplane.index.indexing import index_dataset
 from dataplane.store.connect import Stores
 
@@ -96,3 +96,28 @@ def test_folders_without_an_object_are_no_dataset(
     awry.objects = {"bucket/t/": b"", "bucket/t/a/": b"", "bucket/t/b.jsonl/": b""}
     with pytest.raises(ShardNotFound, match="only empty folders: s3://bucket/t/a, s3://bucket/t/b"):
         shards_of(stores, "s3://bucket/t/", format_name=format_name)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["t//_SUCCESS", "t/./a", "t/../a", "t/logs//run.txt", "t/junk\n.txt", "t/ta\tb", 't/"\x7f'],
+)
+def test_a_key_that_ends_a_list_is_named_whole_with_what_to_do(
+    awry: Awry, stores: Stores, key: str
+) -> None:
+    awry.objects = {f"bucket/{key}": b"", "bucket/t/0.parquet": A, "bucket/t/1.parquet": B}
+    for url in ("t/", "t/*.parquet"):
+        with pytest.raises(StoreError) as raised:
+            shards_of(stores, f"s3://bucket/{url}")
+        assert f"the object with the key {key!r} is in the way" in str(raised.value)
+        assert "braces such as {000..127}, need no list" in str(raised.value)
+    for urls in (["t/0.parquet", "t/1.parquet"], ["t/{0..1}.parquet"]):
+        named = [f"s3://bucket/{url}" for url in urls]
+        assert shards_of(stores, *named) == ["t/0.parquet", "t/1.parquet"]
+
+
+def test_a_key_that_cannot_be_read_is_named_whole(stores: Stores) -> None:
+    for url in ("s3://bucket/t/junk\n.txt", "s3://bucket/t//a"):
+        with pytest.raises(StoreError, match="cannot be read; copy the object") as raised:
+            shards_of(stores, url)
+        assert repr(url) in str(raised.value)
