@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from typing_extensions import Buffer
 
-from dataplane.errors import ClosedError
+from dataplane.errors import ClosedError, DatasetChangedError, ShardNotFound
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.inferred import is_inferred
 from dataplane.formats.nulls import aligned, node_count
@@ -35,6 +35,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
 from dataplane.plan.shard import IndexedShard
 from dataplane.store.base import Store
+from dataplane.store.urls import scheme_of
 
 T = TypeVar("T")
 Connect = Callable[[str], Store]
@@ -197,7 +198,10 @@ class IndexRun:
     def _index(self, shard: int) -> ShardIndex:
         listed = self._listed[shard]
         stored = StoredShard(listed, self._connect(listed.url), self._stop)
-        return self._index_shard(self._format, stored)
+        try:
+            return self._index_shard(self._format, stored)
+        except (ShardNotFound, DatasetChangedError) as error:
+            raise _unlike_listed(error, listed.url) from error
 
     def _accept_new(
         self, shard: int, key: str, index: ShardIndex, journal: IndexJournal | None
@@ -298,6 +302,22 @@ class _Work:
 
     def _put(self, shard: int, future: Future[ShardIndex]) -> None:
         self._ended.put((shard, future))
+
+
+def _unlike_listed(
+    error: ShardNotFound | DatasetChangedError, url: str
+) -> ShardNotFound | DatasetChangedError:
+    """The error for an object that is not what a list said of it. In a bucket that may never
+    change: obstore lists keys without the slashes at their start and end.
+    """
+    if scheme_of(url) in ("file", "http", "https"):
+        return error
+    advice = (
+        "If you get this error again when you index again, the bucket may have an object whose key "
+        "is this one with a slash before or after it, which cannot be read: move that object to "
+        "another name"
+    )
+    return type(error)(f"{error}. {advice}", **error.nouns)
 
 
 def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:

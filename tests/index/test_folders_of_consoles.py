@@ -9,7 +9,7 @@ import pytest
 from awry import Awry, Mood, awry_server
 from shards import json_lines, parquet_bytes
 
-from dataplane.errors import CorruptShard, ShardNotFound, StoreError
+from dataplane.errors import CorruptShard, DatasetChangedError, ShardNotFound, StoreError
 from dataplane.index.indexing import index_dataset
 from dataplane.store.connect import Stores
 
@@ -121,3 +121,20 @@ def test_a_key_that_cannot_be_read_is_named_whole(stores: Stores) -> None:
         with pytest.raises(StoreError, match="cannot be read; copy the object") as raised:
             shards_of(stores, url)
         assert repr(url) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        (("/t/a.parquet", "t/a.parquet"), DatasetChangedError),
+        (("/t/a.parquet",), ShardNotFound),
+        (("t/a.parquet/", "t/b.parquet"), ShardNotFound),
+    ],
+)
+def test_an_object_that_is_not_as_listed_may_have_another_key(
+    awry: Awry, stores: Stores, keys: tuple[str, ...], kind: type[Exception]
+) -> None:
+    awry.objects = {f"bucket/{key}": body for key, body in zip(keys, (A, B), strict=False)}
+    with pytest.raises(kind, match=r"/t/a\.parquet.* with a slash before or after it") as raised:
+        shards_of(stores, "s3://bucket/")
+    assert raised.value.nouns["shard"] == "s3://bucket/t/a.parquet"  # type: ignore[attr-defined]
