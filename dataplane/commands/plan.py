@@ -160,7 +160,7 @@ def _show(
     hosts = _hosts(manifest, order, cluster, question.global_batch)
     job = _spec(spec, order, question)
     reads, said = reads_and_advice(manifest, job, cluster, config, order.epoch)
-    warnings = (*found.warnings, *said)
+    warnings = (*said, *found.warnings)
     if as_json:
         told = None if reads is None else dataclasses.asdict(reads)
         facts = {**dataclasses.asdict(found), "warnings": warnings}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
+    from dataplane.plan.shuffled_job import ShuffledJob
     from dataplane.scheduler.dataset import Ints
     from dataplane.scheduler.predicted import EpochReads, Guests
 
@@ -67,38 +69,51 @@ def reads_and_advice(
     manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, epoch: int
 ) -> tuple[PredictedReads | None, tuple[str, ...]]:
     """The reads from this epoch on, which begins with nothing in memory and on disk: None for local
-    files, which are mapped into memory. And what is to be said if the open windows of a host do not
-    fit into its memory: what a loader says, and what only a plan knows. Neither for jobs with a
-    map=, whose blocks have other sizes.
+    files, which are mapped into memory, and for jobs with a map=, whose blocks have other sizes.
+    And what is to be said of the shuffle: what a loader says, and what only a plan knows.
 
     Raises:  ConfigError: invalid numbers for an order.
     """
     from dataplane.node.dataset import can_pack, dataset_of
 
-    if spec.view.map:
-        return None, ()
     arena_bytes = config.block_arena_bytes
+    if spec.view.map:
+        return None, _advice(spec, _job(manifest, spec, cluster))
     packed = can_pack(manifest, spec, arena_bytes)
     dataset = dataset_of(1, manifest, spec, packed=packed, arena_bytes=arena_bytes)
-    said = _memory(dataset, spec, cluster, arena_bytes)
+    job = _job(manifest, spec, cluster, dataset.kept_bytes, arena_bytes)
+    said = _advice(spec, job)
     remote = np.flatnonzero(dataset.blocks.marks.is_remote)
     if not len(remote):
-        return None, tuple(filter(None, (said,)))
-    found = _predicted(dataset, remote, spec, cluster, config, epoch, is_too_small=bool(said))
-    return found, tuple(filter(None, (said, _peak(found.open_bytes_max, arena_bytes))))
+        return None, said
+    does_not_fit = spec.shuffle and not job.fits
+    found = _predicted(dataset, remote, spec, cluster, config, epoch, is_too_small=does_not_fit)
+    peak = "" if does_not_fit else _peak(found.open_bytes_max, arena_bytes)
+    return found, (*said, *filter(None, (peak,)))
 
 
-def _memory(dataset: Dataset, spec: JobSpec, cluster: Cluster, arena_bytes: int) -> str:
-    """What a loader says of a host's memory."""
-    from dataplane.plan.advice import memory
+def _job(
+    manifest: Manifest,
+    spec: JobSpec,
+    cluster: Cluster,
+    kept_bytes: int = 0,
+    arena_bytes: float = math.inf,
+) -> ShuffledJob:
+    """`kept_bytes`: what the decoded dataset takes in memory, 0 if it is not known."""
     from dataplane.plan.defaults import BlockSizes
     from dataplane.plan.shuffled import ShuffledSource
+    from dataplane.plan.shuffled_job import ShuffledJob
 
-    manifest = dataset.manifest
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     stored = int(manifest.block_length.sum(dtype=np.int64))
-    whole = ShuffledSource(sizes, spec.window, spec.global_batch, stored, dataset.kept_bytes)
-    return memory([whole], spec.lanes, cluster, arena_bytes) if spec.shuffle else ""
+    whole = ShuffledSource(sizes, spec.window, spec.global_batch, stored, kept_bytes)
+    return ShuffledJob((whole,), spec.lanes, cluster, spec.global_batch, arena_bytes)
+
+
+def _advice(spec: JobSpec, job: ShuffledJob) -> tuple[str, ...]:
+    from dataplane.plan.advice import advice
+
+    return tuple(filter(None, [advice(job) if spec.shuffle else ""]))
 
 
 def _peak(open_bytes: int, arena_bytes: int) -> str:

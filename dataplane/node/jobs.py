@@ -43,6 +43,7 @@ from dataplane.node.streams import Streams
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.shuffled import ShuffledSource, source_of_mixture
+from dataplane.plan.shuffled_job import ShuffledJob
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages
@@ -310,17 +311,20 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
-    """What this rank tells its user: rank 0 of the job as a whole, and one rank a host of it."""
+    """What this rank tells its user: rank 0 of the job, and one rank of each other host of its
+    memory.
+    """
     spec, place = member.spec, member.request.topology
     told = _wasted(job, spec) if place.rank == 0 else []
     if spec.shuffle:
         on_host = place.local_world_size * place.dp_size // place.world_size
         cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
-        sources = _shuffled(job, spec)
+        sources = tuple(_shuffled(job, spec))
+        shuffled = ShuffledJob(sources, spec.lanes, cluster, spec.global_batch, arena_bytes)
         if place.rank == 0:
-            told += advice.advice(sources, spec.lanes, cluster, spec.global_batch)
-        if place.local_rank == 0:
-            told.append(advice.memory(sources, spec.lanes, cluster, arena_bytes))
+            told.append(advice.advice(shuffled))
+        elif place.local_rank == 0:
+            told.append(advice.memory(shuffled))
     return tuple(filter(None, told))
 
 

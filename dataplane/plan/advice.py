@@ -1,52 +1,43 @@
-"""What a user should know of a job's shuffle before it runs: poor mixing, hosts that read much more
-than their share, open windows that do not fit into memory. Each with the setting that helps.
+"""What a user should know of a job before it runs. Of a shuffle: poor mixing, hosts that read much
+more than their share, open windows that do not fit into memory. Of packs: padding and waste. Each
+with the setting that helps.
 
 All numbers are estimates from mean sizes, so this is fast for any dataset.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-
-from msgspec.structs import replace
 
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import (
-    GIB,
-    LANE_BLOCKS_MIN,
-    LANES,
-    OPEN_BYTES_MIN,
-    BlockSizes,
-    Shuffle,
-    mixed_lanes,
-    shuffle_of,
-    source_window,
-)
+from dataplane.plan.defaults import LANE_BLOCKS_MIN, BlockSizes, Shuffle
 from dataplane.plan.packs import Packing
-from dataplane.plan.shuffled import ShuffledSource, hosts_per_block, open_bytes
+from dataplane.plan.remedies import ROOM, Remedy, remedies
+from dataplane.plan.shuffled_job import ShuffledJob
 from dataplane.units import raise_to
 
-# A batch of samples from so many blocks has three quarters of the entropy of a permutation's.
-_BLOCKS_MIN = 32
-# A host may read so much more than its share.
-_READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
-_ROOM = 1.1
 # Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.
 _WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
 # Padded batches waste more, since widths are rounded up.
 _PADDED_WASTE_MAX = 0.1
+_SMALLER_BLOCKS = "write smaller blocks (row groups or record batches)"
+# Where windows are longer than so many blocks, smaller blocks need little less memory.
+_LONG_WINDOW_BLOCKS = 3
 
 
-def advice(
-    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster, global_batch: int
-) -> tuple[str, ...]:
-    """What is to be said of a shuffled job as a whole, over a dataset or the sources of a mixture;
-    nothing in ordinary cases.
+def advice(job: ShuffledJob) -> str:
+    """What is to be said of a shuffled job as a whole, over a dataset or the sources of a mixture,
+    and of the memory of this host: one message, or "" in ordinary cases.
     """
-    found = (_mixing(sources, lanes, global_batch), _locality(sources, lanes, cluster))
-    return tuple(each for each in found if each)
+    qualities = job.qualities()
+    found = [said for said in (_mixing(job, qualities), _locality(job), _memory(job)) if said]
+    return f"{', and '.join(found)}: {_help(job, qualities)}" if found else ""
+
+
+def memory(job: ShuffledJob) -> str:
+    """The same, if open windows do not fit into the memory of this host, and of nothing else."""
+    return f"{_memory(job)}: {_help(job, job.qualities())}" if not job.fits else ""
 
 
 def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
@@ -88,119 +79,107 @@ def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> 
     # A window that begins anywhere has unequal parts of blocks; as many equal ones would mix alike.
     even = window**2 / (window - 1 / 3) if window >= 1 else 1 / (1 - window / 3)
     even = max(min(even, sizes.blocks / shuffle.lanes), 1.0)
-    return lanes * _distinct(even, global_batch / lanes)
+    return min(lanes * _distinct(even, global_batch / lanes), sizes.blocks)
 
 
 def _distinct(groups: float, draws: float) -> float:
     return groups * (1 - (1 - 1 / groups) ** draws) if groups > 1 else 1.0
 
 
-def _mixing(sources: Sequence[ShuffledSource], lanes: int, global_batch: int) -> str:
-    poor = [one for one in sources if _mixes_poorly(one, lanes, global_batch)]
+def _mixing(job: ShuffledJob, qualities: Sequence[float]) -> str:
+    poor = job.poor(qualities)
     if not poor:
         return ""
     worst = max(poor, key=lambda one: (one.draws, one.stored_bytes))
+    found_quality = qualities[job.sources.index(worst)]
     sizes, draws = worst.sizes, worst.draws
-    found = blocks_per_batch(sizes, Shuffle(lanes, worst.window, 0), draws)
-    enough = _enough(worst, global_batch)
-    window = math.ceil(2 * enough * sizes.block_rows / lanes)
-    need = lanes * sum(one.sizes.open_window_bytes(window) for one in sources)
-    if blocks_per_batch(sizes, _default(worst, sources), draws) >= enough:
-        help_ = "leave out lanes and window"
-    elif sizes.blocks >= 2 * enough:
-        help_ = (
-            f"write smaller blocks (row groups or record batches), or set window={window}, for "
-            f"which all hosts together need {_size(need)} for blocks"
-        )
-    else:
-        help_ = "write smaller blocks (row groups or record batches)"
+    found = blocks_per_batch(sizes, Shuffle(job.lanes, worst.window, 0), draws)
+    open_share = min(job.lanes * worst.window / sizes.samples, 1.0)
     of = f"of source {worst.name!r} in a batch" if worst.name else "of a batch"
     more = len(poor) - 1
     also = f"; {more} more source{'s are' if more > 1 else ' is'} like that" if more else ""
     return (
         f"the samples {of} come from about {found:.0f} of {sizes.blocks:,} blocks (a full "
-        f"shuffle: {_distinct(sizes.blocks, draws):.0f}{also}), so neighbours in the dataset are "
-        f"often in the same batch: {help_}"
+        f"shuffle: {_distinct(sizes.blocks, draws):.0f}{also}), and from windows with "
+        f"{open_share:.1%} of all samples, so neighbours in the dataset are often in the same "
+        f"batch (shuffle quality {found_quality:.2f}, and 1 is perfect)"
     )
 
 
-def _enough(one: ShuffledSource, global_batch: int) -> float:
-    """From how many blocks its samples in a batch should come: together, those of all sources come
-    from enough.
-    """
-    return _BLOCKS_MIN * min(one.draws / global_batch, 1.0)
-
-
-def _mixes_poorly(one: ShuffledSource, lanes: int, global_batch: int) -> bool:
-    if one.sizes.dataset_bytes < OPEN_BYTES_MIN:
-        return False
-    found = blocks_per_batch(one.sizes, Shuffle(lanes, one.window, 0), one.draws)
-    return found < min(_enough(one, global_batch), _distinct(one.sizes.blocks, one.draws) / 2)
-
-
-def _default(
-    one: ShuffledSource, sources: Sequence[ShuffledSource], lanes: int | None = None
-) -> Shuffle:
-    """What a source is shuffled with by default."""
-    if len(sources) == 1:
-        return shuffle_of(one.sizes, lanes)
-    every = [each.sizes for each in sources]
-    lanes = lanes or mixed_lanes(every)
-    return Shuffle(lanes, source_window(one.sizes, lanes, every), 0)
-
-
-def _locality(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> str:
-    """Whether hosts read much more than their share, and which lanes help."""
-    hosts, ranks = cluster.host_count, cluster.dp_size
-    times = hosts_per_block(sources, lanes, cluster)
-    share = sum(one.stored_bytes for one in sources) / hosts
-    if times <= _READS_MAX or (times - 1) * share <= _EXCESS_BYTES_MAX:
+def _locality(job: ShuffledJob) -> str:
+    """Whether hosts read much more than their share."""
+    if not job.reads_much:
         return ""
-    said = (
-        f"each of {hosts} hosts reads about {_size(times * share)} in an epoch, {times:.1f} times "
-        f"its share, since {lanes} lanes are shared by {ranks} ranks: "
+    times, cluster = job.reads_times_share, job.cluster
+    return (
+        f"each of {cluster.host_count} hosts reads about {_size(times * job.share_bytes)} in an "
+        f"epoch, {times:.1f} times its share, since {job.lanes} lanes are shared by "
+        f"{cluster.dp_size} ranks"
     )
-    better = ranks * max(round(lanes / ranks), 1)
-    if LANE_BLOCKS_MIN * better > sum(one.sizes.blocks for one in sources):
-        return said + (
-            f"write smaller blocks; with {LANE_BLOCKS_MIN * better:,} or more, lanes={better} helps"
-        )
-    windows = [replace(one, window=_default(one, sources, better).window) for one in sources]
-    need = open_bytes(windows, cluster.lanes_per_host(better))
-    return said + f"set lanes={better}, for which each host needs {_size(need)} for open windows"
 
 
-def memory(
-    sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster, arena_bytes: int
-) -> str:
-    """Whether the open windows of a host fit into its block arena, and what helps; "" if they
-    fit.
-    """
-    on_host = cluster.lanes_per_host(lanes)
-    need = sum(
-        min(on_host * _block(one) * (1 + one.window / one.sizes.block_rows), one.kept_bytes)
-        for one in sources
-    )
-    if need <= arena_bytes:
+def _memory(job: ShuffledJob) -> str:
+    """Whether the open windows of a host do not fit into its block arena."""
+    if job.fits:
         return ""
-    said = (
-        f"the shuffle of this job keeps about {_size(need)} of blocks open on a host, and its "
-        f"block arena has {_size(arena_bytes)}, so blocks are read several times in an epoch: "
-        f"{raise_to('block_arena_bytes', round(need * _ROOM))}"
+    return (
+        f"the shuffle of this job keeps about {_size(job.kept_bytes)} of blocks open on a host, "
+        f"and its block arena has {_size(job.arena_bytes)}, so blocks are read several times in "
+        "an epoch"
     )
-    blocks = sum(_block(one) for one in sources)
-    rows = sum(_block(one) / one.sizes.block_rows for one in sources)
-    for fewer in sorted({each for each in LANES if each < lanes}, reverse=True):
-        room = arena_bytes / _ROOM / cluster.lanes_per_host(fewer)
-        window = int((room - blocks) / rows)
-        if window >= max(one.sizes.block_rows for one in sources):
-            return f"{said}, or mix fewer blocks: lanes={fewer}, window={window}"
-    return said
 
 
-def _block(one: ShuffledSource) -> float:
-    """The memory that a block takes on average."""
-    return one.kept_bytes / one.sizes.blocks
+def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
+    """What to do about all problems of a job together."""
+    is_poor, reads_much, worst = bool(job.poor(qualities)), job.reads_much, min(qualities)
+    found, blocks = remedies(job, worst), ""
+    if reads_much and found.fitting is None and found.larger is None:
+        blocks = _blocks_for_all_ranks(job)
+        if not is_poor and job.fits:
+            return blocks
+        found = remedies(job, worst, reads_may_be_many=True)
+    also = f"; to read less, {blocks}" if blocks else ""
+    if not is_poor and (blocks or not reads_much):
+        return _more_memory(job, worst, found.fitting) + also
+    if found.fitting is not None:
+        need = _size(found.fitting.job.window_bytes)
+        return f"{found.fitting.said}, for which each host needs {need} for open windows{also}"
+    if found.larger is not None:
+        more = _enough_memory(found.larger.job, blocks_help=True)
+        return f"{found.larger.said}, and {more}{also}"
+    return _SMALLER_BLOCKS
+
+
+def _more_memory(job: ShuffledJob, quality: float, other: Remedy | None) -> str:
+    """What to do about a shuffle that mixes well and does not fit."""
+    blocks_help = any(
+        one.window < _LONG_WINDOW_BLOCKS * one.sizes.block_rows for one in job.sources
+    )
+    more = _enough_memory(job, blocks_help=blocks_help)
+    if other is None:
+        return f"{more}. No other lanes and window both fit and mix well"
+    qualities = f"a shuffle quality of {other.quality:.2f} instead of {quality:.2f}"
+    return f"{more}; or {other.said}, for {qualities}"
+
+
+def _enough_memory(job: ShuffledJob, *, blocks_help: bool) -> str:
+    """All ways to have a job fit whose lanes and windows stay the same."""
+    ways = [raise_to("block_arena_bytes", round(job.kept_bytes * ROOM))]
+    cluster = job.cluster
+    twice = Cluster(2 * cluster.host_count * cluster.ranks_per_host, cluster.ranks_per_host)
+    if twice.lanes_per_host(job.lanes) < job.lanes_per_host:
+        ways.append("use more hosts")
+    if blocks_help:
+        ways.append(_SMALLER_BLOCKS)
+    return ", or ".join(ways)
+
+
+def _blocks_for_all_ranks(job: ShuffledJob) -> str:
+    lanes = job.lanes_of_ranks
+    least = LANE_BLOCKS_MIN * lanes
+    if least <= job.block_count:
+        return _SMALLER_BLOCKS
+    return f"write smaller blocks; with {least:,} or more, lanes={lanes} helps"
 
 
 def _size(size: float) -> str:

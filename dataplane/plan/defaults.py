@@ -7,6 +7,7 @@ resumed on any number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,13 +49,18 @@ RAMP_SHARE_MIN = 8
 
 
 class BlockSizes(Struct, frozen=True):
-    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones."""
+    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones.
+
+    `usual_rows` are those of the block in which a sample is, on average: more than `block_rows` if
+    blocks differ. No default depends on it.
+    """
 
     samples: int
     blocks: int
     block_rows: int
     block_bytes: int
     sample_bytes: int
+    usual_rows: int
 
     @classmethod
     def of(cls, block_rows: NDArray[np.integer], block_decoded: NDArray[np.integer]) -> BlockSizes:
@@ -63,8 +69,14 @@ class BlockSizes(Struct, frozen=True):
         """
         samples, blocks = counted(block_rows), len(block_rows)
         decoded = int(block_decoded.sum(dtype=np.int64))
+        usual = math.ceil(float(np.square(block_rows, dtype=np.float64).sum()) / samples)
         return cls(
-            samples, blocks, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples)
+            samples,
+            blocks,
+            -(-samples // blocks),
+            -(-decoded // blocks),
+            -(-decoded // samples),
+            min(usual, samples),
         )
 
     @property
@@ -127,9 +139,8 @@ def source_window(sizes: BlockSizes, lanes: int, every: Sequence[BlockSizes]) ->
 def _together(every: Sequence[BlockSizes]) -> BlockSizes:
     samples, blocks = (sum(getattr(one, name) for one in every) for name in ("samples", "blocks"))
     decoded = sum(one.blocks * one.block_bytes for one in every)
-    return BlockSizes(
-        samples, blocks, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples)
-    )
+    rows = -(-samples // blocks)
+    return BlockSizes(samples, blocks, rows, -(-decoded // blocks), -(-decoded // samples), rows)
 
 
 def _is_one_window(sizes: BlockSizes) -> bool:

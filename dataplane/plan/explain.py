@@ -1,7 +1,7 @@
 """Computes what `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
 
-The numbers follow from lanes, windows and blocks. Only the shuffle's quality is sampled, at
-positions chosen by the keyed hash, so that the result is always the same.
+The numbers follow from lanes, windows and blocks. Displacement, and blocks and shards in a batch,
+are sampled, at positions chosen by the keyed hash, so that the result is always the same.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.model import End
-from dataplane.plan.advice import advice
 from dataplane.plan.block_hosts import BlockHosts
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import BlockSizes
+from dataplane.plan.defaults import BlockSizes, Shuffle
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.permute import Domain, key
+from dataplane.plan.quality import quality, unshuffled_quality
 from dataplane.plan.shuffled import (
     HostFigures,
     ShuffledSource,
@@ -25,7 +25,7 @@ from dataplane.plan.shuffled import (
     open_bytes,
 )
 from dataplane.plan.slices import Slice
-from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64
+from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64, Windows
 
 # Number of sampled stretches of the order, and their minimum and maximum length. A stretch opens
 # windows of as many lanes as it has samples. All stretches together compute at most this many
@@ -34,7 +34,6 @@ _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
 _PROBE_ENTRIES = 1 << 25
 _DROP_SHARE_MAX = 0.01
-_LABELS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,9 @@ class Explanation:
     global batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too
     long, or opens too many long windows, only its first `probed_per_batch` samples are counted.
     `quality` is the entropy of a batch's labels if the dataset is sorted by 100 labels, divided by
-    that of a perfect shuffle, at most 1.
+    that of a perfect shuffle, at most 1: in all epochs but the first. `quality_of_epoch_0` is lower
+    if the ramp covers much of the dataset: the first windows of a lane have `ramp_windows` samples,
+    and from position `ramp_end` of epoch 0 on, all lanes have full windows.
     """
 
     step_count: int
@@ -70,14 +71,23 @@ class Explanation:
     shards_per_batch: float
     shards_per_batch_perfect: float
     quality: float
+    quality_of_epoch_0: float
+    ramp_windows: tuple[int, ...]
+    ramp_end: int
     by_host_count: tuple[HostFigures, ...]
     warnings: tuple[str, ...]
 
 
 def explain(
-    manifest: Manifest, order: Order, cluster: Cluster, global_batch: int, end: End = End.RAGGED
+    manifest: Manifest,
+    order: Order,
+    cluster: Cluster,
+    global_batch: int,
+    end: End = End.RAGGED,
+    *,
+    ramp: int = 0,
 ) -> Explanation:
-    """Explain an order for these ranks.
+    """Explain an order for these ranks. `ramp` is that of the job, whichever epoch the order is of.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
@@ -89,9 +99,10 @@ def explain(
     lanes_per_host = cluster.lanes_per_host(order.lanes)
     sizes = BlockSizes.of(rows, manifest.block_decoded)
     stored = int(lengths.sum(dtype=np.int64))
-    whole = [ShuffledSource(sizes, order.window, global_batch, stored)]
-    quality = _probe(manifest, order, min(global_batch, samples))
-    displacement = min(quality.displacement, 1.0)
+    whole = (ShuffledSource(sizes, order.window, global_batch, stored),)
+    probed = _probe(manifest, order, min(global_batch, samples))
+    ramp = ramp if order.shuffle else 0
+    windows = _ramp_windows(order, ramp)
     read = readers.read_bytes(cluster, rows, lengths)
     covered = steps * global_batch
     dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
@@ -107,35 +118,53 @@ def explain(
         hosts_per_block_mean=float(hosts.mean()),
         hosts_per_block_max=int(hosts.max()),
         bytes_read_per_host=round(read / cluster.host_count),
-        displacement=displacement,
-        probed_per_batch=quality.batch,
-        blocks_per_batch=quality.blocks,
-        blocks_per_batch_perfect=quality.blocks_perfect,
-        shards_per_batch=quality.shards,
-        shards_per_batch_perfect=quality.shards_perfect,
-        quality=quality.entropy,
+        displacement=min(probed.displacement, 1.0),
+        probed_per_batch=probed.batch,
+        blocks_per_batch=probed.blocks,
+        blocks_per_batch_perfect=probed.blocks_perfect,
+        shards_per_batch=probed.shards,
+        shards_per_batch_perfect=probed.shards_perfect,
+        quality=_quality(sizes, order, 0, global_batch),
+        quality_of_epoch_0=_quality(sizes, order, ramp, global_batch),
+        ramp_windows=windows,
+        ramp_end=min(order.lanes * sum(windows), samples),
         by_host_count=figures_by_host_count(
             whole, order.lanes, cluster, lambda some: readers.read_bytes(some, rows, lengths)
         ),
-        warnings=(
-            *(advice(whole, order.lanes, cluster, global_batch) if order.shuffle else ()),
-            *_warnings(order, lanes_per_host, dropped),
-        ),
+        warnings=tuple(_warnings(order, lanes_per_host, dropped)),
     )
 
 
+def _quality(sizes: BlockSizes, order: Order, ramp: int, global_batch: int) -> float:
+    if not order.shuffle:
+        return unshuffled_quality(sizes, global_batch)
+    return quality(sizes, Shuffle(order.lanes, order.window, ramp), global_batch)
+
+
+def _ramp_windows(order: Order, ramp: int) -> tuple[int, ...]:
+    """How many samples the first windows of the first lane have in epoch 0, up to and without the
+    first full one. Those of other lanes have as many or fewer.
+    """
+    windows = Windows(order.seed, 0, order.lanes, order.window, ramp, order.sample_count)
+    found: list[int] = []
+    stop = 0
+    while ramp and stop < order.window:
+        start, stop = windows.bounds_of(0, stop)
+        found.append(stop - start)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
-class _Quality:
+class _Probed:
     displacement: float
     batch: int
     blocks: float
     blocks_perfect: float
     shards: float
     shards_perfect: float
-    entropy: float
 
 
-def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
+def _probe(manifest: Manifest, order: Order, batch: int) -> _Probed:
     samples = manifest.sample_count
     shortest, longest = _PROBE_SAMPLES
     length = min(max(batch, shortest), longest, samples)
@@ -145,46 +174,27 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
     entries = min(order.lanes, length) * order.window
     count = max(1, min(_PROBES, _PROBE_ENTRIES // entries, samples // length))
     starts = np.cumsum(manifest.block_rows) - manifest.block_rows
-    distance, perfect, blocks, shards, entropy = 0.0, 0.0, 0, 0, 0.0
+    distance, perfect, blocks, shards = 0.0, 0.0, 0, 0
     for probe in range(count):
         begin = key(order.seed, Domain.PROBE, order.epoch, probe) % (samples - length + 1)
         positions = np.arange(begin, begin + length, dtype=np.int64)
         block, row = order.locate(positions)
         sample = starts[block] + row
         distance += float(np.abs(sample - positions).sum())
-        entropy += _entropy((sample[:batch] / samples * _LABELS).astype(np.int64))
         # The average distance from position t to a random place in [0, N).
         place = positions / samples
         perfect += float((place**2 + (1 - place) ** 2).sum()) * samples / 2
         blocks += len(np.unique(block[:batch]))
         shards += len(np.unique(manifest.block_shard[block[:batch]]))
     shard_rows = np.bincount(manifest.block_shard, weights=manifest.block_rows)
-    return _Quality(
+    return _Probed(
         displacement=distance / perfect,
         batch=batch,
         blocks=blocks / count,
         blocks_perfect=_perfect(manifest.block_rows / samples, batch),
         shards=shards / count,
         shards_perfect=_perfect(shard_rows / samples, batch),
-        entropy=min(entropy / count / _perfect_entropy(batch), 1.0) if batch > 1 else 1.0,
     )
-
-
-def _entropy(labels: Int64) -> float:
-    """In bits."""
-    share = np.bincount(labels) / len(labels)
-    share = share[share > 0]
-    return float(-(share * np.log2(share)).sum())
-
-
-def _perfect_entropy(batch: int) -> float:
-    """The average entropy of the labels of `batch` > 1 independent samples."""
-    many = np.arange(batch + 1)
-    factorial = np.concatenate([[0.0], np.cumsum(np.log(many[1:]))])
-    chance = factorial[-1] - factorial - factorial[::-1]
-    chance += many * np.log(1 / _LABELS) + many[::-1] * np.log1p(-1 / _LABELS)
-    share = many[1:] / batch
-    return float(-(_LABELS * np.exp(chance[1:]) * share * np.log2(share)).sum())
 
 
 def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:

@@ -5,6 +5,7 @@ Counts are those of the plan that streams are made from, so they are exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from dataplane.plan.shuffled import (
     open_bytes,
     source_of_mixture,
 )
+from dataplane.plan.shuffled_job import ShuffledJob
 from dataplane.plan.slices import Slice
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
@@ -98,6 +100,7 @@ def explain_mixture(
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
     asked = _asked(spec, order.plan)
     sources, read = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
+    job = ShuffledJob(tuple(read), spec.lanes, cluster, batch, math.inf)
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -116,7 +119,7 @@ def explain_mixture(
         ),
         by_host_count=figures_by_host_count(read, spec.lanes, cluster),
         warnings=(
-            *(advice(read, spec.lanes, cluster, batch) if spec.shuffle else ()),
+            *filter(None, [advice(job) if spec.shuffle else ""]),
             *_warnings(sources),
         ),
     )

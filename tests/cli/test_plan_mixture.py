@@ -154,7 +154,7 @@ def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
 
 
 def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dataplane.plan.advice.OPEN_BYTES_MIN", 1)
+    monkeypatch.setattr("dataplane.plan.shuffled_job.OPEN_BYTES_MIN", 1)
     for name in ("web", "code"):
         table = pa.table({"id": range(20_000)})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=500)

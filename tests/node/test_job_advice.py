@@ -16,7 +16,7 @@ from dataplane.plan.defaults import GIB, BlockSizes
 
 # 1.28 million photographs in blocks of 1,000: with one lane, whose window is 1.4 blocks, batches
 # come from few blocks, and every host reads all of them.
-PHOTOS = BlockSizes(1_280_000, 1280, 1000, 110_000_000, 110_000)
+PHOTOS = BlockSizes(1_280_000, 1280, 1000, 110_000_000, 110_000, 1000)
 SPEC = JobSpec("f", shuffle=True, lanes=1, window=1440, global_batch=256)
 SOURCES = tuple(SourceSpec(name, "f", 1 << 31, window=1440) for name in ("web", "code"))
 MIXTURE = JobSpec(
@@ -46,14 +46,19 @@ def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...
 
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dataset", "mixture"])
 def test_one_rank_tells_of_the_job_and_one_a_host_of_its_memory(spec: JobSpec) -> None:
-    mixing, locality = told(spec, 0)
-    assert "come from about" in mixing
-    assert f"each of {HOSTS} hosts reads about" in locality
-    assert f"{HOSTS}.0 times its share" in locality
+    (of_job,) = told(spec, 0)
+    assert "come from about" in of_job
+    assert f"each of {HOSTS} hosts reads about" in of_job
+    assert f"{HOSTS}.0 times its share" in of_job
     small = GIB // 8
-    *_, memory = told(spec, 0, small)
-    assert "its block arena has 128.0 MiB" in memory
-    assert [told(spec, rank, small) for rank in (7, 8, 9)] == [(), (memory,), ()]
+    (whole,) = told(spec, 0, small)
+    others, (memory,), same_host = (told(spec, rank, small) for rank in (7, 8, 9))
+    assert others == same_host == ()
+    for said in (whole, memory):
+        assert "its block arena has 128.0 MiB" in said
+        assert said.count("raise block_arena_bytes to") == 1
+    assert "come from about" in whole
+    assert "come from about" not in memory
     assert told(spec, 1) == ()
 
 

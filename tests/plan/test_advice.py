@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.model import Exhausted
 from dataplane.plan.advice import advice, blocks_per_batch, memory
@@ -19,8 +21,9 @@ from dataplane.plan.defaults import (
     source_window,
 )
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
-from dataplane.plan.mixture import Mixed, plan_of
+from dataplane.plan.mixture import ROUND_STEPS, Mixed, plan_of
 from dataplane.plan.order import Order
+from dataplane.plan.quality import quality
 from dataplane.plan.shares import quantised
 from dataplane.plan.shuffled import (
     ShuffledSource,
@@ -29,12 +32,14 @@ from dataplane.plan.shuffled import (
     hosts_per_block,
     mixed_window,
 )
+from dataplane.plan.shuffled_job import QUALITY_MIN, ShuffledJob
 
 TB = 10**12
 
 
 def uniform(block_count, rows, sample_bytes):
-    return BlockSizes(block_count * rows, block_count, rows, rows * sample_bytes, sample_bytes)
+    samples, block_bytes = block_count * rows, rows * sample_bytes
+    return BlockSizes(samples, block_count, rows, block_bytes, sample_bytes, rows)
 
 
 PHOTOS = uniform(1280, 1000, 110_000)
@@ -55,10 +60,22 @@ def source(sizes, window, draws=256, kept=None, name=""):
     return ShuffledSource(sizes, window, draws, sizes.dataset_bytes, kept, name)
 
 
-def told(sizes, shuffle, hosts=1, batch=256):
+def advised(sources, lanes, cluster, batch=256, arena=math.inf):
+    return advice(ShuffledJob(tuple(sources), lanes, cluster, batch, arena))
+
+
+def told(sizes, shuffle, hosts=1, batch=256, arena=math.inf):
     batch = max(batch, hosts * 8)
     whole = [source(sizes, shuffle.window, batch)]
-    return advice(whole, shuffle.lanes, Cluster(hosts * 8, 8), batch)
+    return advised(whole, shuffle.lanes, Cluster(hosts * 8, 8), batch, arena)
+
+
+def followed(sizes, said):
+    """The shuffle of a dataset whose user does what is said."""
+    if "leave out lanes and window" in said:
+        return shuffle_of(sizes)
+    lanes, window = re.search(r"set lanes=(\d+)(?:, window=(\d+))?", said).groups()
+    return shuffle_of(sizes, int(lanes), window and int(window))
 
 
 def mixed(every, shares, batch=256, window=0, lanes=0):
@@ -80,7 +97,7 @@ def mixed(every, shares, batch=256, window=0, lanes=0):
 def test_ordinary_datasets_with_defaults_give_no_advice(sizes):
     for hosts in (1, 2, 4, 8, *((16, 32, 64) if sizes.dataset_bytes > 2 * TB else ())):
         for batch in (32, 256, 4096):
-            assert told(sizes, shuffle_of(sizes), hosts, batch) == ()
+            assert told(sizes, shuffle_of(sizes), hosts, batch) == ""
 
 
 @settings(max_examples=60)
@@ -102,36 +119,114 @@ def test_blocks_per_batch_are_about_those_of_the_order(blocks, rows, lanes, shar
 
 
 def test_batches_of_few_blocks_are_told_with_what_helps():
-    (said,) = told(PHOTOS, Shuffle(1, 1440, 0))
+    said = told(PHOTOS, Shuffle(1, 1440, 0))
     assert "from about 2 of 1,280 blocks (a full shuffle: 232)" in said
     assert "leave out lanes and window" in said
-    large = uniform(72, 1000, 110_000)
-    (said,) = told(large, shuffle_of(large))
-    assert "write smaller blocks" in said
-    lanes, window = shuffle_of(large).lanes, int(re.search(r"window=(\d+)", said)[1])
-    assert told(large, Shuffle(lanes, window, 0)) == ()
-    few = uniform(20, 1000, 110_000)
-    (said,) = told(few, shuffle_of(few))
-    assert said.endswith("write smaller blocks (row groups or record batches)")
+    large = uniform(72, 1000, 400_000)
+    said = told(large, shuffle_of(large))
+    assert "set lanes=" in said
+    assert told(large, followed(large, said)) == ""
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8, 20, 40])
+def test_few_large_blocks_are_told_with_a_window_of_the_dataset(blocks):
+    sizes = uniform(blocks, 5_000_000 // blocks, 4096)
+    said = told(sizes, shuffle_of(sizes))
+    assert "shuffle quality 0." in said
+    shuffle = followed(sizes, said)
+    assert quality(sizes, Shuffle(shuffle.lanes, shuffle.window, 0), 256) > 0.8
+    assert told(sizes, shuffle) == ""
+
+
+def test_a_shuffle_that_is_not_poor_is_not_warned_of():
+    sizes = uniform(1000, 1000, 110_000)
+    for blocks, warned in ((20, True), (32, False), (40, False)):
+        shuffle = Shuffle(4, blocks * 250, 0)
+        assert bool(told(sizes, shuffle)) is warned
+        assert (quality(sizes, shuffle, 256) < QUALITY_MIN) is warned
 
 
 def test_small_datasets_and_small_batches_give_no_advice():
-    assert told(uniform(100, 10, 100), Shuffle(1, 1, 0)) == ()
-    assert told(uniform(20, 1000, 110_000), Shuffle(1, 20_000, 0), batch=8) == ()
+    assert told(uniform(100, 10, 100), Shuffle(1, 1, 0)) == ""
+    assert told(uniform(20, 1000, 110_000), Shuffle(1, 20_000, 0), batch=8) == ""
 
 
 def test_hosts_that_read_much_more_than_their_share_are_told_with_lanes_that_help():
-    (said,) = told(PHOTOS, shuffle_of(PHOTOS), hosts=3)
+    said = told(PHOTOS, shuffle_of(PHOTOS), hosts=3)
     assert "each of 3 hosts reads about 131.1 GiB in an epoch" in said
     assert "3.0 times its share, since 128 lanes are shared by 24 ranks: set lanes=120" in said
-    assert told(PHOTOS, shuffle_of(PHOTOS, 120), hosts=3) == ()
-    (said,) = told(uniform(700, 1000, 1_000_000), Shuffle(8, 4000, 0), hosts=64)
+    assert told(PHOTOS, shuffle_of(PHOTOS, 120), hosts=3) == ""
+    said = told(uniform(700, 1000, 1_000_000), Shuffle(8, 8000, 0), hosts=64)
     assert "write smaller blocks; with 3,584 or more, lanes=512 helps" in said
+
+
+def expect_silence(given_shuffle, arena, said_of):
+    """Nothing is said of a job that follows what is said of this one, with other lanes and window,
+    or more memory; unless nothing but smaller blocks helps against one of the problems.
+    """
+    said = said_of(*given_shuffle, arena)
+    changed, asked = given_shuffle, re.search(r"set lanes=(\d+)(?:, window=(\d+))?", said)
+    if asked:
+        changed = int(asked[1]), asked[2] and int(asked[2])
+    elif "leave out lanes and window" in said:
+        changed = None, None
+    raised = re.search(r"block_arena_bytes to (\d+)MiB", said)
+    enough = int(raised[1]) << 20 if raised else arena
+    ways = [(changed, enough)]
+    if "; or " in said:  # one of two ways
+        ways = [(given_shuffle, enough), (changed, arena)]
+    for shuffle, room in ways if said and (raised or changed != given_shuffle) else []:
+        again = said_of(*shuffle, room)
+        assert not again or ("reads about" in again and "write smaller blocks" in said)
+        assert "come from" not in again
+        assert "its block arena has" not in again
+
+
+GIVEN = st.sampled_from([(None, None), (1, None), (None, 10), (4, 100), (1, 1440)])
+ARENAS = st.sampled_from([GIB >> 4, GIB, 4 * GIB, 64 * GIB, math.inf])
+BLOCKS = st.sampled_from([1, 2, 5, 20, 40, 64, 70, 100, 200, 1000, 5000, 50_000])
+ROWS, SAMPLE_BYTES = st.sampled_from([10, 100, 1000, 50_000]), st.sampled_from([100, 4096, 110_000])
+RANKS = st.sampled_from([1, 8, 24, 64, 512])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), RANKS, GIVEN, ARENAS)
+def test_nothing_is_said_of_a_job_that_follows_the_advice(sizes, ranks, given_shuffle, arena):
+    def said_of(lanes, window, arena):
+        shuffle = shuffle_of(sizes, lanes, window)
+        window = min(shuffle.window, -(-sizes.samples // shuffle.lanes))
+        whole, cluster = [source(sizes, window, 32 * ranks)], Cluster(ranks, min(8, ranks))
+        return advised(whole, shuffle.lanes, cluster, 32 * ranks, arena)
+
+    expect_silence(given_shuffle, arena, said_of)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), st.floats(0.05, 1)),
+        min_size=2, max_size=3,
+    ),
+    RANKS, GIVEN, ARENAS,
+)  # fmt: skip
+def test_nothing_is_said_of_a_mixture_that_follows_the_advice(every, ranks, given_shuffle, arena):
+    total = sum(weight for _, weight in every)
+    shares = [weight / total for _, weight in every]
+
+    def said_of(lanes, window, arena):
+        found, lanes = mixed([sizes for sizes, _ in every], shares, 32 * ranks, window, lanes)
+        longer = [
+            replace(one, window=mixed_window(one.window, share, 1, ROUND_STEPS))
+            for one, share in zip(found, shares, strict=True)
+        ]
+        return advised(longer, lanes, Cluster(ranks, min(8, ranks)), 32 * ranks, arena)
+
+    expect_silence(given_shuffle, arena, said_of)
 
 
 def room(sizes, shuffle, ranks, arena_bytes, kept=None):
     whole = [source(sizes, shuffle.window, kept=kept)]
-    return memory(whole, shuffle.lanes, Cluster(ranks, 8), arena_bytes)
+    return memory(ShuffledJob(tuple(whole), shuffle.lanes, Cluster(ranks, 8), 256, arena_bytes))
 
 
 def test_open_windows_larger_than_the_arena_are_told_with_both_numbers():
@@ -142,8 +237,8 @@ def test_open_windows_larger_than_the_arena_are_told_with_both_numbers():
     assert "its block arena has 4.0 GiB" in said
     need = int(re.search(r"block_arena_bytes to (\d+)MiB", said)[1]) << 20
     assert room(PHOTOS, shuffle, 8, need) == ""
-    lanes, window = map(int, re.search(r"lanes=(\d+), window=(\d+)$", said).groups())
-    assert room(PHOTOS, Shuffle(lanes, window, 0), 8, 4 * GIB) == ""
+    assert re.search(r"set lanes=\d+, window=\d+, for a shuffle quality of 0.\d+ instead", said)
+    assert told(PHOTOS, followed(PHOTOS, said), arena=4 * GIB) == ""
 
 
 def test_blocks_that_take_no_arena_need_none():
@@ -153,6 +248,8 @@ def test_blocks_that_take_no_arena_need_none():
 def test_an_arena_that_holds_one_block_gives_no_lanes_that_help():
     said = room(PHOTOS, shuffle_of(PHOTOS), 8, GIB // 8)
     assert "lanes=" not in said
+    assert "write smaller blocks" in said
+    assert said.endswith(". No other lanes and window both fit and mix well")
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 8])
@@ -166,29 +263,30 @@ def test_ordinary_mixtures_with_defaults_give_no_advice(hosts):
     ]
     for batch in (32, 256, 4096):
         sources, lanes = mixed(every, (0.6, 0.3, 0.02, 0.08), max(batch, 8 * hosts))
-        assert advice(sources, lanes, Cluster(8 * hosts, 8), max(batch, 8 * hosts)) == ()
+        assert advised(sources, lanes, Cluster(8 * hosts, 8), max(batch, 8 * hosts)) == ""
 
 
 def test_a_mixture_of_one_source_is_told_what_its_dataset_is():
     for sizes in (PHOTOS, uniform(72, 1000, 110_000)):
-        shuffle, cluster = Shuffle(1, 1440, 0), Cluster(24, 8)
-        plain, named = source(sizes, 1440), source(sizes, 1440, name="a")
-        (of_dataset,), (of_source,) = (advice([one], 1, cluster, 256)[:1] for one in (plain, named))
-        assert of_source.replace("of source 'a' in a batch", "of a batch") == of_dataset
-        assert memory([plain], 1, cluster, GIB // 8) == memory([named], 1, cluster, GIB // 8)
-        assert room(sizes, shuffle, 24, GIB // 8) == memory([plain], 1, cluster, GIB // 8)
+        for arena in (math.inf, GIB // 8):
+            said = [
+                advised([source(sizes, 1440, name=name)], 1, Cluster(24, 8), arena=arena)
+                for name in ("", "a")
+            ]
+            assert said[1].replace("of source 'a' in a batch", "of a batch") == said[0]
+            assert "of a batch" in said[0]
 
 
 def test_the_source_that_mixes_worst_is_named():
     every = [uniform(200_000, 1000, 4096), PHOTOS, PHOTOS]
     sources, _ = mixed(every, (0.2, 0.5, 0.3), window=1440, lanes=1)
-    (said,) = advice(sources, 1, Cluster(1, 1), 256)
+    said = advised(sources, 1, Cluster(1, 1))
     assert "the samples of source 'b' in a batch come from about" in said
     assert "; 2 more sources are like that)" in said
     assert "leave out lanes and window" in said
     # So few of its samples are in a batch that they come from enough blocks.
     rare, _ = mixed(every, (0.998, 0.001, 0.001), window=4000, lanes=64)
-    assert advice(rare, 64, Cluster(1, 1), 256) == ()
+    assert advised(rare, 64, Cluster(1, 1)) == ""
     together = draws_of(0.5, 256, 256)
     assert (together, draws_of(0.5, 256, 1), draws_of(1e-9, 256, 1)) == (256, 128, 1)
 
@@ -196,25 +294,31 @@ def test_the_source_that_mixes_worst_is_named():
 def test_a_mixture_that_hosts_read_again_is_told_with_lanes_that_help():
     every = [PHOTOS, uniform(2560, 1000, 110_000)]
     sources, lanes = mixed(every, (0.5, 0.5))
-    (said,) = advice(sources, lanes, Cluster(24, 8), 256)
+    said = advised(sources, lanes, Cluster(24, 8))
     assert "each of 3 hosts reads about" in said
     better = int(re.search(r"set lanes=(\d+)", said)[1])
     assert not better % 24
-    assert advice(mixed(every, (0.5, 0.5), lanes=better)[0], better, Cluster(24, 8), 256) == ()
+    assert advised(mixed(every, (0.5, 0.5), lanes=better)[0], better, Cluster(24, 8)) == ""
 
 
 def test_the_open_windows_of_all_sources_need_memory():
     every = [PHOTOS, uniform(2560, 1000, 110_000)]
     sources, lanes = mixed(every, (0.5, 0.5))
-    said = memory(sources, lanes, Cluster(8, 8), 4 * GIB)
-    need = int(re.search(r"block_arena_bytes to (\d+)MiB", said)[1]) << 20
-    alone = [memory([one], lanes, Cluster(8, 8), need) for one in sources]
-    assert alone == ["", ""]
-    assert memory(sources, lanes, Cluster(8, 8), need) == ""
-    assert memory(sources, lanes, Cluster(8, 8), int(need / 1.2))
-    fewer, window = map(int, re.search(r"lanes=(\d+), window=(\d+)$", said).groups())
+
+    def said(sources, lanes, arena):
+        return memory(ShuffledJob(tuple(sources), lanes, Cluster(8, 8), 256, arena))
+
+    found = said(sources, lanes, 16 * GIB)
+    need = int(re.search(r"block_arena_bytes to (\d+)MiB", found)[1]) << 20
+    assert [said([one], lanes, need) for one in sources] == ["", ""]
+    assert said(sources, lanes, need) == ""
+    assert said(sources, lanes, int(need / 1.2))
+    fewer, window = map(int, re.search(r"lanes=(\d+), window=(\d+)", found).groups())
     fitting, _ = mixed(every, (0.5, 0.5), window=window, lanes=fewer)
-    assert memory(fitting, fewer, Cluster(8, 8), 4 * GIB) == ""
+    assert said(fitting, fewer, 16 * GIB) == ""
+    assert said(sources, lanes, 2 * GIB).endswith(
+        ". No other lanes and window both fit and mix well"
+    )
 
 
 def test_hosts_of_a_mixture_read_what_they_would_of_each_source():

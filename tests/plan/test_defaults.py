@@ -22,7 +22,8 @@ modest = settings(max_examples=150)
 
 
 def uniform(block_count, rows, sample_bytes):
-    return BlockSizes(block_count * rows, block_count, rows, rows * sample_bytes, sample_bytes)
+    samples, block_bytes = block_count * rows, rows * sample_bytes
+    return BlockSizes(samples, block_count, rows, block_bytes, sample_bytes, rows)
 
 
 datasets = st.builds(
@@ -32,7 +33,13 @@ datasets = st.builds(
 
 def test_sizes_are_means_rounded_up():
     sizes = BlockSizes.of(np.array([3, 4]), np.array([10, 20]))
-    assert sizes == BlockSizes(7, 2, 4, 15, 5)
+    assert sizes == BlockSizes(7, 2, 4, 15, 5, 4)
+
+
+def test_the_usual_block_is_that_of_most_samples():
+    rows = np.array([100] * 10 + [9000])
+    assert BlockSizes.of(rows, rows).usual_rows == 8110
+    assert BlockSizes.of(np.full(7, 30), np.full(7, 30)).usual_rows == 30
 
 
 @modest
@@ -40,7 +47,7 @@ def test_sizes_are_means_rounded_up():
 def test_defaults_are_what_the_documentation_defines(samples, blocks, decoded):
     blocks = min(blocks, samples)
     rows, bytes_ = -(-samples // blocks), -(-decoded // blocks)
-    found = shuffle_of(BlockSizes(samples, blocks, rows, bytes_, -(-decoded // samples)))
+    found = shuffle_of(BlockSizes(samples, blocks, rows, bytes_, -(-decoded // samples), rows))
     assert (found.lanes, found.window, found.ramp) == plain.defaults(samples, blocks, decoded)
 
 

@@ -121,6 +121,27 @@ def test_quality_grows_with_lanes_and_window():
     assert found[0] < 0.3 < 0.9 < found[-1] <= 1
 
 
+def test_the_ramp_is_told_with_the_quality_of_epoch_0():
+    rows = np.full(50, 1000)
+    manifest = manifest_of(rows, length=4_096_000)
+    shuffle = shuffle_of(BlockSizes.of(rows, manifest.block_decoded))
+    for epoch in (0, 1):
+        order = Order(rows, 5, True, shuffle.lanes, shuffle.window, epoch, shuffle.ramp)
+        found = explain(manifest, order, Cluster(), 256, ramp=shuffle.ramp)
+        assert found.ramp_windows == (6250, 6250, 12_500, 25_000)
+        assert found.ramp_end == 50_000
+        assert found.quality == 1
+        assert found.quality_of_epoch_0 == pytest.approx(0.76, abs=0.03)
+    order = Order(rows, 5, True, 4, 2000, 0, 2)
+    found = explain(manifest, order, Cluster(), 256, ramp=2)
+    assert (found.ramp_windows, found.ramp_end) == ((500, 500, 1000), 8000)
+    short = explain(manifest, Order(rows, 5, True, 4, 3, 0, 3), Cluster(), 256, ramp=3)
+    assert (short.ramp_windows, short.ramp_end) == ((1, 1, 1), 12)
+    none = explained(manifest, 4, 2000, Cluster(), 256)
+    assert (none.ramp_windows, none.ramp_end) == ((), 0)
+    assert none.quality == none.quality_of_epoch_0
+
+
 def test_one_sample_is_explained():
     found = explained(manifest_of(np.array([1])), 1, 1, Cluster(), 1)
     assert (found.step_count, found.host_count, found.blocks_per_batch) == (1, 1, 1.0)
@@ -134,9 +155,9 @@ def test_a_batch_that_drops_much_is_warned_of():
 
 def test_poor_mixing_and_locality_are_warned_of():
     manifest = manifest_of(np.full(1000, 1000), length=1 << 28)
-    first, second = explained(manifest, 1, 1000, Cluster(24, 8), 256).warnings
-    assert "about 1 of 1,000 blocks" in first
-    assert "each of 3 hosts reads about 250.0 GiB" in second
+    (said,) = explained(manifest, 1, 1000, Cluster(24, 8), 256).warnings
+    assert "about 1 of 1,000 blocks" in said
+    assert "each of 3 hosts reads about 250.0 GiB" in said
     assert explained(manifest, 1, 1000, Cluster(24, 8), 256, shuffle=False).warnings == ()
 
 
@@ -215,16 +236,16 @@ def test_golden_explanations():
         explained(manifest_of(np.arange(1, 41), 3), 4, 20, Cluster(6, 4), 16, End.PAD),
         explained(manifest_of(np.full(90, 70), 5), 2, 300, Cluster(3, 2), 50, End.DROP),
     ]
-    numbers = [[*dataclasses.astuple(each)][:-2] for each in found]
+    numbers = [[*dataclasses.astuple(each)][:-5] for each in found]
     assert numbers[0] == pytest.approx(
-        [52, 0, 12, 4, 20, 2, 2, 8240, 1.975, 2, 39500, 1, 16, 5, 12.652054, 2, 2.886804, 0.818743],
+        [52, 0, 12, 4, 20, 2, 2, 8240, 1.975, 2, 39500, 1, 16, 5, 12.652054, 2, 2.886804, 0.834548],
         rel=1e-5,
     )
     assert numbers[1][:12] == pytest.approx(
         [126, 0, 0, 2, 300, 2, 2, 13400, 2, 2, 90000, 0.931586], rel=1e-5
     )
     assert numbers[1][12:] == pytest.approx(
-        [50, 10, 38.522509, 13 / 3, 4.999929, 0.687782], rel=1e-5
+        [50, 10, 38.522509, 13 / 3, 4.999929, 0.707483], rel=1e-5
     )
     assert Cluster(5) == Cluster(5, 1)
     assert Cluster().dp_size == 1
