@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dataplane.plan.order import Order, SampleOrder
 
 HOSTS_SHOWN = 8
+_RAMP_SHOWN = 4
 POSITIVE = click.IntRange(min=1)
 
 
@@ -202,7 +203,10 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
         shuffle.ramp,
     )
     cluster = Cluster(question.dp_size, question.ranks_per_host)
-    return order, cluster, explain(manifest, order, cluster, question.global_batch, question.end)
+    found = explain(
+        manifest, order, cluster, question.global_batch, question.end, ramp=shuffle.ramp
+    )
+    return order, cluster, found
 
 
 def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
@@ -256,6 +260,7 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
         ("padded", f"{found.samples_padded:,}", "samples that are repeated"),
         ("lanes", f"{found.lanes:,}", f"{found.lanes_per_rank:,} a rank"),
         ("window", f"{found.window:,}", "samples that are shuffled together, per lane"),
+        *_ramp_lines(found, manifest.sample_count),
         (
             "open windows",
             size(found.open_window_bytes_per_host),
@@ -287,7 +292,25 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
             f"{found.quality:.3f}",
             "entropy of a batch's labels if the dataset is sorted by 100 labels; 1: perfect",
         ),
+        ("in epoch 0", f"{found.quality_of_epoch_0:.3f}", "the same, with its shorter windows"),
     ]
+
+
+def _ramp_lines(found: Explanation, sample_count: int) -> list[tuple[str, str, str]]:
+    """The shorter windows of epoch 0, if there are any."""
+    windows = found.ramp_windows
+    if not windows:
+        return []
+    middle = ", ..., " if len(windows) > _RAMP_SHOWN else ", "
+    shown = middle.join(
+        ", ".join(f"{each:,}" for each in some)
+        for some in (windows[: _RAMP_SHOWN - 1], windows[_RAMP_SHOWN - 1 :][-1:])
+        if some
+    )
+    begins = f"full ones from sample {found.ramp_end:,} on"
+    if found.ramp_end == sample_count:
+        begins = "none of them is full"
+    return [("first windows", shown, f"of epoch 0, for an early first batch; {begins}")]
 
 
 def _hosts(

@@ -25,7 +25,7 @@ from dataplane.plan.shuffled import (
     open_bytes,
 )
 from dataplane.plan.slices import Slice
-from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64, Windows
+from dataplane.plan.windows import WINDOW_CACHE_BYTES, Windows
 
 # Number of sampled stretches of the order, and their minimum and maximum length. A stretch opens
 # windows of as many lanes as it has samples. All stretches together compute at most this many

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -259,6 +260,25 @@ def test_plan_warns_on_stderr(shards, capsys):
     assert "shuffle quality" in shown.out
     assert "times its share" in shown.out
     assert "loses 100 of 300 samples" in shown.err
+
+
+def test_plan_shows_the_shorter_windows_of_epoch_0(tmp_path, capsys):
+    whole = pa.DictionaryArray.from_arrays(np.zeros(50_000, np.int32), [b"x" * 4000])
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"b": whole}), path, row_group_size=1000, store_schema=False)
+    for epoch in ("0", "1"):
+        found = asked(capsys, "plan", str(path), "--global-batch", "256", "--epoch", epoch)
+        assert found["ramp_windows"] == [6250, 6250, 12_500, 25_000]
+        assert found["ramp_end"] == 50_000
+        assert found["quality"] == 1
+        assert 0.7 < found["quality_of_epoch_0"] < 0.8
+    assert run(["plan", str(path), "--global-batch", "256"]) == 0
+    shown = capsys.readouterr().out
+    assert "6,250, 6,250, 12,500, 25,000" in shown
+    assert "none of them is full" in shown
+    assert "in epoch 0" in shown
+    assert run(["plan", str(path), "--global-batch", "256", "--no-shuffle"]) == 0
+    assert "first windows" not in capsys.readouterr().out
 
 
 def test_plan_refuses_impossible_slices(shards, capsys):
