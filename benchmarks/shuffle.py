@@ -3,9 +3,11 @@
     python benchmarks/shuffle.py [--batches N] [--json]
 
 Each dataset is sorted by label: 100 labels, equally frequent. `entropy` is that of the labels of a
-batch of 256, as a share of what a permutation of all samples has. `reads` is what one host reads of
-the dataset in an epoch, times the number of hosts: 1 if each block is read by one host. Batches are
-sampled, so the size of a dataset does not matter. Exit status 1 says that a bar was missed.
+batch of 256, as a share of what a permutation of all samples has: after the first epoch, and in
+epoch 0, whose first windows are short, in all of it and in its first ten batches. `reads` is what
+one host reads of the dataset in an epoch, times the number of hosts: 1 if each block is read by one
+host. Batches are sampled, so the size of a dataset does not matter. Exit status 1 says that a bar
+was missed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ HOSTS = (8, 64)
 READS_MAX = 1.15
 _SEED = 7
 _DRAWS = 400
+_FIRST_BATCHES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Shape:
 
 SHAPES = (
     Shape("200 k x 12 B", 50, 4000, 12),
+    Shape("50 k x 4 KiB, groups of 1,000", 50, 1000, 4096),
+    Shape("100 k x 4 KiB, groups of 1,000", 100, 1000, 4096, 0.85),
     Shape("5 M x 4 KiB, groups of 500", 10_000, 500, 4096),
     Shape("5 M x 4 KiB, groups of 5,000", 1000, 5000, 4096),
     Shape("1.28 M x 110 KB, blocks of 4 MiB", 33_684, 38, 110_000),
@@ -68,13 +73,17 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class ShuffleFigures:
-    """One row of the table. `first_bytes` are the blocks of the first batch of epoch 0."""
+    """One row of the table. `first_bytes` are the blocks of the first batch of epoch 0, and
+    `entropy_first` is that of its first ten batches.
+    """
 
     name: str
     lanes: int
     window: int
     ramp: int
     entropy: float
+    entropy_of_epoch_0: float
+    entropy_first: float
     blocks: float
     first_bytes: int
     open_bytes: int
@@ -99,6 +108,19 @@ def full_entropy(samples: int) -> float:
 def batch_of(order: Order, start: int) -> tuple[Int64, Int64]:
     """The blocks and the rows of a batch."""
     return order.locate(np.arange(start, start + GLOBAL_BATCH, dtype=np.int64))
+
+
+def mixing_of(shape: Shape, order: Order, starts: Int64) -> tuple[float, float]:
+    """The entropy of the labels of batches, in bits, and how many blocks each comes from, on
+    average. Shapes:  starts: int64[n], the first position of each.
+    """
+    found = []
+    for start in starts.tolist():
+        block, row = batch_of(order, start)
+        labels = (block * shape.rows + row) * LABELS // shape.samples
+        found.append((entropy_of(labels), len(np.unique(block))))
+    entropy, blocks = np.mean(found, axis=0).tolist()
+    return entropy, blocks
 
 
 def reads_of(order: Order, hosts: int) -> float:
@@ -130,13 +152,14 @@ def figures(shape: Shape, batches: int) -> ShuffleFigures:
         for epoch in (1, 0)
     )
     random = np.random.default_rng(_SEED)
-    found = []
-    for start in random.integers(0, shape.samples - GLOBAL_BATCH, batches).tolist():
-        block, row = batch_of(order, start)
-        labels = (block * shape.rows + row) * LABELS // shape.samples
-        found.append((entropy_of(labels), len(np.unique(block))))
-    entropy, blocks = np.mean(found, axis=0).tolist()
-    entropy /= full_entropy(shape.samples)
+    starts = random.integers(0, shape.samples - GLOBAL_BATCH, batches)
+    full = full_entropy(shape.samples)
+    entropy, blocks = mixing_of(shape, order, starts)
+    entropy /= full
+    # The ramp is at the start of epoch 0, so its batches are taken evenly over the epoch.
+    evenly = ((np.arange(batches) + 0.5) / batches * (shape.samples - GLOBAL_BATCH)).astype(int)
+    first = np.arange(_FIRST_BATCHES) * GLOBAL_BATCH
+    epoch_0, at_first = (mixing_of(shape, begin, each)[0] / full for each in (evenly, first))
     reads = tuple(reads_of(order, hosts) for hosts in HOSTS)
     missed = [f"entropy {entropy:.3f} < {shape.entropy_min}"] * (entropy < shape.entropy_min)
     for each, hosts, large in zip(reads, HOSTS, (100e9, 2e12), strict=True):
@@ -148,6 +171,8 @@ def figures(shape: Shape, batches: int) -> ShuffleFigures:
         shuffle.window,
         shuffle.ramp,
         entropy,
+        epoch_0,
+        at_first,
         blocks,
         len(np.unique(batch_of(begin, 0)[0])) * shape.rows * shape.sample_bytes,
         shuffle.lanes * sizes.open_window_bytes(shuffle.window),
@@ -164,6 +189,8 @@ def row_of(found: ShuffleFigures) -> str:
         f"{found.window:,}",
         f"{found.ramp}",
         f"{found.entropy:.1%}",
+        f"{found.entropy_of_epoch_0:.1%}",
+        f"{found.entropy_first:.1%}",
         f"{found.blocks:.0f}",
         f"{found.open_bytes / (1 << 30):.2f}",
         f"{found.first_bytes / (1 << 30):.2f}",

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dataplane.plan.defaults import BlockSizes, shuffle_of
+from dataplane.plan.quality import quality
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAME = "shuffle_benchmark"
@@ -45,15 +47,28 @@ def test_the_page_has_the_defaults_of_every_dataset(script, rows):
         assert rows[shape.name][:3] == expected
 
 
-@pytest.mark.parametrize("at", [0, 2, 6])
+@pytest.mark.parametrize("at", [0, 1, 2, 4, 8])
 def test_datasets_of_few_blocks_shuffle_as_the_page_says(script, rows, at):
     shape = script.SHAPES[at]
     found = script.figures(shape, 12)
     assert found.missed == ()
-    entropy, _, *rest = rows[shape.name][3:]
+    entropy, epoch_0, first, _, *rest = rows[shape.name][3:]
     assert float(entropy.rstrip("%")) == pytest.approx(100 * found.entropy, abs=1.5)
+    assert float(epoch_0.rstrip("%")) == pytest.approx(100 * found.entropy_of_epoch_0, abs=2)
+    assert first == f"{found.entropy_first:.1%}"
     cells = script.row_of(found).strip("| ").split(" | ")
-    assert cells[6:] == rest
+    assert cells[8:] == rest
+
+
+def test_the_plan_shows_the_entropy_that_the_page_has(rows, script):
+    for shape in script.SHAPES:
+        counts = np.full(shape.blocks, shape.rows)
+        sizes = BlockSizes.of(counts, counts * shape.sample_bytes)
+        shuffle = shuffle_of(sizes)
+        later = replace(shuffle, ramp=0)
+        for one, cell in zip((later, shuffle), rows[shape.name][3:5], strict=True):
+            expected = min(float(cell.rstrip("%")) / 100, 1)
+            assert quality(sizes, one, 256) == pytest.approx(expected, abs=0.025)
 
 
 def test_reads_are_those_of_the_ranks_of_each_host(script):
