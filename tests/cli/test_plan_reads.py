@@ -27,15 +27,17 @@ def url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", str(STORED // 2))
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
-    random, objects = np.random.default_rng(1), {}
-    for shard in range(SHARDS):
-        rows = [random.bytes(ROW_BYTES) for _ in range(BLOCKS * ROWS)]
-        body, table = io.BytesIO(), pa.table({"x": pa.array(rows, pa.binary(ROW_BYTES))})
-        pq.write_table(table, body, row_group_size=ROWS, compression="none", use_dictionary=False)
-        objects[f"{shard}.parquet"] = body.getvalue()
     name = s3_server.bucket()
-    s3_server.put(name, objects)
+    s3_server.put(name, {f"{at}.parquet": shard(at, BLOCKS * ROWS, ROWS) for at in range(SHARDS)})
     return f"s3://{name}/"
+
+
+def shard(seed: int, row_count: int, block_rows: int) -> bytes:
+    random, body = np.random.default_rng(seed), io.BytesIO()
+    rows = [random.bytes(ROW_BYTES) for _ in range(row_count)]
+    table = pa.table({"x": pa.array(rows, pa.binary(ROW_BYTES))})
+    pq.write_table(table, body, row_group_size=block_rows, compression="none", use_dictionary=False)
+    return body.getvalue()
 
 
 def planned(capsys: pytest.CaptureFixture[str], url: str, *options: str) -> dict[str, Any]:
@@ -100,15 +102,31 @@ def test_open_windows_that_do_not_fit_are_told_as_a_loader_does(
 
 
 def test_windows_that_fit_on_average_only_are_told_too(
-    url: str, capsys: pytest.CaptureFixture[str]
+    url: str, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    most = planned(capsys, url)["reads"]["open_bytes_max"]
-    found = planned(capsys, url, "--window", "16", "--block-arena-bytes", str(most))
-    assert found["warnings"] == []
-    less = planned(capsys, url, "--window", "16")["reads"]["open_bytes_max"] - 1
-    found = planned(capsys, url, "--window", "16", "--block-arena-bytes", str(less))
-    assert "at times, this job keeps" in found["warnings"][-1]
+    """One block is larger than all that is open elsewhere."""
+    s3_server.put(url.split("/")[2], {"large.parquet": shard(9, 256, 256)})
+    arena = ("--block-arena-bytes", str(96 << 10))
+    found = planned(capsys, url, *arena)
+    (said,) = found["warnings"]
+    assert "at times, this job keeps" in said
+    assert found["reads"]["open_bytes_max"] > 128 << 10
     assert found["reads"]["alone"]["is_too_small"]
+    most = found["reads"]["open_bytes_max"]
+    assert planned(capsys, url, "--block-arena-bytes", str(most))["warnings"] == []
+
+
+def test_what_is_said_of_a_shuffle_is_among_the_warnings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """80 blocks of 4 MB, all of whose rows are one in the file."""
+    rows = pa.DictionaryArray.from_arrays(np.zeros(80_000, np.int32), [b"x" * 4000])
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"b": rows}), path, row_group_size=1000, store_schema=False)
+    poor = ("--lanes", "1", "--window", "1000", "--global-batch", "256")
+    (said,) = planned(capsys, str(path), *poor)["warnings"]
+    assert "the samples of a batch come from about 1 of 80 blocks" in said
+    assert not planned(capsys, str(path), *poor, "--no-shuffle")["warnings"]
 
 
 def test_all_hosts_read_first_what_the_plan_says_of_each(

@@ -153,14 +153,6 @@ def test_a_batch_that_drops_much_is_warned_of():
     assert "loses 3000 of 10000 samples (30.0%)" in said
 
 
-def test_poor_mixing_and_locality_are_warned_of():
-    manifest = manifest_of(np.full(1000, 1000), length=1 << 28)
-    (said,) = explained(manifest, 1, 1000, Cluster(24, 8), 256).warnings
-    assert "about 1 of 1,000 blocks" in said
-    assert "each of 3 hosts reads about 250.0 GiB" in said
-    assert explained(manifest, 1, 1000, Cluster(24, 8), 256, shuffle=False).warnings == ()
-
-
 def test_locality_is_told_for_1_to_1024_hosts():
     manifest = manifest_of(np.full(8192, 10))
     found = explained(manifest, 512, 20, Cluster(64, 8), 4096).by_host_count
