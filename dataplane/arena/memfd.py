@@ -99,11 +99,10 @@ class Arena:
                     f"expected a sealed arena of {size_bytes} bytes, found {found} bytes"
                 )
             return cls(fd, size_bytes)
-        except OSError as error:
+        except BaseException as error:  # a signal handler, too, may raise
             os.close(fd)
-            raise ClosedError(f"cannot map the arena: {error}") from error
-        except ClosedError:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise ClosedError(f"cannot map the arena: {error}") from error
             raise
 
     @property

@@ -97,6 +97,18 @@ def test_a_view_outlives_the_arena():
         _ = arena.buffer
 
 
+def test_whatever_interrupts_mapping_an_arena_leaves_no_descriptor(monkeypatch):
+    arena = Arena.create("test", SIZE)
+
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("a signal handler raises")
+
+    monkeypatch.setattr("fcntl.fcntl", interrupted)
+    with pytest.raises(RuntimeError, match="handler"):
+        Arena.attach(os.dup(arena.fd), SIZE)
+    arena.close()
+
+
 def test_what_is_not_an_arena_of_that_size_is_refused():
     arena = Arena.create("test", SIZE)
     with pytest.raises(ClosedError, match="expected a sealed arena"):

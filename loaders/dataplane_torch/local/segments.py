@@ -193,7 +193,11 @@ class MappedSegments:
         Raises:  ClosedError: it is not the segment that the worker announced.
         """
         arena = Arena.attach(fd, size_bytes)
-        self._segments[segment_id] = _Mapping(arena, self._pinning)
+        try:
+            self._segments[segment_id] = _Mapping(arena, self._pinning)
+        except BaseException:  # torch's handler of SIGCHLD may raise here
+            arena.close()
+            raise
 
     def detach(self, segment_id: int) -> None:
         """Forget a segment that the worker gave up; its mapping ends with its last view."""

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import Samples
 
+from dataplane.arena.memfd import Arena
+
 _MIB = 1 << 20
 _PIECE = 64 << 10
 
@@ -134,3 +136,16 @@ def test_idle_workers_keep_what_is_held_and_no_more() -> None:
     assert last[0, ::_PIECE].unique().tolist() == [7]
     assert [int(batch[0, 0]) for batch in loader] == list(range(8))
     loader.close()
+
+
+def test_a_segment_whose_mapping_is_interrupted_leaves_nothing() -> None:
+    class Interrupted:
+        def pin(self, _memory: Any) -> Any:
+            raise RuntimeError("a signal handler raises")
+
+    mapped = MappedSegments(Interrupted())  # type: ignore[arg-type]
+    arena = Arena.create("test", 1 << 20)
+    with pytest.raises(RuntimeError, match="handler"):
+        mapped.attach(1, os.dup(arena.fd), 1 << 20)
+    arena.close()
+    mapped.close()
