@@ -238,13 +238,16 @@ class Scheduler:
             self.is_settled = False
         self._become_head(head)
         is_urgent = head is not None and self._is_urgent(head)
-        loading = head is None or self._load(head, greedy=is_urgent)
+        reading = self._streams.to_read_now(lacking)
+        loading = True
+        if head is not None and head in reading:
+            loading = self._load(head, greedy=is_urgent)
         if loading or not is_urgent:
             self._asks.load()
             self._absorb()
         elif self._blocks.room.is_full:
             self._asks.refuse_unread()
-        for task in self._streams.to_read_now(lacking):
+        for task in reading:
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
             loading = loading and self._passes.is_near(task)

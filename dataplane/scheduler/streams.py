@@ -74,6 +74,15 @@ class StreamTable:
         """Those of these ranked tasks whose blocks may be read. Until a trainer was handed a slab,
         only what is waited for first: the rest would share bandwidth and processors with it.
         """
-        if not self.is_awaited or any(each.delivery.has_lent for each in self._streams.values()):
+        streams = self._streams.values()
+        if not self.is_awaited or any(stream.delivery.has_lent for stream in streams):
             return lacking
-        return [task for task in lacking if not task.rank[0]] or lacking
+        first = [task for task in lacking if not task.rank[0]]
+        is_gathered = any(stream.tasks and _is_gathered(stream.tasks[0]) for stream in streams)
+        return first if first or is_gathered else lacking
+
+
+def _is_gathered(task: SlabTask) -> bool:
+    """Whether its slab is being made, which takes a moment: nothing is rendered or called."""
+    walk = task.stream.walk
+    return task.phase is SlabPhase.ASSEMBLING and walk.render is None and walk.collate is None

@@ -200,7 +200,7 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
     assert most == run.layout.ahead_slots
 
 
-def test_nothing_is_read_beside_a_first_slab_before_its_blocks_are_there(
+def test_nothing_is_read_beside_a_first_slab_until_it_is_handed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("scheduler_world.KINDS", (("s3", True),) * 4)
@@ -216,7 +216,7 @@ def test_nothing_is_read_beside_a_first_slab_before_its_blocks_are_there(
             first = stream.tasks[0] if stream.tasks else None
             keys = run.scheduler._blocks.fetches._requests
             fetching = {run.scheduler._blocks.block(key).index for key in keys}
-            if first is not None and first.missing:
+            if first is not None and not consumer.held:
                 assert fetching <= {*first.plan.blocks.tolist()}
             most = max(most, len(fetching))
             run.end_one()
