@@ -13,12 +13,12 @@ import held_loops
 import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
-from servers import careless_s3_server, port_of_nobody, s3_server
+from servers import awry, careless_s3_server, port_of_nobody, s3_server
 
 from dataplane import trace
 from dataplane.log_limits import LogLimits
 
-__all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
+__all__ = ["awry", "careless_s3_server", "port_of_nobody", "s3_server"]
 
 # In one process with tests that fork: gRPC would start its threads again in each child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

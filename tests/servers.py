@@ -19,6 +19,7 @@ from typing import Any
 
 import hygiene
 import pytest
+from awry import Awry, awry_server
 from dataplane_bench import s3
 from dataplane_bench.processes import free_ports, running, tool, wait_until
 
@@ -117,6 +118,15 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Pat
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    """A server without objects that misbehaves when told to, and the environment to reach it."""
+    with awry_server({}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture

@@ -242,8 +242,8 @@ def _show_reads(reads: PredictedReads) -> None:
     room = size(reads.arena_bytes)
     room += f" of memory and {size(reads.cache_bytes)} of disk" if reads.cache_bytes else ""
     title = (
-        f"what all hosts read from storage, each with {room} for blocks, of which open windows "
-        f"take {size(reads.open_bytes_max)} at most"
+        f"what all hosts read from storage, each with {room} for blocks (open windows take "
+        f"{size(reads.open_bytes_max)} at most)"
     )
     output.write_table(("hosts", "epoch", "blocks in memory", "from disk", "reads"), rows, title)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dataplane.scheduler.predicted import EpochReads, Guests
 
 _EPOCHS = 3
-_ROOM = 1.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +120,7 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     blocks differ much; "" if they fit.
     """
     from dataplane.commands import output
+    from dataplane.plan.remedies import ROOM
     from dataplane.units import raise_to
 
     if open_bytes <= arena_bytes:
@@ -129,7 +129,7 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     return (
         f"at times, this job keeps {need} of blocks open on a host, and its block arena has {arena}"
         ", so some blocks are read again in an epoch (a loader only warns if the average does not "
-        f"fit): {raise_to('block_arena_bytes', round(open_bytes * _ROOM))}"
+        f"fit): {raise_to('block_arena_bytes', round(open_bytes * ROOM))}"
     )
 
 

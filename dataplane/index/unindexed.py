@@ -3,8 +3,8 @@
 Invariants:
 1. A shard asks for more only a few times, never for the same bytes twice, and for a limited number
    of bytes. One that cannot be indexed like this is left out.
-2. No errors are reported here. A shard that is left out is indexed alone later, and whoever does
-   that reports what is wrong with it.
+2. No errors are reported here. The node indexes a shard that is left out alone, later, and reports
+   what is wrong with it.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
 
 
 class ShuffledJob(Struct, frozen=True):
-    """The sources of a job, its lanes, and its hosts, each of which has `arena_bytes` for blocks:
-    infinitely many if it is not known.
+    """The sources of a job, its lanes, and its cluster. Each host has `arena_bytes` of memory for
+    blocks; infinity means that this is not known.
     """
 
     sources: tuple[ShuffledSource, ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
-from awry import Awry, Mood, awry_server
+from awry import Awry, Mood
 from shards import json_lines, parquet_bytes
 
 from dataplane.errors import CorruptShard, DatasetChangedError, ShardNotFound, StoreError
@@ -15,14 +15,6 @@ from dataplane.store.connect import Stores
 
 A, B = (parquet_bytes(pa.table({"id": [n] * 10})) for n in (0, 1))
 LINES = json_lines([{"id": 0}])
-
-
-@pytest.fixture
-def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
-    with awry_server({}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.fixture

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from awry import Awry, Mood, awry_server
+from awry import Awry, Mood
 
 from dataplane.errors import StoreError
 from dataplane.store.connect import open_store
-
-
-@pytest.fixture
-def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
-    with awry_server({}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.mark.parametrize(("count", "asked"), [(999, 1), (1000, 2), (2500, 3)])
