@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+from msgspec import structs
 from scheduler_run import STALL_S, Run
 from scheduler_world import Unplanned
 
@@ -21,6 +23,19 @@ def several(run: Run) -> None:
             place = run.deliver_to(world, chance.choice([None, ("peers", len(run.places))]))
             for _ in range(chance.choice([1, 1, 2, 3])):
                 run.consume(place, dp_rank, dp_size)
+
+
+def far_too_small(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run over a store, whose arena is smaller than the blocks of one batch."""
+    monkeypatch.setattr("scheduler_world.KINDS", (("s3", False),) * 4)
+    monkeypatch.setattr("scheduler_run.arena_of_passes", lambda *_: 600_000)
+    return Run(chance, tight=False, is_large=True)
+
+
+def epoch_of_one(run: Run) -> None:
+    """A shuffled epoch of one consumer."""
+    spec = structs.replace(run.worlds[1].spec, shuffle=True, lanes=8, window=24, global_batch=8)
+    run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
 
 
 def jobs(run: Run, count: int = 3) -> None:

@@ -76,13 +76,10 @@ class BlockTable:
         """Blocks that a neighbour has, but only decoded, and their sizes."""
         self._again = ReadAgain(self.arena_bytes, do)
         self.holdings = Holdings(allocator.size_bytes)
-        self.room = Room(
-            allocator, shared, self._orders.uses, self.evict, self._again, time, self.holdings
-        )
+        self.room = Room(allocator, shared, self._orders.uses, self.give_way, self.holdings)
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
-        self._fetching = self._decoding = 0
-        self.loaded_bytes = 0
+        self._fetching = self._decoding = self.loaded_bytes = 0
         """What all blocks took that have become ready, each time."""
         self.is_short = False
         """Whether one task needs the whole arena."""
@@ -178,9 +175,8 @@ class BlockTable:
 
     def drop_unpinned(self) -> None:
         """Evict everything evictable: the last resort against fragmentation."""
-        for block in list(self._blocks.values()):
-            if block.is_evictable:
-                self.evict(block)
+        for block in [each for each in self._blocks.values() if each.is_evictable]:
+            self.give_way(block)
         for spare in self._shared.spare():
             self._shared.evict(spare)
 
@@ -189,9 +185,9 @@ class BlockTable:
         self.forgotten.add(dataset.dataset_id)
         self._again.forget(dataset.dataset_id)
         self._elsewhere = {k: v for k, v in self._elsewhere.items() if k[0] != dataset.dataset_id}
-        for block in list(self._blocks.values()):
-            if block.dataset is dataset and block.is_evictable:
-                self.evict(block)
+        own = (each for each in self._blocks.values() if each.dataset is dataset)
+        for block in [each for each in own if each.is_evictable]:
+            self.evict(block)
 
     def _drop_forgotten(self, block: CachedBlock) -> bool:
         """Drop a block that finished loading if its dataset was forgotten; whether it was. One that
@@ -265,8 +261,7 @@ class BlockTable:
         self._orders.fetched(block, is_guest=event.is_guest)
         if event.decoded_bytes:
             self._elsewhere[dataset.dataset_id, block.index] = event.decoded_bytes
-            self.evict(block)
-        elif event.is_away:
+        if event.decoded_bytes or event.is_away:
             self.evict(block)  # and it is fetched again, for as long as trainers wait
         elif event.error is not None:
             self._fail(block, event.error)
@@ -355,9 +350,8 @@ class BlockTable:
         indexes pay off.
         """
         dataset = block.dataset
-        if self.is_short or not (
-            dataset.keeps_restart_indexes and self._shared.streams.crops(dataset)
-        ):
+        is_of_use = dataset.keeps_restart_indexes and self._shared.streams.crops(dataset)
+        if self.is_short or not is_of_use:
             return
         length = restart_index_bytes(block.kept_bytes or int(dataset.stored[block.index]))
         if (at := self._allocator.allocate(length)) is not None:
@@ -370,6 +364,12 @@ class BlockTable:
         self._changed(BlockOutcome.FAILED, block, error)
 
     # -- memory ----------------------------------------------------------------------------------
+
+    def give_way(self, block: CachedBlock) -> None:
+        """Evict a block because others need its room. If its window is open, it is read again."""
+        if not self._orders.uses.use_of(block.dataset, block.index):
+            self._again.note(block, self._time.now)
+        self.evict(block)
 
     def evict(self, block: CachedBlock) -> None:
         """Drop a block that nothing uses."""

@@ -255,7 +255,7 @@ class Excerpts:
                 failures.append(Failure(parts[0].task, result))
         self._blocks.unpin(block.dataset, np.array([block.index]))
         if is_done and block.is_evictable and self._is_there(block):
-            self._blocks.evict(block)
+            self._blocks.give_way(block)
         return failures
 
     def _is_there(self, block: CachedBlock) -> bool:

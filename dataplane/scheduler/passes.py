@@ -127,7 +127,7 @@ class Passes:
             if self._excerpts.copying_count >= _COPYING_MAX:
                 break
             if not self._excerpts.copy_rows(block, head) and block.is_evictable:
-                self._blocks.evict(block)
+                self._blocks.give_way(block)
                 has_evicted = True
         return has_evicted
 

@@ -33,7 +33,6 @@ from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.joined import BlockPlaces
 from dataplane.scheduler.next_use import NextUse, WalkPosition
-from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.room import Room
 from dataplane.scheduler.shared import SharedSlabs
@@ -246,9 +245,8 @@ class _Node:
         shared = SharedSlabs(self._allocator, StreamTable(), moment)
         self._readings: list[WalkPosition] = []
         self._uses = NextUse(lambda _dataset: self._readings)
-        again = ReadAgain(arena_bytes, lambda _note: None)
         holdings = Holdings(arena_bytes)
-        self._room = Room(self._allocator, shared, self._uses, self._evict, again, moment, holdings)
+        self._room = Room(self._allocator, shared, self._uses, self._evict, holdings)
         self._disk = DiskTier(cache_bytes, arena_bytes, lambda _dataset: self._readings)
         self._disk.is_known = True
         self._held: dict[int, CachedBlock] = {}

@@ -4,7 +4,7 @@ open windows. That costs only bandwidth and time, so it is logged, less and less
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -25,8 +25,8 @@ class _Count(Struct):
 
 
 class ReadAgain:
-    """Counts blocks that are evicted although they are still needed, and logs a line now and
-    then.
+    """Counts blocks that make room for others although their windows are open, and logs a line now
+    and then.
     """
 
     def __init__(self, arena_bytes: int, do: Callable[[Note], None]) -> None:
@@ -34,15 +34,14 @@ class ReadAgain:
         self._do = do
         self._counts: dict[int, _Count] = {}
 
-    def note(self, evicted: Iterable[CachedBlock], now: float) -> None:
-        """These blocks were evicted while their windows are open."""
-        for block in evicted:
-            dataset = block.dataset
-            count = self._counts.setdefault(dataset.dataset_id, _Count(now))
-            count.blocks += 1
-            count.bytes += int(dataset.stored[block.index])
-            if now - count.since >= count.period_s:
-                self._tell(dataset.name, count, now)
+    def note(self, block: CachedBlock, now: float) -> None:
+        """A block was evicted while its window is open."""
+        dataset = block.dataset
+        count = self._counts.setdefault(dataset.dataset_id, _Count(now))
+        count.blocks += 1
+        count.bytes += int(dataset.stored[block.index])
+        if now - count.since >= count.period_s:
+            self._tell(dataset.name, count, now)
 
     def forget(self, dataset_id: int) -> None:
         """The dataset has no readers left."""

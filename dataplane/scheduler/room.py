@@ -17,8 +17,7 @@ from dataplane.model import Region
 from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.next_use import NEVER, NextUse, Positions
-from dataplane.scheduler.read_again import ReadAgain
-from dataplane.scheduler.records import Moment, SharedSlab
+from dataplane.scheduler.records import SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
 
 Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
@@ -55,21 +54,18 @@ class _Fruitless(NamedTuple):
 
 
 class Room:
-    """Of one block arena. `uses` ranks the blocks in it; `evict` drops one."""
+    """Of one block arena. `uses` ranks the blocks in it; `give_way` drops one."""
 
     def __init__(
         self,
         allocator: Allocator,
         shared: SharedSlabs,
         uses: NextUse,
-        evict: Callable[[CachedBlock], None],
-        again: ReadAgain,
-        time: Moment,
+        give_way: Callable[[CachedBlock], None],
         holdings: Holdings,
     ) -> None:
         self._allocator, self._shared, self._uses = allocator, shared, uses
-        self._evict, self._again, self._time = evict, again, time
-        self._holdings = holdings
+        self._give_way, self._holdings = give_way, holdings
         self.leaves_rows: Leaves = lambda _block, _use: False
         self.is_wanted: Callable[[CachedBlock], bool] = lambda _block: False
         """Whether a task waits for it. Padding repeats samples of blocks that no open stream needs
@@ -289,13 +285,11 @@ class Room:
         ]
         if self.leaving:
             return False
-        for each, use in chosen:
+        for each, _use in chosen:
             if isinstance(each, SharedSlab):
                 self._shared.evict(each)
             else:
-                self._evict(each)
-                if not use:  # although its window is open
-                    self._again.note([each], self._time.now)
+                self._give_way(each)
         return True
 
     def _leaves(self, block: CachedBlock, use: int) -> bool:

@@ -6,8 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from msgspec import structs
-from scheduler_run import Run
+from scheduler_scenes import epoch_of_one, far_too_small
 from scheduler_simulate import simulate
 
 from dataplane.arena.allocator import Allocator
@@ -15,18 +14,11 @@ from dataplane.scheduler.excerpts import Excerpts
 from dataplane.scheduler.passes import Passes
 
 
-def _epoch_of_one(run: Run) -> None:
-    spec = structs.replace(run.worlds[1].spec, shuffle=True, lanes=8, window=24, global_batch=8)
-    run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
-
-
 @pytest.mark.parametrize("seed", [1, 2, 5])
 def test_blocks_are_read_far_less_often_than_once_a_batch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_world.KINDS", (("s3", False),) * 4)
-    monkeypatch.setattr("scheduler_run.arena_of_passes", lambda *_: 600_000)
-    run = simulate(lambda: Run(random.Random(seed), tight=False, is_large=True), _epoch_of_one)
+    run = simulate(lambda: far_too_small(random.Random(seed), monkeypatch), epoch_of_one)
     (consumer,) = run.consumers
     assert consumer.ended
     once_a_batch = sum(len({block for block, _ in samples}) for _, _, samples in consumer._steps)
