@@ -25,7 +25,8 @@ _OPEN_TIMEOUT_S = 7 * 86400.0
 def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
     """A session with a node started here, which gets the settings of this command line and ends
     with the command; or this cache folder instead of theirs. Nobody else finds it, so nobody else's
-    node, which has other settings, is taken for it.
+    node, which has other settings, is taken for it. What the node advises is for the command to
+    tell.
     """
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
@@ -42,7 +43,15 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
         given.append(f"DATAPLANE_CACHE_DIR={cache_dir}")
     name = names.embedded_name(os.getuid(), VERSION, f"command {secrets.token_hex(16)}")
     node = Embedded(name, ("env", *given, "DATAPLANE_LINGER_S=100ms", *node_command()))
-    return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S)
+    return Session(node, request, open_timeout_s=_OPEN_TIMEOUT_S, warns=False)
+
+
+def warn_of(session: Session) -> None:
+    """Tell what its node advises."""
+    from dataplane.commands import output
+
+    for each in session.job.advice:
+        output.warn(each)
 
 
 @contextlib.contextmanager
@@ -84,6 +93,7 @@ def opened_again(
                 expected=manifest.fingerprint,
                 found=found,
             )
+        warn_of(session)
         yield session
     finally:
         session.close()

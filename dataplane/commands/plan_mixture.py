@@ -23,10 +23,9 @@ from dataplane.model import View
 if TYPE_CHECKING:
     from dataplane.commands.packs_asked import PacksAsked
     from dataplane.commands.plan import Question
-    from dataplane.config import JobSpec
     from dataplane.plan.explain_mixture import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
-    from dataplane.rpc.messages import OpenJob
+    from dataplane.rpc.messages import JobOpened, OpenJob
     from dataplane.transforms.mixture_options import Mixture
 
 
@@ -129,10 +128,11 @@ def show_mixture(
 
     if packs is not None:
         view = packs.view(view)
-    spec, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
+    job, manifests = _opened(asked, settings, view, _job(question), format_name, workers)
     cluster = Cluster(question.dp_size, question.ranks_per_host)
     epoch = question.epoch
-    found = explain_mixture(spec, manifests, cluster, epoch)
+    found = explain_mixture(job.spec, manifests, cluster, epoch)
+    found = dataclasses.replace(found, warnings=(*job.advice, *found.warnings))
     if as_json:
         output.write_json(dataclasses.asdict(found))
         return
@@ -161,7 +161,7 @@ def _opened(
     job: OpenJob,
     format_name: str,
     workers: int,
-) -> tuple[JobSpec, list[Manifest]]:
+) -> tuple[JobOpened, list[Manifest]]:
     """The job, as a node has opened it, and the manifests of its samples."""
     from msgspec.structs import replace
 
@@ -195,9 +195,10 @@ def _opened(
         settings,
     )
     try:
-        spec = session.job.spec
+        opened_job = session.job
     finally:
         session.close()
+    spec = opened_job.spec
     assert spec.mixture is not None
     for one, manifest in zip(spec.mixture.sources, whole, strict=True):
         if view.pack is None and one.fingerprint != manifest.fingerprint:
@@ -209,9 +210,9 @@ def _opened(
                 found=one.fingerprint,
             )
     if view.pack is None:
-        return spec, whole
+        return opened_job, whole
     pairs = zip(whole, views.values(), strict=True)
-    return spec, [packs_in(rows, of, spec.seed, config) for rows, of in pairs]
+    return opened_job, [packs_in(rows, of, spec.seed, config) for rows, of in pairs]
 
 
 def _view(view: View, own: Mapping[str, Any]) -> View:
@@ -257,7 +258,7 @@ def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
 
 
 def _job(question: Question) -> OpenJob:
-    """The options of the order, as a loader asks for them."""
+    """The options of the order, as the first rank's loader asks for them."""
     from dataplane.client import identity
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
@@ -268,7 +269,11 @@ def _job(question: Question) -> OpenJob:
         launch.incarnation,
         "",
         DatasetSource(()),
-        Topology(),
+        Topology(
+            dp_size=question.dp_size,
+            world_size=question.dp_size,
+            local_world_size=min(question.ranks_per_host, question.dp_size),
+        ),
         seed=question.seed,
         shuffle=question.shuffle,
         lanes=question.lanes,

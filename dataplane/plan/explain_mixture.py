@@ -5,7 +5,6 @@ Counts are those of the plan that streams are made from, so they are exact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from dataplane.config import JobSpec
 from dataplane.model import End
-from dataplane.plan.advice import advice
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes
@@ -28,7 +26,6 @@ from dataplane.plan.shuffled import (
     open_bytes,
     source_of_mixture,
 )
-from dataplane.plan.shuffled_job import ShuffledJob
 from dataplane.plan.slices import Slice
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
@@ -100,7 +97,6 @@ def explain_mixture(
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
     asked = _asked(spec, order.plan)
     sources, read = _sources(spec, manifests, cluster, order, mixed.limits.tolist(), asked)
-    job = ShuffledJob(tuple(read), spec.lanes, cluster, batch, math.inf)
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
@@ -118,10 +114,7 @@ def explain_mixture(
             if at
         ),
         by_host_count=figures_by_host_count(read, spec.lanes, cluster),
-        warnings=(
-            *filter(None, [advice(job) if spec.shuffle else ""]),
-            *_warnings(sources),
-        ),
+        warnings=tuple(_warnings(sources)),
     )
 
 

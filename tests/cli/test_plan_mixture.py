@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -153,11 +154,12 @@ def test_repeated_and_missing_samples_are_warned_of(folder, capsys):
     assert "'web' is read" not in told
 
 
-def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dataplane.plan.shuffled_job.OPEN_BYTES_MIN", 1)
+def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys):
+    """Sources of 320 MB, all of whose rows are one in the file."""
+    rows = pa.DictionaryArray.from_arrays(np.zeros(80_000, np.int32), [b"x" * 4000])
     for name in ("web", "code"):
-        table = pa.table({"id": range(20_000)})
-        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=500)
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"b": rows}), path, row_group_size=1000, store_schema=False)
     given = [f"--source={name}={tmp_path}/{name}.parquet,weight=1" for name in ("web", "code")]
     options = ("--global-batch", "512", "--lanes", "1", "--window", "1")
     assert run(["plan", *given, *options]) == 0
@@ -165,7 +167,7 @@ def test_what_hosts_take_and_poor_mixing_are_shown(tmp_path, capsys, monkeypatch
     assert "what each host takes, for so many hosts" in shown.out
     assert re.search(r"1,024 +8,192 ", shown.out)
     told = " ".join(shown.err.split())
-    found = r"the samples of source 'web' in a batch come from about \d of 40 blocks"
+    found = r"the samples of source 'web' in a batch come from about \d of 80 blocks"
     assert re.search(found, told)
     assert "1 more source is like that" in told
 

@@ -116,6 +116,26 @@ def test_windows_that_fit_on_average_only_are_told_too(
     assert planned(capsys, url, "--block-arena-bytes", str(most))["warnings"] == []
 
 
+def test_sources_of_a_mixture_share_the_memory_of_a_host(
+    url: str, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a loader says it, for as many hosts as are asked about."""
+    s3_server.put(url.split("/")[2], {"b/0.parquet": shard(9, BLOCKS * ROWS, ROWS)})
+    sources = ("--source", f"a={url}0.parquet,weight=1", "--source", f"b={url}b/,weight=1")
+    job = ("--seed", "3", "--lanes", "2", "--window", "32", "--global-batch", "8", "--json")
+    for arena, hosts, is_too_small in (
+        (STORED * 2, 1, False), (STORED // 2, 1, True), (STORED // 2, 2, True),
+    ):  # fmt: skip
+        ranks = ("--dp-size", str(hosts), "--ranks-per-host", "1")
+        assert run(["plan", *sources, *job, *ranks, "--block-arena-bytes", str(arena)]) == 0
+        shown = capsys.readouterr()
+        told = " ".join(json.loads(shown.out)["warnings"])
+        assert ("of blocks open on a host, and its block arena has" in told) == is_too_small
+        assert ("raise block_arena_bytes to" in told) == is_too_small
+        assert ("or use more hosts" in told) == (is_too_small and hosts == 1)
+        assert not shown.err
+
+
 def test_what_is_said_of_a_shuffle_is_among_the_warnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from dataplane.commands.options import (
     setting_options,
     workers_option,
 )
-from dataplane.commands.own_node import own_session
+from dataplane.commands.own_node import own_session, warn_of
 from dataplane.model import ListPolicy
 
 if TYPE_CHECKING:
@@ -312,6 +312,7 @@ def _tried(
 
     session = own_session(request, settings, cache_dir)
     try:
+        warn_of(session)
         with output.progress() as bar:
             task = bar.add_task("running", total=1.0, note="")
 
