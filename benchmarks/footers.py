@@ -25,7 +25,7 @@ from typing_extensions import Buffer
 from dataplane.arena.memfd import Arena
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, parsed
-from dataplane.model import Region
+from dataplane.model import Region, StorePause
 from dataplane.node.block_read import BlockRead
 from dataplane.node.fetch import Fetcher
 from dataplane.node.fetchers import Report
@@ -33,7 +33,6 @@ from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
 from dataplane.rpc.tasks import BLOCK_ARENA, PREAMBLE_ARENA, RawBlockRef
-from dataplane.store.gate import Pause
 from dataplane.store.pieces import copy_into
 
 BLOCK_BYTES, AT_ONCE = 1 << 20, 16
@@ -78,7 +77,7 @@ class MemoryOrigin:
 
     def trouble(self, url: str) -> None: ...
 
-    def pause(self, pause: Pause) -> None: ...
+    def pause(self, pause: StorePause) -> None: ...
 
     def look(self) -> None: ...
 

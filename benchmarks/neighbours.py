@@ -43,14 +43,13 @@ from msgspec.structs import replace
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
 from dataplane.machine import ProcessorWaits
-from dataplane.model import Region
+from dataplane.model import Region, StorePause
 from dataplane.neighbours import wire
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.lending import Lending
 from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarget, StartFetching
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA
-from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
 from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
@@ -214,7 +213,7 @@ async def ask_rounds(
     arena, preambles = Arena.create("asked", ARENA_BYTES), Arena.create("preambles", 1 << 20)
     start = StartFetching((), 60.0, 30.0, tls=tls)
     pauses = Pauses()
-    pauses.tell(Pause("s3://nowhere", 3, 1e6))  # no read is asked for again there
+    pauses.tell(StorePause("s3://nowhere", 3, 1e6))  # no read is asked for again there
     fetchers = Fetchers(1, start, (arena, preambles), Trace("bench"), Outages(), pauses)
     fetchers.start()
 

@@ -385,3 +385,13 @@ class Stream(Struct, frozen=True):
     first_step: int = 0
     step_stride: int = 1
     mix: MixHistory | None = None
+
+
+class StorePause(Struct, frozen=True):
+    """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
+    longer if `level` is higher.
+    """
+
+    store: str
+    level: int
+    left_s: float

@@ -15,10 +15,9 @@ from dataplane_bench.certificates import make
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
-from dataplane.model import Region
+from dataplane.model import Region, StorePause
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
-from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
@@ -77,7 +76,7 @@ class Node:
         )
         arenas = (self.arena, self.preambles)
         self.outages: list[Outage] = []
-        self.pauses: list[Pause] = []
+        self.pauses: list[StorePause] = []
         self.all_pauses = Pauses()
         self.all_pauses.join(self.pauses.append)
         outages = Outages(self.outages.append)

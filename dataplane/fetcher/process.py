@@ -47,7 +47,7 @@ from dataplane.fetcher.outcome import outcome
 from dataplane.fetcher.slabs import MadeSlabs
 from dataplane.fetcher.targets import spaced, views
 from dataplane.machine import collect_rarely
-from dataplane.model import BlockForm
+from dataplane.model import BlockForm, StorePause
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
@@ -55,7 +55,7 @@ from dataplane.rpc import fetches, local, tasks
 # Imported here, so that the fork server does it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
-from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
 from dataplane.store.race import EndedEarlyError, Race, raced
@@ -172,10 +172,9 @@ class Reads:
             self._slabs.attach(body.arena_id, *descriptors)
         elif isinstance(body, fetches.DetachDelivery):
             self._slabs.detach(body.arena_id)
-        elif isinstance(body, fetches.StorePause):
-            pause = Pause(body.store, body.level, body.left_s)
-            self._note(pause)
-            self._stores.pauses.tell(pause, self._share)
+        elif isinstance(body, StorePause):
+            self._note(body)
+            self._stores.pauses.tell(body, self._share)
 
     def _serve(self, read: _Read) -> None:
         """In a thread: make a read, and report its end, unless a second request did."""
@@ -335,14 +334,14 @@ class Reads:
         seen = (outage.store, outage.since, outage.error, outage.asked, outage.until)
         self._tell(fetches.StoreSeen(*seen))
 
-    def _note(self, pause: Pause) -> None:
+    def _note(self, pause: StorePause) -> None:
         # Calls continue at random moments of as long a time after the pause.
         until = time.monotonic() + pause.left_s + SLOW_DOWN.span_s(pause.level)
         self._slow_until = max(self._slow_until, until)
 
-    def _share(self, pause: Pause) -> None:
+    def _share(self, pause: StorePause) -> None:
         self._note(pause)
-        self._tell(fetches.StorePause(pause.store, pause.level, pause.left_s))
+        self._tell(pause)
 
     def _tell(self, body: fetches.FromFetcherBody) -> None:
         try:

@@ -36,14 +36,13 @@ from dataplane.errors import DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.index.batch_parser import parse
 from dataplane.index.unindexed import BYTES_MAX, first_reads
-from dataplane.model import Region
+from dataplane.model import Region, StorePause
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
 
 # Imported here, so that the fork server does it once.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
-from dataplane.store.gate import Pause
 
 _READS_AT_ONCE = 128
 
@@ -148,11 +147,10 @@ def run(node: socket.socket, parser: socket.socket) -> None:
     os.environb.update(entry.partition(b"=")[::2] for entry in first.environment)
     stores = _stores(first)
 
-    def share(pause: Pause) -> None:
+    def share(pause: StorePause) -> None:
         """A store has asked this process to slow down."""
-        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
         with contextlib.suppress(PeerLost, TimeoutError):  # the node has gone
-            local.send(node, messages.FromIndexReaders(told))
+            local.send(node, messages.FromIndexReaders(pause))
 
     stores.pauses.join(share)
     reads = _Reads(parser, stores)
@@ -169,8 +167,8 @@ def run(node: socket.socket, parser: socket.socket) -> None:
             reads.go_on(missing)
         if node.fileno() in ready:
             body = local.receive(node, messages.ToReader)[0].body
-            if isinstance(body, fetches.StorePause):
-                stores.pauses.tell(Pause(body.store, body.level, body.left_s), share)
+            if isinstance(body, StorePause):
+                stores.pauses.tell(body, share)
             else:
                 assert isinstance(body, messages.IndexBatch)
                 reads.begin(body)

@@ -32,10 +32,10 @@ from dataplane.errors import DataplaneError, PeerLost
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.journal import decode_indexes
 from dataplane.index.run import BatchEnd
-from dataplane.model import ObjectInfo, Region
+from dataplane.model import ObjectInfo, Region, StorePause
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
-from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.pauses import Pauses
 from dataplane.store.urls import base_of, normalise
 from dataplane.trace import Trace
@@ -117,13 +117,12 @@ class _Pair:
         except (PeerLost, TimeoutError):
             self._shut()
 
-    def slow_down(self, pause: Pause) -> None:
+    def slow_down(self, pause: StorePause) -> None:
         """A store has asked for this pause. Does not wait: processes with so many orders unread
         that there is no room do not send requests either.
         """
-        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
         with contextlib.suppress(OSError, PeerLost):
-            local.send(self._sock_now, messages.ToReader(told))
+            local.send(self._sock_now, messages.ToReader(pause))
 
     def close(self) -> None:
         """End the processes, without waiting for that. May be called twice."""
@@ -272,17 +271,17 @@ class IndexBatches:
 
     def _hear(self, pair: _Pair, said: messages.FromIndexReadersBody) -> None:
         """In a thread of the pair."""
-        if isinstance(said, fetches.StorePause):
+        if isinstance(said, StorePause):
             self._hear_pause(pair, said)
         else:
             self._hear_end(pair, said)
 
-    def _hear_pause(self, pair: _Pair, said: fetches.StorePause) -> None:
+    def _hear_pause(self, pair: _Pair, said: StorePause) -> None:
         with self._changing:
             listed = [one for sent in pair.batches.values() for one in sent.listed]
         if any(base_of(normalise(one.url)) == said.store for one in listed):
             left_s = min(max(0.0, said.left_s), SLOW_DOWN.cap_s)
-            pause = Pause(said.store, min(said.level, _LEVEL_MAX), left_s)
+            pause = StorePause(said.store, min(said.level, _LEVEL_MAX), left_s)
             self._pauses.tell(pause, pair.slow_down)
 
     def _hear_end(self, pair: _Pair, said: messages.BatchIndexed) -> None:

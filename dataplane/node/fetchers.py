@@ -31,12 +31,12 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.machine import bound_to, least_used
+from dataplane.model import StorePause
 from dataplane.node.cache_folder import CacheFolder
 from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.fetchers import FetcherCount, FetchLook
-from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
@@ -224,7 +224,7 @@ class Fetchers:
         blocks, preambles = self._arenas
         self._send(fetcher, self._start, (blocks.fd, preambles.fd, *self._lock))
         for pause in self._pauses.now():
-            self._send(fetcher, fetches.StorePause(pause.store, pause.level, pause.left_s))
+            self._send(fetcher, pause)
         self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
 
     def _dispatch(self) -> None:
@@ -290,10 +290,9 @@ class Fetchers:
             self._slabs.heard(fetcher, body)
         elif isinstance(body, fetches.KeptFound):
             self.on_kept(body)
-        elif isinstance(body, fetches.StorePause):
-            pause = Pause(body.store, body.level, body.left_s)
-            self._pauses.tell(pause, self._told)
-            self._pause(pause, fetcher)
+        elif isinstance(body, StorePause):
+            self._pauses.tell(body, self._told)
+            self._pause(body, fetcher)
         elif isinstance(body, fetches.StoreSeen):
             seen = Outage(body.store, body.since, body.error, body.asked, body.until)
             self._outages.note(seen, fetcher.number)
@@ -311,18 +310,17 @@ class Fetchers:
         is_copy = isinstance(read.order, fetches.CopyPreamble)
         self._read_bytes += read.length if is_copy else end.store_bytes
 
-    def _told(self, pause: Pause) -> None:
+    def _told(self, pause: StorePause) -> None:
         """Of a pause that no fetcher was asked for. Thread-safe."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._pause, pause, None)
 
-    def _pause(self, pause: Pause, source: _Fetcher | None) -> None:
+    def _pause(self, pause: StorePause, source: _Fetcher | None) -> None:
         """Tell all fetchers but the one that was asked."""
-        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
         for each in self._fetchers[:]:
             if each is not source:
-                self._send(each, told)
+                self._send(each, pause)
 
     def _retire(self) -> None:
         for each in self._fetchers[::-1]:

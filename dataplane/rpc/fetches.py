@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dataplane.config import PeerTls
 from dataplane.errors import DataplaneError
-from dataplane.model import BlockForm, Region
+from dataplane.model import BlockForm, Region, StorePause
 
 
 class StartFetching(Struct, frozen=True):
@@ -185,14 +185,6 @@ class NeighbourGave(Struct, frozen=True):
 
 Outcome = DataplaneError | HeldDecoded | PartlyGiven | NeighbourGave | None
 """How an order has ended; None: all bytes are there, and none of them are from a neighbour."""
-
-
-class StorePause(Struct, frozen=True):
-    """A store has asked to slow down, and the pause lasts this long."""
-
-    store: str
-    level: int
-    left_s: float
 
 
 class StoreSeen(Struct, frozen=True):

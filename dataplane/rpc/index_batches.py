@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dataplane.model import Region
-from dataplane.rpc.fetches import StartFetching, StorePause
+from dataplane.model import Region, StorePause
+from dataplane.rpc.fetches import StartFetching
 
 
 class BatchShard(Struct, frozen=True):

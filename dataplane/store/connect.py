@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dataplane.errors import StoreError
+from dataplane.model import StorePause
 from dataplane.store.base import Store
-from dataplane.store.gate import Clock, Pause
+from dataplane.store.gate import Clock
 from dataplane.store.local import LocalStore
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.pauses import Pauses
@@ -98,10 +99,10 @@ class Stores:
         with self._lock:
             return [store for (of, *_), store in self._open.items() if of == base]
 
-    def _share(self, pause: Pause) -> None:
+    def _share(self, pause: StorePause) -> None:
         self.pauses.tell(pause, self._slow_down)
 
-    def _slow_down(self, pause: Pause) -> None:
+    def _slow_down(self, pause: StorePause) -> None:
         for store in self._of(pause.store):
             store.slow_down(pause)
 

@@ -27,6 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.errors import ClosedError, StoreError, StoreThrottled
+from dataplane.model import StorePause
 from dataplane.redact import redacted
 from dataplane.store.outage import Observe, Outage
 from dataplane.trace import Trace
@@ -53,17 +54,7 @@ class Wait(Struct, frozen=True):
         return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
 
 
-class Pause(Struct, frozen=True):
-    """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
-    longer if `level` is higher.
-    """
-
-    store: str
-    level: int
-    left_s: float
-
-
-Share = Callable[[Pause], None]
+Share = Callable[[StorePause], None]
 
 SLOW_DOWN = Wait(base_s=0.5, cap_s=20.0)
 PROBE = Wait(base_s=0.5, cap_s=5.0)
@@ -103,7 +94,7 @@ class SlowDown:
         left = self._until - self._clock.now()
         return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
 
-    def refused(self, began_in: int, store: str) -> Pause | None:
+    def refused(self, began_in: int, store: str) -> StorePause | None:
         """The store throttled a call that began in that round. The pause that begins with it, if
         one does.
         """
@@ -113,9 +104,9 @@ class SlowDown:
         self._level += 1
         left_s = self._clock.random() * SLOW_DOWN.span_s(self._level)
         self._until = self._clock.now() + left_s
-        return Pause(store, self._level, left_s)
+        return StorePause(store, self._level, left_s)
 
-    def told(self, pause: Pause) -> None:
+    def told(self, pause: StorePause) -> None:
         """Another process of the host was throttled; what began before counts as the same."""
         self.round += 1
         self._level = max(self._level, pause.level)
@@ -240,7 +231,7 @@ class Gate:
         if pause is not None:
             self._share(pause)
 
-    def slow_down(self, pause: Pause) -> None:
+    def slow_down(self, pause: StorePause) -> None:
         """Another process of this host was asked to slow down."""
         with self._changed:
             self._slow_down.told(pause)

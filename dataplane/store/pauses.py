@@ -15,7 +15,8 @@ import threading
 
 from msgspec.structs import replace
 
-from dataplane.store.gate import Clock, Pause, Share
+from dataplane.model import StorePause
+from dataplane.store.gate import Clock, Share
 
 
 class Pauses:
@@ -25,7 +26,7 @@ class Pauses:
         self._clock = clock or Clock()
         self._lock = threading.Lock()
         self._joined: tuple[Share, ...] = ()
-        self._known: dict[str, tuple[Pause, float]] = {}
+        self._known: dict[str, tuple[StorePause, float]] = {}
 
     def join(self, told: Share) -> None:
         """Tell this of each pause, beginning with those that last."""
@@ -39,7 +40,7 @@ class Pauses:
         with self._lock:
             self._joined = tuple(one for one in self._joined if one != told)
 
-    def tell(self, pause: Pause, source: Share | None = None) -> None:
+    def tell(self, pause: StorePause, source: Share | None = None) -> None:
         """A store has asked for this, or `source`, which has joined, has heard of it."""
         with self._lock:
             self._known[pause.store] = (pause, self._clock.now() + pause.left_s)
@@ -48,7 +49,7 @@ class Pauses:
             if told != source:
                 told(pause)
 
-    def now(self) -> list[Pause]:
+    def now(self) -> list[StorePause]:
         """Those that last: of each store the last one it has asked for."""
         with self._lock:
             now = self._clock.now()

@@ -31,9 +31,9 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.model import ObjectInfo
+from dataplane.model import ObjectInfo, StorePause
 from dataplane.store.base import NotInOrderError, Page, Paged, Reconnecting, Store
-from dataplane.store.gate import Clock, Gate, Pause, Share, Turn, Wait
+from dataplane.store.gate import Clock, Gate, Share, Turn, Wait
 from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.pieces import fill, in_pieces
@@ -115,7 +115,7 @@ class Retrying:
             own = next((call.error for call in self._failing if call.url == url), None)
         return own or self._gate.last_error
 
-    def slow_down(self, pause: Pause) -> None:
+    def slow_down(self, pause: StorePause) -> None:
         """Another process of this host was asked to slow down by this store."""
         self._gate.slow_down(pause)
 

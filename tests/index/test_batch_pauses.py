@@ -16,9 +16,9 @@ from dataplane.index import batches, processes
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import ShardBatches
-from dataplane.model import ObjectInfo
-from dataplane.rpc.fetches import StartFetching, StorePause
-from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.model import ObjectInfo, StorePause
+from dataplane.rpc.fetches import StartFetching
+from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.pauses import Pauses
 
 BASE = "s3://bucket"
@@ -43,7 +43,7 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
 def test_a_pause_that_readers_are_asked_for_is_kept_by_the_host(
     awry: Awry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses, told = Pauses(), list[Pause]()
+    pauses, told = Pauses(), list[StorePause]()
     pauses.join(told.append)
     begin = IndexProcesses.begin_batches
 
@@ -63,7 +63,7 @@ def test_a_pause_that_readers_are_asked_for_is_kept_by_the_host(
 def test_readers_keep_the_pauses_of_the_host(awry: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_READER_PAIRS_MAX", 1)
     names = sorted(SHARDS)
-    pause, pauses = Pause(BASE, 1, 1e6), Pauses()
+    pause, pauses = StorePause(BASE, 1, 1e6), Pauses()
     expected = index_dataset(BASE).to_bytes()
     with indexing(keep=lambda *_: pauses.tell(pause), pauses=pauses, budget_s=0.2) as found:
         assert found.of(BASE).to_bytes() == expected
@@ -80,12 +80,12 @@ class _Unread:
     def __init__(self, url: str) -> None:
         self.batches = {1: batches._Sent((0,), (ObjectInfo(url, 9, "etag"),), lambda _: None)}
 
-    def slow_down(self, pause: Pause) -> None:
+    def slow_down(self, pause: StorePause) -> None:
         raise AssertionError("it is told of its own pause")
 
 
 def test_a_parser_can_make_no_pause_longer_or_for_another_store() -> None:
-    pauses, told = Pauses(), list[Pause]()
+    pauses, told = Pauses(), list[StorePause]()
     pauses.join(told.append)
     pair: Any = _Unread(f"{BASE}/a/0.parquet")
     start = StartFetching((), 1.0, 1.0)

@@ -18,12 +18,11 @@ from lender import BLOCK_BYTES, LendingNode, lending_node
 
 from dataplane.errors import DataplaneError, NeighbourGone
 from dataplane.fetcher.neighbours import FAILURES_MAX
-from dataplane.model import BlockForm, Region
+from dataplane.model import BlockForm, Region, StorePause
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.lending import Asked
 from dataplane.store.connect import open_store
-from dataplane.store.gate import Pause
 from dataplane.worker.forking import fork_server
 
 __all__ = ["awry"]
@@ -53,7 +52,7 @@ def order(etag: str, neighbour: fetches.Neighbour, at: int = 0) -> fetches.ReadR
 def no_store(at: Node) -> None:
     """Nothing is asked of the store, however late a busy machine makes a neighbour."""
     at.fetchers.start()
-    at.all_pauses.tell(Pause("s3://bucket", 3, 1e6))
+    at.all_pauses.tell(StorePause("s3://bucket", 3, 1e6))
 
 
 async def from_store(at: Node, awry: Awry, read: fetches.ReadRange) -> None:

@@ -10,8 +10,8 @@ from awry import Awry, Mood
 from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, node
 
 from dataplane.fetcher.hedging import READS_MIN
+from dataplane.model import StorePause
 from dataplane.store.connect import open_store
-from dataplane.store.gate import Pause
 from dataplane.worker.forking import fork_server
 
 __all__ = ["awry", "awry_tls"]
@@ -84,7 +84,7 @@ def test_a_read_that_waits_for_a_pause_is_no_straggler(awry: Awry) -> None:
                 assert await at.read(etag) is None
             awry.be(Mood.SLOW_DOWN)
             assert await at.read(etag) is None
-            at.all_pauses.tell(Pause("s3://bucket", 1, 0.5))
+            at.all_pauses.tell(StorePause("s3://bucket", 1, 0.5))
             await asyncio.sleep(0)
             assert await at.read(etag) is None
             assert at.fetchers.statistics().hedged_bytes == 0

@@ -45,7 +45,7 @@ VALUES = [
     for module in (*ROOMS, index_batches)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
-] + list(convert._SHARED.values())
+] + [*convert._SHARED.values(), model.StorePause]
 
 
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():

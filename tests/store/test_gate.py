@@ -10,16 +10,8 @@ import pytest
 from fake_clock import Time
 
 from dataplane.errors import ClosedError, StoreThrottled, StoreUnavailable
-from dataplane.store.gate import (
-    AWAY_AFTER_S,
-    PROBE,
-    RETURN_S,
-    SLOW_DOWN,
-    Clock,
-    Gate,
-    Pause,
-    SlowDown,
-)
+from dataplane.model import StorePause
+from dataplane.store.gate import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Clock, Gate, SlowDown
 from dataplane.store.outage import Outage
 
 FAR = 1e9
@@ -290,7 +282,7 @@ def test_refusals_that_arrive_together_count_once() -> None:
 
 
 def test_a_pause_is_told_once_and_kept_by_the_gates_of_other_processes() -> None:
-    time, told = Time(), list[Pause]()
+    time, told = Time(), list[StorePause]()
     gate = Gate(STORE, time.clock(), lambda _: None, told.append)
     turns = [gate.enter(FAR) for _ in range(4)]
     time.now += 1.0

@@ -8,16 +8,17 @@ import pytest
 from awry import Awry, Mood, awry_server
 from fake_clock import Time
 
+from dataplane.model import StorePause
 from dataplane.store.connect import Stores
-from dataplane.store.gate import SLOW_DOWN, Pause
+from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.pauses import Pauses
 
 STORE = "s3://bucket"
 URL = f"{STORE}/a.bin"
 
 
-class Told(list[Pause]):
-    def hear(self, pause: Pause) -> None:
+class Told(list[StorePause]):
+    def hear(self, pause: StorePause) -> None:
         self.append(pause)
 
 
@@ -26,13 +27,13 @@ def test_all_but_the_source_are_told_and_newcomers_of_what_lasts() -> None:
     pauses, first, second, late = Pauses(time.clock()), Told(), Told(), Told()
     pauses.join(first.hear)
     pauses.join(second.hear)
-    short, long = Pause(STORE, 1, 2.0), Pause("s3://another", 3, 8.0)
+    short, long = StorePause(STORE, 1, 2.0), StorePause("s3://another", 3, 8.0)
     pauses.tell(short, first.hear)
     pauses.tell(long)
     assert (first, second) == ([long], [short, long])
     time.now += 3.0
     pauses.join(late.hear)
-    assert late == pauses.now() == [Pause("s3://another", 3, 5.0)]
+    assert late == pauses.now() == [StorePause("s3://another", 3, 5.0)]
     pauses.leave(second.hear)
     pauses.leave(second.hear)
     pauses.tell(short)
@@ -60,7 +61,7 @@ def test_stores_tell_of_their_pauses_and_keep_those_of_others(awry: Awry) -> Non
     # A store that is open, and one that is opened during the pause.
     for others in (stores, Stores(clock=time.clock())):
         time.waited.clear()
-        others.pauses.tell(Pause(STORE, 1, 7.0), told.hear)
+        others.pauses.tell(StorePause(STORE, 1, 7.0), told.hear)
         others.connect(URL).head(URL)
         assert time.waited[0] >= 7.0
         assert time.waited[0] <= 7.0 + SLOW_DOWN.span_s(2)
