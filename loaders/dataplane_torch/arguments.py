@@ -184,7 +184,8 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
     given: Mapping[str, Any] = {**options}
     asked = {name: given[name] for name in ARGUMENTS}
     if (pack := pack_spec(options["pack"])) is not None:
-        refused = [name for name in (*ARGUMENTS, "transforms") if given[name] != DEFAULTS[name]]
+        names = (*ARGUMENTS, "transforms")
+        refused = [name for name in names if not _is(given[name], DEFAULTS[name])]
         if refused:
             raise ConfigError(
                 f"{refused[0]}={given[refused[0]]!r:.80} with pack=: batches of packs have the"
@@ -222,17 +223,18 @@ def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
 
 def passed_to_torch(given: Mapping[str, Any]) -> list[str]:
     """The arguments that apply only to a torch Dataset and do not have their defaults."""
-    return [name for name, value in given.items() if value != _TORCH_ONLY[name][0]]
+    return [name for name, value in given.items() if not _is(value, _TORCH_ONLY[name][0])]
 
 
 def passed_options(given: Arguments) -> list[str]:
     """The arguments that apply only to urls and do not have their defaults."""
     options: Mapping[str, object] = {**given.options}
-    return [
-        name
-        for name, value in options.items()
-        if value is not DEFAULTS[name] and value != DEFAULTS[name]
-    ]
+    return [name for name, value in options.items() if not _is(value, DEFAULTS[name])]
+
+
+def _is(given: object, default: object) -> bool:
+    """Whether an argument has its default. An array compares by element, and is none."""
+    return given is default or (default is not None and given == default)
 
 
 def refuse_arguments(given: Arguments) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
@@ -84,8 +85,9 @@ def test_arguments_of_torch_make_paths_samples(argument):
 def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch():
     with DataLoader(["/data/train-0", "/data/train-1"], format="tfrecord") as loader:
         assert isinstance(loader.dataset, Shards)
-    with pytest.raises(ConfigError, match="num_workers=2 does not apply"):
-        DataLoader(["/data/a.parquet"], columns=["x"], num_workers=2)
+    for name, value in (("num_workers", 2), ("sampler", np.array([1, 0]))):
+        with pytest.raises(ConfigError, match=f"{name}=.* does not apply"):
+            DataLoader(["/data/a.parquet"], columns=["x"], **{name: value})
 
 
 @pytest.mark.parametrize("empty", [[], ()])

@@ -264,6 +264,8 @@ SAMPLED: dict[str, Make] = {
     "dropped": lambda: {"shuffle": True, "batch_size": 2, "drop_last": True},
     "unbatched": lambda: {"shuffle": True, "batch_size": None},
     "a list of indices": lambda: {"sampler": [3, 1, 1, 0], "batch_size": 3},
+    "an array of indices": lambda: {"sampler": np.array([3, 1, 1, 0]), "batch_size": 3},
+    "an array of batches": lambda: {"batch_sampler": np.array([[0, 6], [2, 2]])},
     "backwards": lambda: {"sampler": Backwards(), "batch_size": 4},
     "replaced": lambda: {"sampler": RandomSampler(range(COUNT), True, 11), "batch_size": 4},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0, 3.0], 9), "batch_size": 4},
