@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -33,7 +32,6 @@ from dataplane_torch.local.stateful import is_stateful, load_state
 GeneratorStates = dict[str, torch.Tensor]
 
 _DEFAULT = "torch"
-_WAS_TOLD = "dataplane_was_told"
 _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -157,20 +155,30 @@ def epochs_of(index_sampler: Any) -> dict[str, int]:
 def told_epochs_of(index_sampler: Any) -> dict[str, int]:
     """The same, without those samplers that would be told in vain, and were not."""
     parts, found = _parts(index_sampler), epochs_of(index_sampler)
-    return {name: epoch for name, epoch in found.items() if getattr(parts[name], _WAS_TOLD, True)}
+    return {name: epoch for name, epoch in found.items() if _was_told(parts[name].set_epoch)}
+
+
+class _Told:
+    """The set_epoch() of a sampler that torch made. It does not refer to the sampler: a cycle would
+    keep the dataset after its loader is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.epoch, self.was_told = 0, False
+
+    def __call__(self, epoch: int) -> None:
+        self.epoch, self.was_told = epoch, True
 
 
 def make_told(sampler: Any) -> None:
     """Give a sampler that torch made a set_epoch(), as a DistributedSampler has. It does not change
     the order: it tells a pass that the pass whose state was loaded is over.
     """
-    sampler.epoch, sampler.set_epoch = 0, functools.partial(_tell, sampler)
-    setattr(sampler, _WAS_TOLD, False)
+    sampler.set_epoch = _Told()
 
 
-def _tell(sampler: Any, epoch: int) -> None:
-    sampler.epoch = epoch
-    setattr(sampler, _WAS_TOLD, True)
+def _was_told(set_epoch: object) -> bool:
+    return not isinstance(set_epoch, _Told) or set_epoch.was_told
 
 
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
@@ -226,9 +234,9 @@ def _all_encoded(states: GeneratorStates) -> dict[str, str]:
 
 def _epoch_of(part: Any) -> int | None:
     """The epoch that a sampler was set to, as torch's DistributedSampler keeps it."""
-    epoch = getattr(part, "epoch", None)
-    is_told = callable(getattr(part, "set_epoch", None)) and type(epoch) is int
-    return epoch if is_told else None
+    set_epoch = getattr(part, "set_epoch", None)
+    epoch = getattr(set_epoch if isinstance(set_epoch, _Told) else part, "epoch", None)
+    return epoch if callable(set_epoch) and type(epoch) is int else None
 
 
 def _parts(index_sampler: Any) -> dict[str, Any]:

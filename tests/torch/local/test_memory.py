@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,21 @@ class Collates(Blocks):
             batch = default_collate([part, part])
             first.append(int(batch[0, 0]))
         return torch.tensor(first), batch
+
+
+@pytest.mark.parametrize("given", [{}, {"shuffle": True}, {"num_workers": 1}])
+def test_a_dataset_is_free_as_soon_as_its_loader_is_dropped(given) -> None:
+    dataset = Samples("int", 4)
+    alive = weakref.ref(dataset)
+    loader = DataLoader(dataset, 2, **given)
+    assert len(list(loader)) == 2
+    gc.collect()
+    gc.disable()  # what is in a cycle stays
+    try:
+        del dataset, loader
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_expanded_tensors_take_only_their_own_memory() -> None:
