@@ -81,7 +81,7 @@ class PassState(Struct, frozen=True):
         return {
             "version": VERSION,
             "source": "iterable" if self.is_iterable else "map",
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: _plain(getattr(self, name)) for name in _PLAIN},
             "samplers": self.samplers,
             "sampler": sampler,
             "workers": [structs.asdict(worker) for worker in self.workers],

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader
@@ -291,6 +292,28 @@ def test_resuming_leaves_the_default_generator_alone() -> None:
         loader.load_state_dict(state)
         list(loader)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class Unsized(Sampler[int]):
+    """A sampler that does not tell its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        raise LookupError("how many they are, nobody knows")
+
+
+def test_a_pass_of_a_sampler_whose_length_raises_is_resumed() -> None:
+    state = taken(DataLoader(Samples("int", 8), 2, sampler=Unsized()), 3)
+    with DataLoader(Samples("int", 8), 2, sampler=Unsized()) as loader:
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == [[6, 7]]
+
+
+def test_numbers_of_numpy_are_saved_as_json() -> None:
+    state = taken(DataLoader(Samples("int", 8), 2, num_workers=np.int64(1)))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(state))["worker_count"] == 1
 
 
 def taken(loader: DataLoader, steps: int = 1) -> dict[str, Any]:
