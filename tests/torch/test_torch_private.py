@@ -321,6 +321,9 @@ def test_an_exception_travels_with_its_traceback() -> None:
         wrapped = workers.ExceptionWrapper(where="in a test")
     with pytest.raises(KeyError, match=r"Caught KeyError in a test.*\n.*Traceback"):
         wrapped.reraise()
+    wrapped.exc_type = RuntimeError
+    with pytest.raises(RuntimeError, match=r"(?s)in a test.*Traceback.*KeyError: 'a key'"):
+        wrapped.reraise()
 
 
 def test_tensors_are_collated_where_a_worker_says(monkeypatch) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from dataplane_torch.local import frames
-from dataplane_torch.local.parcel import Packer
+from dataplane_torch.local.parcel import Packer, pickled_whole
 from dataplane_torch.local.progress import WorkerState
 from dataplane_torch.local.segments import Segments
 from dataplane_torch.local.stateful import load_state, skip_samples, state_of
@@ -225,7 +225,12 @@ class Worker:
 
     def _wrapped(self) -> Any:
         where = f"in DataLoader worker process {self._setup.worker_id}"
-        return workers.ExceptionWrapper(where=where)
+        wrapped = workers.ExceptionWrapper(where=where)
+        try:
+            pickled_whole(wrapped)
+        except Exception:  # noqa: BLE001 - its class is in no module, but its text says all
+            wrapped.exc_type = RuntimeError
+        return wrapped
 
     def _announce(self, segment_id: int, fd: int, size_bytes: int) -> None:
         self._send(frames.NewSegment(segment_id, size_bytes))
@@ -253,38 +258,49 @@ class _Inbox:
 
     def __init__(self, connection: Connection, parent_pid: int) -> None:
         self._connection, self._parent_pid = connection, parent_pid
-        self._frames: queue.SimpleQueue[frames.ToWorker | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[frames.ToWorker | Exception | None] = queue.SimpleQueue()
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
         self.pass_id: int | None = None
         threading.Thread(target=self._read, name="dataplane-inbox", daemon=True).start()
 
     def take(self, timeout_s: float | None) -> frames.ToWorker | None:
         """The next frame; None when the trainer is gone.
 
-        Raises:  queue.Empty: no frame has arrived yet.
+        Raises:  queue.Empty: no frame has arrived yet.  Whatever the unpickling of a user's index
+        or state raises.
         """
-        return self._frames.get(timeout=timeout_s)
+        frame = self._frames.get(timeout=timeout_s)
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
 
     def _read(self) -> None:
-        poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLIN)
-        try:
-            while True:
-                if not poll.poll(_PARENT_POLL_MS):
-                    if self._parent_pid and os.getppid() != self._parent_pid:
-                        break
-                    continue
-                frame = frames.decode(self._connection.recv_bytes())
-                if isinstance(frame, frames.Begin):
-                    self.pass_id = frame.pass_id
-                elif isinstance(frame, frames.Stop):
-                    self.pass_id = None
-                self._frames.put(frame)
-        except (EOFError, OSError):
-            pass
+        while (encoded := self._received()) is not None:
+            try:
+                frame = frames.decode(encoded)
+            except Exception as error:  # noqa: BLE001 - the worker ends by it, as torch's does
+                self._frames.put(error)
+                continue
+            if isinstance(frame, frames.Begin):
+                self.pass_id = frame.pass_id
+            elif isinstance(frame, frames.Stop):
+                self.pass_id = None
+            self._frames.put(frame)
         self._frames.put(None)
         # The trainer is dead. Do not wait for user code that never returns.
         threading.Event().wait(_LAST_WORDS_S)
         os._exit(1)
+
+    def _received(self) -> bytes | None:
+        """What the trainer has sent, when it has; None when it is gone."""
+        try:
+            while not self._poll.poll(_PARENT_POLL_MS):
+                if self._parent_pid and os.getppid() != self._parent_pid:
+                    return None
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
 
 
 def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> None:

@@ -27,7 +27,8 @@ require(_worker, "WorkerInfo", "_generate_state", "_worker_info")
 
 ExceptionWrapper: Any = torch._utils.ExceptionWrapper
 """torch._utils.ExceptionWrapper: the exception being handled, in a form that can be pickled, with
-its traceback as text. `reraise()` raises one of the same type, whose message has that text.
+its traceback as text. `reraise()` raises one of its `exc_type`, which may be set to another class
+than the exception's, with a message that has that text.
 """
 
 

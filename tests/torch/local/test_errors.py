@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,44 @@ def test_exceptions_come_with_the_workers_traceback(error, kind) -> None:
         assert list(iterator) == [3, 4, 5]
         del iterator, caught
     assert told[0] == told[1]
+
+
+def made_here() -> Exception:
+    """As of a client that makes the classes of its errors while it runs."""
+
+    class NoSuchKey(ValueError):
+        pass
+
+    return NoSuchKey("there is no object x")
+
+
+def test_an_error_of_a_class_that_cannot_be_sent_comes_as_text() -> None:
+    with (
+        DataLoader(Unlucky(made_here()), None, num_workers=1) as loader,
+        pytest.raises(RuntimeError, match=r"(?s)process 0.*__getitem__.*NoSuchKey: there is no ob"),
+    ):
+        list(loader)
+
+
+class Local:
+    """An index that means nothing in another process."""
+
+    def __reduce__(self) -> Any:
+        return index_of, (os.getpid(),)
+
+
+def index_of(pid: int) -> int:
+    if os.getpid() != pid:
+        raise LookupError("an index of another process")
+    return 0
+
+
+def test_an_index_that_a_worker_cannot_read_ends_the_pass() -> None:
+    with (
+        DataLoader(Samples("int", 4), None, sampler=[Local()], num_workers=1, timeout=30) as loader,
+        pytest.raises(RuntimeError, match="exit code 1"),
+    ):
+        list(loader)
 
 
 def raises(*_: Any) -> Any:
