@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import arrow_columns
+import numpy as np
 import pyarrow as pa
 import pytest
 from arrow_columns import Leaf, canonical_values, comparable
@@ -13,6 +14,7 @@ from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Kind, ListPolicy
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
+from dataplane.transforms.options import column_options
 
 URL = "file:///shard.parquet"
 LISTS = st.sampled_from(ListPolicy)
@@ -201,3 +203,21 @@ def test_a_null_run_in_a_null_struct_is_no_value() -> None:
     plan = plan_columns(batch.schema)
     found = canonical(batch, plan, URL).column(0).to_pylist()
     assert comparable(found) == ["1.0", "nan", "2.0"]
+
+
+@pytest.mark.parametrize("given", ["x", {"x", "y"}, 3])
+def test_columns_without_an_order_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="pass a list of names"):
+        column_options(columns=given)  # type: ignore[arg-type]
+
+
+def test_columns_that_are_no_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="columns: 3 is not a name"):
+        column_options(columns=["x", 3])  # type: ignore[list-item]
+
+
+def test_names_of_columns_may_come_in_an_array() -> None:
+    names = np.array(["y", "x"])
+    found = column_options(columns=names, codes=names)  # type: ignore[arg-type]
+    assert found == column_options(columns=["y", "x"], codes=["x", "y"])
+    assert {type(name) for name in (*found.columns, *found.codes)} == {str}
