@@ -60,11 +60,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._dataset_moved = filled["dataset_moved"]
         # Shared by all processes of one DataLoader: where to resume, and each worker's next epoch.
         # A worker that starts late finds its own entry, not yet advanced.
-        self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._resume = _shared_zeros(2)
         # The weights of a loaded state, which workers inherit, and which they need.
         self._mix: MixHistory | None = None
-        self._mix_mark = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._next_epochs = torch.zeros(_WORKER_COUNT_MAX, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._mix_mark = _shared_zeros(1)
+        self._next_epochs = _shared_zeros(_WORKER_COUNT_MAX)
         self._session: Session | None = None
         self._reader: EpochReader | None = None
         self._resume_steps: tuple[int, int, int, int] | None = None
@@ -217,6 +217,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             self._session.mix = self._mix
             weakref.finalize(self, self._session.close).atexit = False
         return self._session
+
+
+def _shared_zeros(count: int) -> torch.Tensor:
+    """int64[count] in the memory of all processes of one loader, whatever the default device is."""
+    zeros = torch.zeros(count, dtype=torch.int64, device="cpu")
+    return zeros.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _mark(mix: MixHistory | None) -> int:

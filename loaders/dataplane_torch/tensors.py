@@ -146,7 +146,7 @@ def tensor_over(
 ) -> torch.Tensor:
     """A tensor whose storage is exactly its own bytes of a buffer; it keeps the buffer alive."""
     if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     seen = _NUMPY.get(dtype)
     if seen is None:
         count = math.prod(shape)
@@ -174,8 +174,8 @@ def _shared(source: torch.Tensor) -> torch.Tensor:
     if not source.numel():
         return source
     storage = new_shared_storage(source.nbytes)
-    out: torch.Tensor = torch.empty(0, dtype=source.dtype).set_(storage).view(source.shape)
-    return out.copy_(source)
+    out: torch.Tensor = torch.empty(0, dtype=source.dtype, device="cpu").set_(storage)
+    return out.view(source.shape).copy_(source)
 
 
 def _fixed(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:

@@ -168,3 +168,14 @@ def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(fake) -> None:
     assert {int(batch["x"][0, 3]) for batch in loader_of(other, 0)} == {0}
     dataset.close()
     other.close()
+
+
+def test_tensors_are_in_host_memory_whatever_the_default_device_is(fake) -> None:
+    fake(sample_count=1)
+    with torch.device("meta"):
+        dataset = ShardedIterableDataset(URL, 1, dp_rank=1, dp_size=2)
+        (batch,) = dataset
+    assert batch["x"].shape[0] == 0
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    dataset.close()

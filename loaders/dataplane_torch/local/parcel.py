@@ -248,7 +248,8 @@ class _Pickler(pickle.Pickler):
             return _reduced(given)
         if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
             # By value: torch.multiprocessing would name a file that lives as long as the worker.
-            raw: Any = torch.empty(0, dtype=torch.uint8).set_(given).numpy()
+            empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+            raw = empty.set_(given).numpy()
             return _storage, (pickle.PickleBuffer(raw),)
         if type(given) is np.ndarray and not given.flags.writeable:
             return given.copy(order="A").__reduce_ex__(5)  # the unpickled copy is writable

@@ -271,6 +271,34 @@ def test_workers_may_be_started_by_spawn_or_forkserver(context) -> None:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
+class Bare(Samples):
+    """Storages, and tensors without elements."""
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.arange(3, device="cpu").untyped_storage(), torch.empty(0, 2, device="cpu")
+
+
+def sets_a_device(worker_id: int) -> None:
+    """A worker_init_fn."""
+    del worker_id
+    torch.set_default_device("meta")
+
+
+def test_batches_are_in_host_memory_whatever_the_default_device_is() -> None:
+    def make(loader: type) -> Any:
+        return loader(
+            Bare("", 2), None, num_workers=1, worker_init_fn=sets_a_device, collate_fn=as_is
+        )
+
+    def walk(loader: Any) -> list[Any]:
+        iterator = iter(loader)
+        with torch.device("meta"):
+            found = [*iterator]
+        return [(storage.tolist(), empty) for storage, empty in found]
+
+    assert_equal(make, walk)
+
+
 def test_arguments_attributes_and_their_errors() -> None:
     dataset = Samples("int", 10)
     for wrong in (
