@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import decimal
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -45,15 +43,10 @@ def _bounds(column: pq.ColumnChunkMetaData, rows: int) -> ColumnBounds:
         ends = (told.min, told.max) if told.has_min_max else (None, None)
     except (ValueError, OverflowError):  # nanoseconds, for one, have no type in Python
         ends = None, None
-    lowest, highest = map(_plain, ends)
+    lowest, highest = ends
     if lowest is None or highest is None or lowest != lowest or highest != highest:  # noqa: PLR0124
         return ColumnBounds(rows, nulls)
     # Writers may cut long texts, and leave out NaN.
     is_float = isinstance(lowest, float)
     is_exact = not isinstance(lowest, str | bytes)
     return ColumnBounds(rows, nulls, lowest, highest, is_exact, is_float)
-
-
-def _plain(value: Any) -> Any:
-    """Decimals are compared as floats."""
-    return float(value) if isinstance(value, decimal.Decimal) else value

@@ -6,9 +6,11 @@ condition is true.
 
 from __future__ import annotations
 
+import decimal
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import pyarrow as pa
 from msgspec import Struct
@@ -95,8 +97,16 @@ class RelationTest(Struct, frozen=True):
         """As `RowTest.values`."""
         import pyarrow.compute as pc
 
-        left, right = _alike(self.left.values(batch), self.right.values(batch))
-        return _of_rows(getattr(pc, _KERNELS[self.relation])(left, right), batch)
+        left, right = self.left.values(batch), self.right.values(batch)
+        is_float = [pa.types.is_floating(one.type) for one in (left, right)]
+        try:
+            if any(is_float) and not all(is_float):
+                # Unless a whole number has no float. Decimals have none in general.
+                left, right = (_as_float(one) for one in (left, right))
+            return _of_rows(getattr(pc, _KERNELS[self.relation])(left, right), batch)
+        except pa.ArrowInvalid:  # Arrow has no type for the values of both
+            both = (_of_rows(one, batch).to_pylist() for one in (left, right))
+            return _exactly(self.relation, *both)
 
     def outcomes(self, _: Bounds) -> Outcomes:
         """As `RowTest.outcomes`."""
@@ -310,6 +320,14 @@ def _compared(relation: Relation, found: ColumnBounds, value: object) -> Outcome
     return outcomes | Outcomes.FALSE if is_false else outcomes
 
 
+_OPERATORS: Mapping[Relation, Callable[[Any, Any], bool]] = {
+    Relation.EQ: operator.eq,
+    Relation.NE: operator.ne,
+    Relation.LT: operator.lt,
+    Relation.LE: operator.le,
+    Relation.GT: operator.gt,
+    Relation.GE: operator.ge,
+}
 _NOT = {
     Relation.EQ: Relation.NE,
     Relation.NE: Relation.EQ,
@@ -320,16 +338,25 @@ _NOT = {
 }
 
 
-def _alike(left: pa.Array | pa.Scalar, right: pa.Array | pa.Scalar) -> list[pa.Array | pa.Scalar]:
-    """Both in a type that holds the values of both."""
-    both = [left, right]
-    kinds = [one.type for one in both]
-    if any(pa.types.is_uint64(kind) for kind in kinds) and not all(map(pa.types.is_uint64, kinds)):
-        if all(map(pa.types.is_integer, kinds)):
-            return [one.cast(pa.decimal128(20)) for one in both]
-        if any(map(pa.types.is_floating, kinds)):
-            return [one.cast(pa.float64(), safe=False) for one in both]
-    return both
+def _as_float(found: pa.Array | pa.Scalar) -> pa.Array | pa.Scalar:
+    """Raises:  ArrowInvalid: a value is no float."""
+    if pa.types.is_decimal(found.type):
+        raise pa.ArrowInvalid("decimals are no floats")
+    return found.cast(pa.float64())
+
+
+def _exactly(relation: Relation, left: Sequence[Any], right: Sequence[Any]) -> pa.Array:
+    """Python compares whole numbers, decimals and floats exactly, one by one."""
+    compare = _OPERATORS[relation]
+    with decimal.localcontext() as context:
+        context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
+        return pa.array(
+            [
+                None if one is None or other is None else compare(one, other)
+                for one, other in zip(left, right, strict=True)
+            ],
+            pa.bool_(),
+        )
 
 
 def _of_rows(found: pa.Array | pa.Scalar, batch: pa.RecordBatch) -> pa.Array:

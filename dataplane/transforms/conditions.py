@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Self, TypeGuard
 
@@ -23,6 +22,7 @@ from dataplane.transforms.condition import (
     RelationTest,
     RowTest,
 )
+from dataplane.transforms.number_grids import NumberGrid
 from dataplane.transforms.operands import (
     NUMBERS,
     ComputedValue,
@@ -134,8 +134,11 @@ class _Typed:
     def _field_test(
         self, relation: Relation, node: Node, field: FieldValue, value: Scalar
     ) -> RowTest:
-        if field.kind is OperandKind.INTEGER and _is_number(value):
-            return _whole_test(relation, field, value)
+        grid = NumberGrid.of(field.type)
+        if grid is not None and _is_number(value):
+            return grid.test(relation, field, value)
+        if field.kind is OperandKind.FLOAT and isinstance(value, int) and value != float(value):
+            return RelationTest(relation, field, ConstantValue(value, OperandKind.INTEGER))
         found = _as_stored(node, field, value)
         return FieldTest(field, relation, found)
 
@@ -143,17 +146,16 @@ class _Typed:
         of = self._operand(node)
         if of.kind in _UNCOMPARED:
             raise _mistaken(node, of, "'in' does not apply to it")
-        if isinstance(of, FieldValue) and of.kind is not OperandKind.INTEGER:
+        grid = NumberGrid.of(of.type if isinstance(of, FieldValue) else pa.int64())
+        if isinstance(of, FieldValue) and grid is None:
             found = [_as_stored(node, of, value) for value in values]
             return MemberTest(of, pa.array([one.as_py() for one in found], found[0].type)
                               if of.kind is not OperandKind.TIME else _times(found))  # fmt: skip
         if not all(map(_is_number, values)) or of.kind not in NUMBERS:
             raise _mistaken(node, of, f"it is compared with {values[0]!r}")
-        if of.kind is OperandKind.FLOAT:
+        if grid is None or (of.kind is OperandKind.FLOAT and not isinstance(of, FieldValue)):
             return MemberTest(of, pa.array([float(value) for value in values], pa.float64()))
-        kind = _whole_type(of)
-        whole = [int(one) for one in values if _is_number(one) and one == math.floor(one)]
-        return MemberTest(of, pa.array([one for one in whole if _has_room(one, kind)], kind))
+        return MemberTest(of, grid.members(filter(_is_number, values)))
 
     def _operand(self, node: Node) -> Operand:
         match node:
@@ -252,36 +254,6 @@ def _constant_kind(value: Scalar) -> OperandKind:
     if isinstance(value, str):
         return OperandKind.TEXT
     return OperandKind.INTEGER if isinstance(value, int) else OperandKind.FLOAT
-
-
-def _whole_type(of: Operand) -> pa.DataType:
-    if not isinstance(of, FieldValue):
-        return pa.int64()
-    kind = of.type
-    while not pa.types.is_integer(kind):
-        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
-    return kind
-
-
-def _has_room(value: int, kind: pa.DataType) -> bool:
-    is_signed = bool(pa.types.is_signed_integer(kind))
-    bits = int(kind.bit_width) - is_signed
-    return (-(1 << bits) if is_signed else 0) <= value < 1 << bits
-
-
-def _whole_test(relation: Relation, field: FieldValue, value: float) -> RowTest:
-    """A column of whole numbers compared with any number, exactly."""
-    kind = _whole_type(field)
-    if value != math.floor(value):
-        if relation in _EQUALITY:
-            return FieldTest(field, relation, None, always=relation is Relation.NE)
-        is_low = relation in {Relation.GT, Relation.LE}
-        value = math.floor(value) if is_low else math.ceil(value)
-    whole = int(value)
-    if _has_room(whole, kind):
-        return FieldTest(field, relation, pa.scalar(whole, kind))
-    is_less = {Relation.LT, Relation.LE} if whole > 0 else {Relation.GT, Relation.GE}
-    return FieldTest(field, relation, None, always=relation in {Relation.NE, *is_less})
 
 
 def _as_stored(node: Node, field: FieldValue, value: Scalar) -> pa.Scalar:

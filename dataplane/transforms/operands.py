@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from dataplane.errors import ConfigError
 from dataplane.transforms.canonical import leaf_array
 from dataplane.transforms.plain import decoded, is_any_list
 from dataplane.transforms.where import Scalar
+
+_INT64_END = 1 << 63
 
 
 class OperandKind(enum.StrEnum):
@@ -80,7 +83,10 @@ class ConstantValue(Struct, frozen=True):
 
     def values(self, _: pa.RecordBatch) -> pa.Scalar:
         """As `Operand.values`."""
-        return pa.scalar(self.value)
+        value = self.value
+        if isinstance(value, int) and not -_INT64_END <= value < _INT64_END:
+            return pa.scalar(Decimal(value))
+        return pa.scalar(value)
 
 
 class ComputedValue(Struct, frozen=True):
@@ -200,8 +206,8 @@ def _plain_type(kind: pa.DataType) -> pa.DataType | None:
     """The type to compare values of this type in, if kernels lack it."""
     if pa.types.is_float16(kind):
         return pa.float32()
-    if pa.types.is_decimal(kind):
-        return pa.float64()
+    if pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind):
+        return pa.decimal128(kind.precision, kind.scale)
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
