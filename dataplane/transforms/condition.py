@@ -79,7 +79,7 @@ class FieldTest(Struct, frozen=True):
             return nulls | (Outcomes.TRUE if self.always else Outcomes.FALSE)
         if found is None or found.lowest is None or self.value is None:
             return nulls | Outcomes.TRUE | Outcomes.FALSE
-        return nulls | _compared(self.relation, found, self.value.as_py())
+        return nulls | _compared(self.relation, found, _plain(self.value))
 
     def known(self, _: Outcomes) -> frozenset[str]:
         """As `RowTest.known`."""
@@ -144,7 +144,7 @@ class MemberTest(Struct, frozen=True):
             return Outcomes.NULL
         if found is None or found.lowest is None:
             return nulls | Outcomes.TRUE | Outcomes.FALSE
-        each = [_compared(Relation.EQ, found, one) for one in self.members.to_pylist()]
+        each = [_compared(Relation.EQ, found, _plain(one)) for one in self.members]
         is_one = any(Outcomes.FALSE not in one for one in each)
         is_none = not any(Outcomes.TRUE in one for one in each)
         nulls |= Outcomes(0) if is_none else Outcomes.TRUE
@@ -291,6 +291,14 @@ _KERNELS = {
     Relation.GT: "greater",
     Relation.GE: "greater_equal",
 }
+
+
+def _plain(value: pa.Scalar) -> object:
+    """The value as bounds have it; None if Python has no type for it."""
+    try:
+        return value.as_py()
+    except ValueError:  # nanoseconds
+        return None
 
 
 def _null_outcomes(found: ColumnBounds | None) -> Outcomes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Self, TypeGuard
 
@@ -284,7 +286,7 @@ def _time(node: Node, field: FieldValue, text: str) -> pa.Scalar:
     kind = _plain_time(field.type)
     try:
         if pa.types.is_timestamp(kind) and kind.tz is not None:
-            return _instant(text).cast(kind)
+            return _instant(text, kind)
         if pa.types.is_date64(kind):
             return pa.scalar(text).cast(pa.date32()).cast(kind)
         return pa.scalar(text).cast(kind)
@@ -295,16 +297,16 @@ def _time(node: Node, field: FieldValue, text: str) -> pa.Scalar:
         ) from fault  # fmt: skip
 
 
-def _instant(text: str) -> pa.Scalar:
-    try:
-        return pa.scalar(text).cast(pa.timestamp("ns", "UTC"))
-    except pa.ArrowInvalid:  # it names no zone
-        return (
-            pa.scalar(text)
-            .cast(pa.timestamp("ns"))
-            .cast(pa.int64())
-            .cast(pa.timestamp("ns", "UTC"))
-        )
+def _instant(text: str, kind: pa.DataType) -> pa.Scalar:
+    """Nanoseconds have all digits of a text, and the column's own unit has all of its years.
+
+    Raises:  ArrowInvalid: it is no time, or the column has no room for it.
+    """
+    for unit, zone in itertools.product(("ns", kind.unit), ("UTC", None)):
+        with contextlib.suppress(pa.ArrowInvalid):  # a text that names a zone, or one that does not
+            found = pa.scalar(text).cast(pa.timestamp(unit, zone)).cast(pa.int64())
+            return found.cast(pa.timestamp(unit, "UTC")).cast(kind)
+    return pa.scalar(text).cast(kind)
 
 
 def _times(found: Sequence[pa.Scalar]) -> pa.Array:

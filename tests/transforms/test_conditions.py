@@ -138,6 +138,32 @@ def test_what_types_do_not_allow_is_told(where: str, says: str) -> None:
         Condition.of(where, BATCH.schema)
 
 
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+def test_columns_with_a_time_zone_have_all_years_of_their_unit(unit: str) -> None:
+    kind = pa.timestamp(unit, "Europe/Berlin")
+    batch = pa.record_batch({"z": pa.array([0, 253_402_300_800], pa.timestamp("s")).cast(kind)})
+    for where, expected in (
+        ("z < '9999-12-31'", [True, False]),
+        ("z >= '0001-01-01T00:00:00Z'", [True, True]),
+        ("z in ('9999-12-31', '1970-01-01T01:00:00.000+01:00')", [True, False]),
+    ):
+        assert Condition.of(where, batch.schema).test.values(batch).to_pylist() == expected
+    with pytest.raises(ConfigError, match="'9999' is no such time"):
+        Condition.of("z < '9999'", batch.schema)
+
+
+def test_statistics_say_nothing_of_constants_with_nanoseconds() -> None:
+    column = pa.array([0, 1000, None], pa.timestamp("ns"))
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"t": column}), sink)
+    content = sink.getvalue()
+    footer = memoryview(content)[-int.from_bytes(content[-8:-4], "little") - 8 :]
+    (bounds,) = Parquet().column_bounds("x", footer, [0], ["t"])
+    for where in ("t < '1970-01-01 00:00:00.000000001'", "t in ('1970-01-01 00:00:00.000000001')"):
+        found = Condition.of(where, pa.schema({"t": column.type})).test.outcomes(bounds)
+        assert {Outcomes.TRUE, Outcomes.FALSE} <= set(found)
+
+
 def test_a_result_without_room_is_told() -> None:
     test = Condition.of("i * 9223372036854775807 > 2", BATCH.schema).test
     with pytest.raises(ConfigError, match="has no room in 64 bits"):
