@@ -9,6 +9,7 @@ from __future__ import annotations
 import decimal
 import enum
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -156,7 +157,9 @@ class MemberTest(Struct, frozen=True):
 
 
 class LikeTest(Struct, frozen=True):
-    """Whether a text is like a pattern."""
+    """Whether a text is like a pattern. A backslash before %, _ or a backslash takes it as it is,
+    and is a character like others elsewhere.
+    """
 
     of: FieldValue
     pattern: str
@@ -165,7 +168,11 @@ class LikeTest(Struct, frozen=True):
         """As `RowTest.values`."""
         import pyarrow.compute as pc
 
-        return pc.match_like(self.of.values(batch), self.pattern)
+        values = self.of.values(batch)
+        if "\\" not in self.pattern:
+            return pc.match_like(values, self.pattern)
+        # What Arrow makes of a backslash depends on where it stands.
+        return pc.match_substring_regex(values, _expression(self.pattern))
 
     def outcomes(self, _: Bounds) -> Outcomes:
         """As `RowTest.outcomes`."""
@@ -328,6 +335,7 @@ def _compared(relation: Relation, found: ColumnBounds, value: object) -> Outcome
     return outcomes | Outcomes.FALSE if is_false else outcomes
 
 
+_PARTS = re.compile(r"\\([%_\\])|(.)", re.DOTALL)
 _OPERATORS: Mapping[Relation, Callable[[Any, Any], bool]] = {
     Relation.EQ: operator.eq,
     Relation.NE: operator.ne,
@@ -365,6 +373,14 @@ def _exactly(relation: Relation, left: Sequence[Any], right: Sequence[Any]) -> p
             ],
             pa.bool_(),
         )
+
+
+def _expression(pattern: str) -> str:
+    """The regular expression of a pattern."""
+    parts = []
+    for taken, one in _PARTS.findall(pattern):
+        parts.append({"%": ".*", "_": "."}.get(one) or re.escape(taken or one))
+    return f"(?s)\\A{''.join(parts)}\\z"
 
 
 def _of_rows(found: pa.Array | pa.Scalar, batch: pa.RecordBatch) -> pa.Array:

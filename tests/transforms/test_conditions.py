@@ -164,6 +164,29 @@ def test_statistics_say_nothing_of_constants_with_nanoseconds() -> None:
         assert {Outcomes.TRUE, Outcomes.FALSE} <= set(found)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "rows"),
+    [
+        ("C:\\temp\\\\%", [0, 1]),
+        ("%\\x", [0]),
+        ("_:\\temp\\%", [2]),
+        ("100\\%", [3]),
+        ("100\\%_", [4]),
+        ("a\\_b\\\\", [5]),
+        ("a_b\\", [5, 6]),
+        ("%\n\\", [7]),
+    ],
+)
+def test_a_backslash_takes_the_next_sign_of_a_pattern_as_it_is(
+    pattern: str, rows: list[int]
+) -> None:
+    texts = ["C:\\temp\\x", "C:\\temp\\", "C:\\temp%", "100%", "100%\n", "a_b\\", "axb\\", "a\n\\"]
+    batch = pa.record_batch({"s": pa.array([*texts, None])})
+    found = RowFilter.of(View(where=f"s like '{pattern}'"), batch.schema)
+    assert found is not None
+    assert np.flatnonzero(found.mask(batch, BlockRows(len(batch)))).tolist() == rows
+
+
 def test_a_result_without_room_is_told() -> None:
     test = Condition.of("i * 9223372036854775807 > 2", BATCH.schema).test
     with pytest.raises(ConfigError, match="has no room in 64 bits"):
