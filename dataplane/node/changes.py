@@ -15,7 +15,15 @@ from dataplane.errors import ConfigError, DataplaneError
 from dataplane.mixture import MixtureSpec
 from dataplane.node.member import ServedMember
 from dataplane.node.mixing import shares_of
-from dataplane.plan.changes import Changes, Place, changed, next_boundary, scheduled, steps_before
+from dataplane.plan.changes import (
+    Changes,
+    Place,
+    changed,
+    check_steps,
+    next_boundary,
+    scheduled,
+    steps_before,
+)
 from dataplane.plan.counting import SHARES_SUM
 from dataplane.plan.mixture import Mixed
 from dataplane.plan.orders import mixed_of, sample_count_of, with_mix
@@ -63,6 +71,7 @@ def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChange
     if asked.weights:
         shares = shares_of(request, asked.weights, member.opened.datasets)
         found, at = changed(mixed, changes, place, shares)
+        check_steps(mixed, found, spec.global_batch, spec.end)
     else:
         found, at = _as_opened(spec, spec.mixture, mixed, changes, place)
     if not found or found[0].place != (0, 0):

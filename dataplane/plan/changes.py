@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dataplane.errors import ConfigError
 from dataplane.model import End
-from dataplane.plan.mixture import Mixed, Shares, plan_of, runs_of
+from dataplane.plan.mixture import EpochPlan, Mixed, Shares, plan_of, runs_of
 from dataplane.plan.slices import steps_of
 from dataplane.weights import ScheduledShares, ShareChange
 
@@ -74,7 +75,7 @@ def scheduled(
     """The changes before a place, and those of a schedule from there on. Its steps count from that
     place on: each takes effect at the first round that begins in it or later.
 
-    Raises:  ConfigError: as `in_effect`.
+    Raises:  ConfigError: as `in_effect`, and as `check_steps`.
     """
     epoch, position = place
     found = tuple(change for change in changes if change.place < place)
@@ -86,18 +87,41 @@ def scheduled(
         ]
         plan = plan_of(mixed, epoch, (*found, *asked))
         steps = steps_of(plan.sample_count - position, global_batch, end)
+        if not position:
+            _check_step(plan, global_batch, end)
         mine = [each for each, one in zip(asked, left, strict=True) if one.step - gone < steps]
         if mine:
             found = in_effect(mixed, (*found, *mine))
         left, gone = left[len(mine) :], gone + steps
         epoch, position = epoch + 1, 0
         if left:
-            each = steps_of(plan_of(mixed, epoch, found).sample_count, global_batch, end)
-            if not each:
-                break  # there are no more steps
+            plan = plan_of(mixed, epoch, found)
+            _check_step(plan, global_batch, end)
+            each = steps_of(plan.sample_count, global_batch, end)
             passed = (left[0].step - gone) // each
             epoch, gone = epoch + passed, gone + passed * each
+    check_steps(mixed, found, global_batch, end)
     return found
+
+
+def check_steps(mixed: Mixed, changes: Changes, global_batch: int, end: End) -> None:
+    """Check that all epochs have steps.
+
+    Raises:  ConfigError: one is shorter than a global batch, and incomplete ones are dropped.
+    """
+    for run in runs_of(mixed, changes):
+        _check_step(run.plan, global_batch, end)
+
+
+def _check_step(plan: EpochPlan, global_batch: int, end: End) -> None:
+    if not steps_of(plan.sample_count, global_batch, end):
+        raise ConfigError(
+            f"with these weights, epoch {plan.epoch} of the mixture has {plan.sample_count}"
+            f" samples, less than a global batch of {global_batch}, and incomplete batches are"
+            " dropped: no step is left. Choose other weights, a smaller batch, or keep the last"
+            " batch (drop_last=False)",
+            field="weight",
+        )
 
 
 def steps_before(mixed: Mixed, changes: Changes, place: Place, global_batch: int, end: End) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from plan import golden
 from plan.test_mixture import everything, mixtures, order_of, twin_of
@@ -197,6 +198,16 @@ def test_scheduled_shares_take_effect_in_their_step_or_with_the_next_round(
         assert change.place == next_boundary(
             of, before, max(at, *[one.place for one in before], (0, 0))
         )
+
+
+def test_scheduled_shares_with_which_an_epoch_has_no_step_are_refused():
+    of = Mixed((30, 1), quantised([1, 0]), (1, 1))
+    for step in (1, 3, 7):  # within an epoch, at its start, and after several
+        schedule = [ScheduledShares(step, HALVES), ScheduledShares(9, MOST)]
+        with pytest.raises(ConfigError, match="samples, less than a global batch of 10, and"):
+            scheduled(of, (), (0, 0), schedule, 10, End.DROP)
+        assert scheduled(of, (), (0, 0), schedule, 10, End.RAGGED)
+        assert scheduled(of, (), (0, 0), schedule, 2, End.DROP)
 
 
 def test_golden_mixtures_that_change():

@@ -108,6 +108,22 @@ def test_weights_with_which_an_epoch_cannot_be_planned_are_refused(folder: Path)
         assert found == expected
 
 
+def test_weights_with_which_an_epoch_would_have_no_step_are_refused(folder: Path) -> None:
+    # It would end with the 40 samples of the last source.
+    rare, until = {"web": 0, "code": 0, "math": 1}, {"exhausted": "stop", "length": None}
+    with DataLoader(mixed(folder, **until), **OPTIONS) as loader:
+        rows = rows_of(loader)
+        with pytest.raises(ConfigError, match="40 samples, less than a global batch of 96, and"):
+            loader.set_weights(rare)
+        assert len(rows) == len(rows_of(loader)) == len(loader)
+    scheduled = [(len(rows), rare), (9 * len(rows), FIRST)]
+    with (
+        closing(DataLoader(mixed(folder, schedule=scheduled, **until), **OPTIONS)) as loader,
+        pytest.raises(ConfigError, match="no step is left"),
+    ):
+        len(loader)
+
+
 def test_damaged_weights_in_a_state_are_refused(folder: Path) -> None:
     with DataLoader(mixed(folder), **OPTIONS) as loader:
         state = saved(loader)
