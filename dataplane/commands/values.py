@@ -2,12 +2,13 @@
 
 Timestamps, dates and times are ISO 8601 with all digits of their unit, durations too ("PT1.5S");
 values outside the years 1 to 9999 are an integer and a unit. A timestamp with a time zone is shown
-in UTC; its zone is in the schema.
+in UTC; its zone is in the schema. Floats that JSON lacks are "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Callable, Mapping
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DAY_S = 86_400
 _DAY_ZERO = dt.date(1970, 1, 1).toordinal()
 _BYTES_SHOWN = 16
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def shown(array: pa.Array) -> list[object]:
@@ -48,7 +50,11 @@ def _shown(scalar: pa.Scalar) -> object:
     if pa.types.is_nested(kind):
         return shown(scalar.values)
     value = scalar.as_py()
-    return _bytes(value) if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return _bytes(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_FINITE[str(value)]
+    return value
 
 
 def _is_wrapped(kind: pa.DataType) -> bool:

@@ -80,3 +80,13 @@ def test_inspect_shows_times_that_python_has_no_value_for(
     out = capsys.readouterr().out
     for text in ("2024-11-07T12:33:54.123456789", "2147483647 days", "PT9223372036854.775807S"):
         assert text in out
+
+
+def test_what_json_lacks_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = [float("nan"), float("inf"), -float("inf"), -0.5]
+    table = pa.table({"x": pa.array(values), "l": [[one] for one in values]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    assert run(["inspect", str(tmp_path / "x.parquet"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+    assert [row["x"] for row in rows] == ["NaN", "Infinity", "-Infinity", -0.5]
+    assert [row["l"] for row in rows] == [[row["x"]] for row in rows]
