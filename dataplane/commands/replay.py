@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import StepRows
+    from dataplane.plan.windows import Int64
 
 _PREFIX = "dataplane."
 
@@ -91,7 +92,7 @@ def replay(
 
 
 def _listed(columns: str) -> list[str]:
-    return [name.strip() for name in columns.split(",") if name.strip()]
+    return [*dict.fromkeys(name.strip() for name in columns.split(",") if name.strip())]
 
 
 def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -> pa.Table:
@@ -114,17 +115,18 @@ def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -
         source, own = int(rows.sources[at]), numbers == numbers[at]
         of, block = job.sources[source], int(rows.blocks[at])
         batch = read_block(of.manifest, block, schemas[source], names, view=rows_only(of.view))
-        return pa.table(batch.take(pa.array(rows.block_rows[own]))).select(names)
+        return _taken(pa.table(batch), rows.block_rows[own]).select(names)
 
     _, first = np.unique(numbers, return_index=True)
     with ThreadPoolExecutor(workers) as threads:
         tables = list(threads.map(read, first.tolist()))
     place = np.empty(len(numbers), np.int64)
     place[np.argsort(numbers, kind="stable")] = np.arange(len(place))
-    found = schemas[0].empty_table().select(names)
     if tables:
         found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
-    found = found.take(pa.array(place))
+        found = _taken(found, place)
+    else:  # the rank has none
+        found = pa.table({name: pa.nulls(0) for name in names})
     places = [
         job.place_of(source, shard)
         for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
@@ -136,6 +138,17 @@ def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -
     for at, (name, values) in enumerate(before.items()):
         found = found.add_column(at, f"{_PREFIX}{name}", pa.array(values))
     return found
+
+
+def _taken(table: pa.Table, rows: Int64) -> pa.Table:
+    """These rows of a table, one at least. Arrow cannot take rows of views or of run ends."""
+    import pyarrow as pa
+
+    try:
+        return table.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:
+        found = pa.concat_tables([table.slice(row, 1) for row in rows.tolist()])
+        return found.combine_chunks()
 
 
 def _place_names(job: Traced) -> list[str]:

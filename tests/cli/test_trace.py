@@ -17,6 +17,7 @@ from small_nodes import alone_and_small
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
+from dataplane.commands.values import shown
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -156,6 +157,35 @@ def test_replay_writes_an_arrow_file_of_the_columns_asked_for(saved, capsys, tmp
     assert table["dataplane.position"].to_pylist() == list(range(4 * BATCH, 5 * BATCH))
     assert run(["replay", ledger, "--step", "4", "--columns", "nothing"]) == 2
     assert "there are id, text" in capsys.readouterr().err
+
+
+def test_rows_that_arrow_cannot_take_are_replayed(tmp_path, capsys):
+    texts = pa.array(["a", None, "ccc"])
+    columns = {
+        "view": texts.cast(pa.string_view()),
+        "views": pa.array([["a"], None, ["b", "c"]], pa.list_(pa.binary_view())),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), texts[:2]),
+        "union": pa.UnionArray.from_sparse(
+            pa.array([0, 1, 0], pa.int8()), [texts, pa.array([0, 1, 2])]
+        ),
+        "known": texts.dictionary_encode(),
+    }
+    path = str(tmp_path / "s0.arrow")
+    table = pa.table({"id": range(3), **columns})
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table, 2)
+    step = ("replay", path, "--global-batch", "3", "--seed", "1", "--step", "0")
+    found = asked(capsys, *step)
+    assert sorted(row["row"] for row in found) == [0, 1, 2]
+    for name, column in columns.items():
+        stored = shown(column)
+        assert [row["values"][name] for row in found] == [
+            json.loads(json.dumps(stored[row["row"]], default=str)) for row in found
+        ], name
+    out = tmp_path / "out.arrow"
+    assert run([*step, "--columns", "id,view,id", "--out", str(out)]) == 0
+    with pa.ipc.open_file(out) as written:
+        assert written.read_all().column_names[-2:] == ["id", "view"]
 
 
 def test_replay_reads_only_the_blocks_of_the_step(saved, shards, capsys):
