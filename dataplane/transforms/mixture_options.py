@@ -151,6 +151,7 @@ class Mixture:
             given |= {"mean_length": source.mean_length}
             for field, value in given.items():
                 _check_number(name, field, value)
+            _count("max_passes", source.max_passes, _PASSES_MAX, f"source {name!r}: ")
         if self.temperature is not None:
             _check_number("", "temperature", self.temperature)
             if any(said.values()):
@@ -271,10 +272,11 @@ def _choice(field: str, given: object, known: Any) -> Any:
     return values[given]
 
 
-def _count(field: str, given: object, most: int) -> int:
+def _count(field: str, given: object, most: int, whose: str = "") -> int:
     found = 0 if given is None else whole(given)
     if found is None or not (given is None or 1 <= found <= most):
-        raise ConfigError(f"{field}={given!r:.80}: a whole number from 1 to {most}", field=field)
+        said = f"{whose}{field}={given!r:.80}: a whole number from 1 to {most}"
+        raise ConfigError(said, field=field)
     return found
 
 
@@ -286,9 +288,11 @@ def _check_number(name: str, field: str, value: object, where: str = "") -> None
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             found = float(value)
-    if math.isfinite(found) and found >= least:
+    most = _PASSES_MAX if field == "passes" else math.inf
+    if math.isfinite(found) and least <= found <= most:
         return
     whose = f"{where}: " if where else ""
     whose += f"source {name!r}: " if name else ""
     kind = "0 or more" if field == "weight" else "more than 0"
+    kind += f", and {most} at most" if math.isfinite(most) else ""
     raise ConfigError(f"{whose}{field}={value!r:.80}: a number, {kind}", field=field)

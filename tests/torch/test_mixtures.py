@@ -280,6 +280,8 @@ def test_a_state_of_other_sources_is_refused(folder) -> None:
         ({"a": Source("x", weight=float("nan"))}, "weight"),
         ({"a": Source("x", weight=10**400)}, "weight"),
         ({"a": Source("x", passes=0)}, "passes"),
+        ({"a": Source("x", passes=1e300)}, "passes"),
+        ({"a": Source("x", weight=1, max_passes=0)}, "max_passes"),
         ({"": Source("x", weight=1)}, "sources"),
         ({1: Source("x", weight=1)}, "sources"),
     ],
@@ -288,6 +290,7 @@ def test_mixtures_that_are_none_are_refused(given: Any, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Mixture(given)
     assert caught.value.nouns["field"] == field
+    assert "max_passes" not in field or "source 'a': max_passes=0" in str(caught.value)
 
 
 @pytest.mark.parametrize(
