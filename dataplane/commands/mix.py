@@ -15,9 +15,8 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
 )
+from dataplane.commands.traced import COUNT
 from dataplane.errors import ConfigError
-
-_COUNT = click.IntRange(min=0)
 
 
 @click.command("mix")
@@ -25,11 +24,11 @@ _COUNT = click.IntRange(min=0)
 @click.argument("weights", metavar="NAME=WEIGHT...", nargs=-1, required=True)
 @click.option(
     "--at-step",
-    type=_COUNT,
+    type=COUNT,
     metavar="STEP",
     help="From this step of its epoch on, counted from 0. Default: as soon as possible.",
 )
-@click.option("--epoch", type=_COUNT, help="Of that step. Default: the one that the job is in.")
+@click.option("--epoch", type=COUNT, help="Of that step. Default: the one that the job is in.")
 @setting_options(*CLIENT_SETTINGS)
 @json_option
 def mix(

@@ -12,6 +12,7 @@ from dataplane.commands.options import (
     json_option,
     setting_options,
 )
+from dataplane.commands.traced import COUNT, DIGITS_MAX
 from dataplane.errors import ConfigError
 
 
@@ -23,7 +24,7 @@ from dataplane.errors import ConfigError
     metavar="FIRST:STOP",
     help="Counted from 0 in their epoch; STOP is the first that is not skipped.",
 )
-@click.option("--epoch", type=click.IntRange(min=0), help="Default: the one that the job is in.")
+@click.option("--epoch", type=COUNT, help="Default: the one that the job is in.")
 @setting_options(*CLIENT_SETTINGS)
 @json_option
 def skip(
@@ -47,7 +48,7 @@ def skip(
     from dataplane.rpc.membership import ChangeRequest, StepsSkipped
 
     first, _, stop = steps.partition(":")
-    if not first.isdecimal() or not stop.isdecimal():
+    if not all(one.isdecimal() and len(one) <= DIGITS_MAX for one in (first, stop)):
         raise ConfigError(f"--steps {steps}: give FIRST:STOP, such as 120:150", field="steps")
     asked = StepsSkipped(int(first), int(stop), epoch)
     entry, answer = changed(settings, ChangeRequest(job, who(), skip=asked))

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 POSITIVE = click.IntRange(min=1)
-COUNT = click.IntRange(min=0)
-_DIGITS_MAX = 18
+COUNT = click.IntRange(min=0, max=(1 << 62) - 1)
+DIGITS_MAX = 18
 _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
 
 
@@ -326,7 +326,7 @@ def split_row(name: str) -> tuple[str, int]:
     Raises:  ConfigError: it is not SHARD:ROW.
     """
     shard, _, row = name.rpartition(":")
-    if not shard or not row.isdecimal() or len(row) > _DIGITS_MAX:
+    if not shard or not row.isdecimal() or len(row) > DIGITS_MAX:
         raise ConfigError(f"--row {name}: give SHARD:ROW, such as 17:4 or part-17.parquet:4")
     return shard, int(row)
 

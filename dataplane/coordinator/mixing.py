@@ -23,6 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Answer, Job, Member
+from dataplane.coordinator.refusals import PLACE_MAX
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerPosition
 from dataplane.rpc.bounds import check_name
@@ -150,11 +151,22 @@ def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
 
 
 def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
-    """The place that was asked for; None for the next possible one."""
+    """The place that was asked for; None for the next possible one.
+
+    Raises:  ConfigError: no job comes so far.
+    """
     epoch = job.epoch if asked.epoch is None else asked.epoch
-    if asked.step is None:
-        return None if asked.epoch is None else LedgerPosition(epoch, 0)
-    return LedgerPosition(epoch, asked.step * job.spec.global_batch)
+    if asked.step is None and asked.epoch is None:
+        return None
+    step = asked.step or 0
+    cursor = step * job.spec.global_batch
+    if not (0 <= epoch < PLACE_MAX and 0 <= cursor < PLACE_MAX):
+        raise ConfigError(
+            f"step {step} of epoch {epoch}: no job comes so far; give a step that this one has yet"
+            " to read",
+            field="at_step",
+        )
+    return LedgerPosition(epoch, cursor)
 
 
 def tells_entries(answer: Answer) -> bool:

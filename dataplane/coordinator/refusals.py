@@ -19,7 +19,7 @@ _ARENA_BYTES_MAX = 1 << 50
 _WORKER_COUNT_MAX = 1 << 16
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
-_PLACE_MAX = 1 << 62
+PLACE_MAX = 1 << 62
 
 Difference = tuple[str, str, str]
 
@@ -95,7 +95,7 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
         if progress.promise is not None:
             places.append(("promise", progress.promise.position))
         for field, at in places:
-            if max(at.epoch, at.cursor) >= _PLACE_MAX:
+            if max(at.epoch, at.cursor) >= PLACE_MAX:
                 raise ConfigError(f"{field} is beyond the end of any epoch", field=field)
 
 

@@ -167,6 +167,17 @@ def test_a_place_beyond_all_epochs_is_refused(machine):
     assert machine.ask(beat(progress("m0-i1"))).verdicts[0].error is None
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_weights_from_a_step_that_no_job_reaches_are_refused(machine, is_read):
+    arrive(machine)
+    if not is_read:
+        machine.ask(leave("m0-i1"))
+    before = machine.ask(LedgerRequest("j")).entries
+    for far in ({"step": 1 << 60}, {"step": (1 << 62) // BATCH}, {"step": 0, "epoch": 1 << 62}):
+        assert "no job comes so far" in str(machine.ask(mix(**far)))
+    assert machine.ask(LedgerRequest("j")).entries == before
+
+
 def test_4_a_heartbeat_looks_at_one_member_while_a_proposal_lasts(machine, monkeypatch):
     for rank in (0, 1):
         arrive(machine, rank)

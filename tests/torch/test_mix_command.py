@@ -306,8 +306,11 @@ def test_what_cannot_be_changed_is_refused(folder: Path, command: Command) -> No
             (("web=1", "web=2"), "give each source one weight"),
             (("web",), "give NAME=WEIGHT, such as web=0.6"),
             ((*weights(FIRST), "--epoch", "1"), "give both"),
+            ((*weights(FIRST), "--at-step", f"{1 << 61}"), "no job comes so far"),
+            ((*weights(FIRST), "--at-step", "9" * 30), "is not in the range"),
         ):
             assert why in command("mix", "l", *given, status=2)
+    assert "give FIRST:STOP" in command("skip", "l", "--steps", f"0:{'9' * 30}", status=2)
     assert "no job is called 'nobody'" in command("mix", "nobody", "web=1", status=2)
     with DataLoader(str(folder / "web.parquet"), name="plain", batch_size=8) as loader:
         next(iter(loader))
