@@ -164,7 +164,8 @@ class JobSpec(Struct, frozen=True):
             if name == "transforms"
             else (name, str(mine), str(others[name]))
             for name, (mine, _) in _options(self)
-            if mine != others[name] and _told(mine) != _told(others[name])
+            # A length in samples is none if it follows from one in tokens.
+            if name in others and mine != others[name] and _told(mine) != _told(others[name])
         )
 
 

@@ -125,6 +125,15 @@ def test_weights_differ_from_the_first_change_on_that_only_one_run_has():
     assert (found.first, found.second) == ("web 0.5, code 0.5", "web 0.25, code 0.75")
 
 
+def test_lengths_in_tokens_and_in_samples_differ():
+    in_samples = structs.replace(mixed(), mixture=structs.replace(mixed().mixture, length=40))
+    in_tokens = structs.replace(in_samples.mixture, tokens=400)
+    both = ledger_of([], in_samples), ledger_of([], structs.replace(in_samples, mixture=in_tokens))
+    for first, second, shown in ((*both, ("0", "400")), (*both[::-1], ("400", "0"))):
+        (found,) = ledger_differences(first, second)
+        assert (found.what, (found.first, found.second)) == ("mixture.tokens", shown)
+
+
 def test_the_command_names_the_first_step_and_what_made_it_differ(tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     runs = [(0, 0, 4), (1, 8, 4)], [(0, 0, 4), Skip(1, 8, 16), (1, 4, 4), (1, 20, 2)]
