@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from dataplane.cli import run
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import (
@@ -100,3 +101,30 @@ def test_a_mark_is_found_in_the_ledger_that_has_it_or_may_have_left_it_out(
 ):
     marks = [LedgerMark(at, one) for at, one in enumerate(known, 1) if one != "_"]
     assert LedgerMark(seq, head).is_in(marks) == is_there
+
+
+@pytest.mark.parametrize(
+    ("payload", "at", "status", "said"),
+    [
+        ({"x": 1}, 2.0**70, 0, "1.18059162"),
+        ({"x": 1}, -1e300, 0, "x=1"),
+        ([1], 0.0, 2, "entry 1 of the ledger (start) is damaged"),
+        (None, 0.0, 2, "entry 1 of the ledger (start) is damaged"),
+    ],
+)
+def test_entries_that_somebody_has_changed_are_shown_or_named(
+    tmp_path, capsys, payload, at, status, said
+):
+    entry = LedgerEntry(1, "start", LedgerPosition(0, 0), canonical(payload), "me", at)
+    spec = JobSpec("f")
+    ledger = Ledger("j", ("file:///x",), spec, 10, 1, dataset=None, entries=(entry,))
+    (tmp_path / "l.jsonl").write_text(ledger.to_lines())
+    assert run(["ledger", "show", str(tmp_path / "l.jsonl")]) == status
+    assert said in "".join(capsys.readouterr())
+
+
+def test_a_file_that_is_no_ledger_is_no_name_of_a_job(tmp_path, capsys):
+    (tmp_path / "l.jsonl").write_text("")  # of an export that failed, for instance
+    for command in ("show", "verify", "export"):
+        assert run(["ledger", command, str(tmp_path / "l.jsonl")]) == 2
+        assert "l.jsonl is not a ledger: " in capsys.readouterr().err

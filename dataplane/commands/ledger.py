@@ -12,6 +12,7 @@ from typing import Any
 import click
 import msgspec
 
+from dataplane.changes import facts_of
 from dataplane.commands import output
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
@@ -21,6 +22,7 @@ from dataplane.commands.options import (
 )
 from dataplane.commands.targets import is_a_ledger
 from dataplane.commands.traced import live_ledger
+from dataplane.errors import ConfigError
 from dataplane.ledger import Ledger, LedgerEntry, faults, head_of
 
 
@@ -141,14 +143,26 @@ def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
 
 
 def _text(settings: Settings, job: str) -> str:
-    """The ledger as JSON lines, from its file or from the job's coordinator."""
+    """The ledger as JSON lines, from its file or from the job's coordinator.
+
+    Raises:  ConfigError: it is another file.
+    """
     if is_a_ledger((job,)):
         return Path(job).read_text()
+    if Path(job).is_file() and not {".", "/"}.isdisjoint(job):
+        raise ConfigError(
+            f"{job} is not a ledger: `dataplane ledger export JOB` writes the ledger of a job, and"
+            " loader.ledger() that of a run without a service",
+            path=job,
+        )
     return live_ledger(settings, job).to_lines()
 
 
 def _row(entry: LedgerEntry) -> tuple[object, ...]:
-    when = dt.datetime.fromtimestamp(entry.at, dt.UTC).isoformat(" ", "seconds")
-    about = ", ".join(f"{name}={value}" for name, value in json.loads(entry.payload).items())
+    try:
+        when = dt.datetime.fromtimestamp(entry.at, dt.UTC).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # somebody has changed it
+        when = f"{entry.at}"
+    about = ", ".join(f"{name}={value}" for name, value in facts_of(entry).items())
     at = entry.position
     return (f"{entry.seq}", when, entry.by, entry.kind, f"{at.epoch}", f"{at.cursor}", about)
