@@ -121,14 +121,16 @@ def costs(packs: Packs, pack: PackSpec) -> Int64:
 
 
 def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
-    """What becomes of documents of these lengths.
+    """What becomes of documents of these lengths. If they are wrapped at multiples, how many tokens
+    the last pack leaves out depends on their order: it is this one.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
     kept, count = kept_tokens(lengths, pack), pack_count(lengths, pack)
     packed, room = int(kept.sum()), count * pack.length
     if pack.policy is PackPolicy.WRAP:
-        packed = min(packed, room)
+        rooms = room_of(kept, pack)
+        packed = int(np.clip(room - np.cumsum(rooms) + rooms, 0, kept).sum())
     elif pack.policy is PackPolicy.PAD:
         widths = _falling(room_of(kept % pack.length, pack))
         starts = _batch_starts(widths, pack.length, documents_max(pack))

@@ -114,8 +114,10 @@ def test_every_token_is_in_one_pack_at_most_and_lost_ones_are_counted(
         assert told.packed_tokens == len(seen)
         if form.long is LongPolicy.FRAGMENT:
             assert len(seen) == sum(lengths)
-    elif form.multiple == 1:
-        assert told.packed_tokens == len(seen) == len(packs) * form.length
+    elif keyed is None or form.multiple == 1:
+        assert told.packed_tokens == len(seen)
+    else:
+        assert abs(told.packed_tokens - len(seen)) < form.length
 
 
 @given(LENGTHS, forms(), KEYS)
