@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -70,8 +71,8 @@ def open_cache_folder(cache_dir: str, cache_bytes: int, patience_s: float = _LOC
             )
         fd = os.open(path / "lock", _LOCK_FLAGS, 0o600)
     try:
-        _take(fd, path, time.monotonic() + patience_s)
         with cache_faults(path):
+            _take(fd, path, time.monotonic() + patience_s)
             return CacheFolder(path, fd, cache_bytes, _disk_id(path / "id"))
     except BaseException:
         os.close(fd)
@@ -135,8 +136,9 @@ def _take(fd: int, path: Path, deadline: float) -> None:
                 "cache_dir of its own, or cache_bytes 0",
                 field="cache_dir",
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # only what errors say: a full disk is no reason to end
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
         return
 
 

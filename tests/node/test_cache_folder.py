@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_setting(tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another one with cache_dir"):
         open_cache_folder(str(tmp_path / "file"), MIB)
+
+
+def test_a_full_disk_does_not_keep_a_node_from_its_folder(tmp_path: Path) -> None:
+    first = open_cache_folder(str(tmp_path), MIB)
+    first.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can grow
+    try:
+        again = open_cache_folder(str(tmp_path), MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again.close()
+    assert again.disk_id == first.disk_id
 
 
 def test_more_than_the_whole_disk_is_refused(tmp_path: Path) -> None:
