@@ -321,14 +321,17 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
         name: values[name] for name in NodeConfig.__struct_fields__ if name in values
     }
     machine = this_machine()
+    half = machine.memory_bytes // 2 // MIB * MIB
     is_chosen = {name: found.source != "default" for name, found in settings.items()}
     config = NodeConfig(
         **chosen,
         coordinator=str(values["join"]),
-        worker_count_max=0 if is_chosen["worker_count"] else machine.cpu_count,
-        worker_memory_bytes_max=(
-            0 if is_chosen["worker_memory_bytes"] else machine.memory_bytes // 2 // MIB * MIB
+        worker_count_max=(
+            0
+            if is_chosen["worker_count"]
+            else min(machine.cpu_count, half // chosen["worker_memory_bytes"])
         ),
+        worker_memory_bytes_max=0 if is_chosen["worker_memory_bytes"] else half,
     )
     if config.worker_memory_bytes < WORKER_BYTES_MIN:
         raise BudgetTooSmall(

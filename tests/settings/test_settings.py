@@ -99,6 +99,13 @@ def test_a_number_of_workers_that_was_chosen_stays_and_another_may_grow():
     assert settings.node_config(resolved()).worker_count_max == this_machine().cpu_count
 
 
+def test_a_node_adds_only_as_many_workers_as_half_of_the_memory_holds(monkeypatch):
+    machine = Machine(memory_bytes=64 << 30, cpu_count=64, uid=0)
+    monkeypatch.setattr(settings, "this_machine", lambda: machine)
+    config = settings.node_config(resolved(machine=machine))
+    assert (config.worker_count, config.worker_count_most) == (8, 32)
+
+
 @pytest.mark.parametrize(
     ("memory", "cpus", "expected"),
     [
