@@ -67,7 +67,7 @@ def image_specs(
 
 
 def _replaces(given: object, transforms: object) -> bool:
-    if given not in {RAISE, REPLACE}:
+    if not isinstance(given, str) or given not in {RAISE, REPLACE}:
         raise ConfigError(
             f'bad_images={given!r:.80}: choose "{RAISE}", which ends the run with an error at an '
             f'image that cannot be decoded, or "{REPLACE}", which delivers another row of the same '

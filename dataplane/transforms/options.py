@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -123,31 +123,33 @@ def alone(options: ColumnOptions, name: str) -> ColumnOptions:
 def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
-    if isinstance(given, str | set | frozenset) or not isinstance(given, Iterable):
+    if isinstance(given, set | frozenset) or not _are_names(given):
         raise ConfigError(
             f"columns={given!r:.80}: pass a list of names; their order is that of the batch",
             field="columns",
         )
-    names = tuple(given)
-    if not names:
+    if not len(given):
         raise ConfigError(
             "columns=[] selects nothing: list some columns, or leave it out", field="columns"
         )
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(f"columns: {name!r:.80} is not a name", field="columns")
-    return tuple(map(str, names))  # numpy's, too
+    return tuple(map(str, given))  # numpy's, too
+
+
+def _are_names(given: object) -> bool:
+    is_list = isinstance(given, Collection) and not isinstance(given, str | bytes)
+    return is_list and all(isinstance(name, str) for name in given)
 
 
 def _codes(given: Sequence[str] | None) -> tuple[str, ...]:
-    names = () if given is None else tuple(given)
-    if isinstance(given, str) or not all(isinstance(name, str) for name in names):
+    if given is None:
+        return ()
+    if not _are_names(given):
         raise ConfigError(
             f"codes={given!r:.80}: pass a list of the columns that come as integer codes, as in "
             'codes=["country"]',
             field="codes",
         )
-    return tuple(sorted(set(map(str, names))))
+    return tuple(sorted(set(map(str, given))))
 
 
 def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Final, cast
 
 from msgspec import Struct, structs
@@ -40,12 +41,11 @@ from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
-from dataplane_torch.options import DEFAULTS, UrlOptions
+from dataplane_torch.options import DEFAULTS, UrlOptions, check_texts
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
 _SEED_MAX = (1 << 64) - 1
-_NAME_MAX = 200
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
@@ -131,6 +131,7 @@ def job_of(given: Arguments) -> JobToOpen:
     by_source = {} if mixture is None else _urls_of(mixture)
     urls = tuple(itertools.chain(*by_source.values())) or _urls(given.urls)
     options = given.options
+    check_texts(options)
     topology = topology_of(options)
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
@@ -143,8 +144,8 @@ def job_of(given: Arguments) -> JobToOpen:
     )
     view = structs.replace(view, pack=pack)
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
-    if given.timeout < 0:
-        raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
+    if not isinstance(given.timeout, Real) or not given.timeout >= 0:
+        raise ConfigError(f"timeout={given.timeout!r:.80}: pass 0 or more seconds", field="timeout")
     request = OpenJob(
         job_id=identity.job_id(launch, urls, options["name"]),
         incarnation=launch.incarnation,
@@ -158,7 +159,7 @@ def job_of(given: Arguments) -> JobToOpen:
         global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
         end=_end(given),
         transforms=_transforms(options),
-        sharing=_sharing(options["sharing"]),
+        sharing=options["sharing"] or "",
         column_options=_column_options(options),
         view=view,
         mixture=mixture_asked,
@@ -356,21 +357,11 @@ def _end(given: Arguments) -> End:
     if end is None:
         return End.DROP if given.drop_last else End.RAGGED
     ends = {end.value: end for end in End}
-    if end not in ends:
-        raise ConfigError(f"end={end!r}: choose one of {', '.join(ends)}", field="end")
+    if not isinstance(end, str) or end not in ends:
+        raise ConfigError(f"end={end!r:.80}: choose one of {', '.join(ends)}", field="end")
     if given.drop_last and ends[end] is not End.DROP:
         raise ConfigError(f"drop_last=True conflicts with end={end!r}: pass one", field="end")
     return ends[end]
-
-
-def _sharing(given: object) -> str:
-    if given is not None and (not isinstance(given, str) or not 0 < len(given) <= _NAME_MAX):
-        raise ConfigError(
-            f"sharing={given!r:.80}: pass the group name that jobs with equal loaders share, at "
-            f"most {_NAME_MAX} characters",
-            field="sharing",
-        )
-    return given or ""
 
 
 def _optional_count(name: str, value: int | None) -> int | None:

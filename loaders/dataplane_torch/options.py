@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from dataplane.config import RAISE
+from dataplane.errors import ConfigError
+from dataplane.rpc.bounds import NAME_LENGTH_MAX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +79,14 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "nulls": "fill",
     "bad_images": RAISE,
     "dataset_moved": False,
+}
+
+# Options that are texts: what to pass, and how many characters they have.
+_TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
+    "name": ("the name of the job", 1, NAME_LENGTH_MAX),
+    "sharing": ("the name of the group that jobs with equal loaders share", 1, 200),
+    "service": ('the address of the coordinator, such as "10.0.0.1:7077"', 0, NAME_LENGTH_MAX),
+    "format": ('the name of a format, such as "parquet"', 0, NAME_LENGTH_MAX),
 }
 
 # Arguments of other loaders, and what to use here.
@@ -172,6 +182,16 @@ _FOREIGN: Final[Mapping[str, str]] = {
 _ADVICE: Final[Mapping[str, str]] = {
     name: said for names, said in _FOREIGN.items() for name in names.split()
 }
+
+
+def check_texts(options: UrlOptions) -> None:
+    """Raises:  ConfigError: an option that is a text is something else, or too long."""
+    for name, (what, least, most) in _TEXTS.items():
+        given: object = {**options}[name]
+        if given is not None and (not isinstance(given, str) or not least <= len(given) <= most):
+            raise ConfigError(
+                f"{name}={given!r:.80}: pass {what}, of at most {most} characters", field=name
+            )
 
 
 def url_options(init: Callable[_P, None]) -> Callable[_P, None]:

@@ -9,6 +9,8 @@ import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.options import DEFAULTS, UrlOptions
 
+from dataplane.errors import ConfigError
+
 LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset])
 
 
@@ -68,3 +70,24 @@ def test_the_service_that_the_configuration_file_names_is_used(
         with DataLoader("s3://bucket/a.parquet", service=given) as loader:
             assert loader._shards is not None
             assert loader._shards._session.endpoint.address == address
+
+
+@LOADERS
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("name", (7, "", "x" * 257, ["job"])),
+        ("service", (7, "x" * 257, ["10.0.0.1:7077"])),
+        ("format", (7, b"parquet", ["parquet"])),
+        ("columns", (7, "text", b"text", ["text", 7])),
+        ("codes", (7, b"text", [7])),
+        ("end", (7, [], {})),
+        ("bad_images", (7, [], {})),
+        ("timeout", (-1, "5", None, float("nan"))),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_argument(loader, name, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{name}=.*: (pass|choose) ") as caught:
+            loader("s3://bucket/a.parquet", 4, **{name: value})
+        assert caught.value.field == name

@@ -212,7 +212,7 @@ def test_columns_without_an_order_are_refused(given: object) -> None:
 
 
 def test_columns_that_are_no_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="columns: 3 is not a name"):
+    with pytest.raises(ConfigError, match="pass a list of names"):
         column_options(columns=["x", 3])  # type: ignore[list-item]
 
 
