@@ -7,6 +7,7 @@ connections wait in its backlog while the child still imports.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -94,9 +95,9 @@ def start_node(
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
-        stderr_fd, opening_fd = _our_stderr(), _written(msgspec.json.encode(source))
+        ours = (os.dup(listener.fileno()), _our_stderr(), _written(msgspec.json.encode(source)))
+        handed_down = tuple(map(_above_standard, ours))
         try:
-            handed_down = (listener.fileno(), stderr_fd, opening_fd)
             process = subprocess.Popen(
                 [
                     *command,
@@ -123,14 +124,24 @@ def start_node(
                 start_new_session=True,
             )
         finally:
-            os.close(stderr_fd)
-            os.close(opening_fd)
+            for fd in handed_down:
+                os.close(fd)
     except OSError as error:
         os.close(log_fd)
         raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
     # A thread collects the child whenever it ends, also while the trainer does other things.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
+
+
+def _above_standard(fd: int) -> int:
+    """The same file at another number, since the child has standard streams of its own at 0 to 2. A
+    process without some of these gets their numbers for its files.
+    """
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 def _absolute(folder: str) -> str:
