@@ -87,7 +87,7 @@ def index(
       dataplane index s3://bucket/texts/ --map mytext:Tokenise --pack tokens,length=4096
     """
     if target is not None:
-        _check_target(Path(target))
+        _check_target(target)
     from dataplane.commands.datasets import facts, opened
     from dataplane.settings import node_config
 
@@ -129,7 +129,15 @@ def _show(found: dict[str, object], as_json: bool) -> None:
         output.write_table(("", ""), found.items())
 
 
-def _check_target(target: Path) -> None:
+def _check_target(given: str) -> None:
+    target = Path(given)
+    if "://" in given:
+        raise ConfigError(
+            f"-o {given}: a manifest is written to a local file; copy that to the store, and "
+            "pass its url in place of the dataset's",
+            key="output",
+            found=given,
+        )
     if not target.name.endswith(SUFFIX):
         raise ConfigError(
             f"{target} must end in {SUFFIX}: this distinguishes a manifest from a shard",

@@ -92,7 +92,7 @@ def inspect(
     if rows:
         output.stdout().print()
         cells = [[short(value) for value in row.values()] for row in rows]
-        output.write_table(list(rows[0]), cells, f"first {len(rows)} samples")
+        output.write_table(list(rows[0]), cells, f"first {output.counted(len(rows), 'sample')}")
 
 
 def first_rows(manifest: Manifest, count: int, view: View) -> list[dict[str, object]]:

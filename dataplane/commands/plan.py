@@ -269,7 +269,7 @@ def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tu
         (
             "reads",
             size(found.bytes_read_per_host),
-            f"per host and epoch, {found.host_count} hosts, on average",
+            f"per host and epoch, {output.counted(found.host_count, 'host')}, on average",
         ),
         (
             "hosts per block",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from dataplane.client.bound import Bound, Stage
 from dataplane.client.statistics import Statistics
-from dataplane.commands.doctor.advice import TrialSetup, advice
+from dataplane.commands.doctor.advice import TrialSetup, advice, verdict
 from dataplane.commands.doctor.checks import Probe
 from dataplane.config import NodeConfig
 
@@ -39,6 +40,13 @@ def advised(
         is_compressed=False,
     )  # fmt: skip
     return advice(Bound(stage, 10.0, None, 0.9, ()), RUN, at)
+
+
+@pytest.mark.parametrize(("waited_s", "told"), [(18.0, "2,000.0 ms"), (126e-6, "0.014 ms")])
+def test_the_verdict_says_how_much_longer_steps_may_take(waited_s: float, told: str) -> None:
+    run = structs.replace(RUN, waited_s=waited_s)
+    said = verdict(Bound(Stage.NODE, 10.0, None, 0.9, ()), run)
+    assert f"If steps took {told} longer" in said
 
 
 @pytest.mark.parametrize("stage", [one for one in Stage if one is not Stage.CONSUMER])

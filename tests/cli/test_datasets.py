@@ -84,6 +84,11 @@ def test_the_table_cuts_long_values(shards, capsys):
     assert max(map(len, out.splitlines())) <= 200
 
 
+def test_the_table_of_one_sample_says_so(shards, capsys):
+    assert run(["inspect", str(shards), "--rows", "1"]) == 0
+    assert "first 1 sample " in capsys.readouterr().out
+
+
 def test_an_index_is_a_file_that_stands_for_the_dataset(shards, tmp_path, capsys):
     target = tmp_path / "all.manifest"
     made = asked(capsys, "index", str(shards / "s*.parquet"), "-o", str(target))
@@ -162,7 +167,12 @@ def test_an_index_is_remembered_in_the_cache_folder(shards, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("target", "wanted"), [("all.txt", "must end in .manifest"), ("no/x.manifest", "no folder")]
+    ("target", "wanted"),
+    [
+        ("all.txt", "must end in .manifest"),
+        ("no/x.manifest", "no folder"),
+        ("s3://bucket/x.manifest", "written to a local file"),
+    ],
 )
 def test_a_manifest_that_could_not_be_used_is_refused_before_any_work(target, wanted, capsys):
     assert run(["index", "s3://nowhere/", "-o", target]) == 2

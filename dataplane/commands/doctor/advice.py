@@ -54,7 +54,8 @@ def verdict(bound: Bound, found: Statistics) -> str:
     else:
         what += f" The trainer waits for {bound.waited_share:.0%} of its time."
         step_ms = (found.elapsed_s - found.consumed_s) / found.batches * 1e3
-        what += f" If steps took {step_ms:,.1f} ms longer, it would not wait at all."
+        digits = 1 if step_ms >= 1 else 3
+        what += f" If steps took {step_ms:,.{digits}f} ms longer, it would not wait at all."
     without = bound.samples_per_s_without
     if without is None:
         return what
