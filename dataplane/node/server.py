@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from dataplane import background
@@ -144,11 +145,11 @@ class TrainerConnection:
             elif isinstance(body, messages.Hello):
                 self._hello(request_id, body)
             elif isinstance(body, messages.OpenJob):
-                self._run(request_id, self._open_job(request_id, body))
+                self._run(request_id, partial(self._open_job, request_id, body))
             elif isinstance(body, messages.OpenStream):
-                self._run(request_id, self._open_stream(request_id, body))
+                self._run(request_id, partial(self._open_stream, request_id, body))
             elif isinstance(body, messages.Question):
-                self._run(request_id, self._describe(request_id, body))
+                self._run(request_id, partial(self._describe, request_id, body))
             elif isinstance(body, messages.CloseStream):
                 self._close_stream(body)
             else:
@@ -162,14 +163,13 @@ class TrainerConnection:
         self._server.trace.broke("request", by=error, error=repr(error))
         self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
 
-    def _run(self, request_id: int, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _run(self, request_id: int, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not self._greeted:
-            coroutine.close()
             raise ConfigError("say Hello first")
 
         async def guarded() -> None:
             try:
-                await coroutine
+                await start()
             except DataplaneError as error:
                 self.send(request_id, error)
             except asyncio.CancelledError:
