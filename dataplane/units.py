@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Value = str | int | float | bool
 
 PREFIX = "DATAPLANE_"
+SECONDS_MAX = 1e9
+"""The kernel takes no deadline that is much further away."""
 IMPORT_PATH_VARIABLE = "DATAPLANE_IMPORT_PATH"
 """The sys.path of the trainer that has started a node, in JSON."""
 
@@ -115,7 +117,7 @@ def _bytes(given: object) -> int:
 
 def _seconds(given: object) -> float:
     seconds = float(_scaled(given, _SECONDS_OF))
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds <= SECONDS_MAX:
         raise ValueError(given)
     return seconds
 
@@ -195,7 +197,7 @@ def choice(*names: str, metavar: str) -> ValueKind:
 BYTES = ValueKind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
 BYTES_OR_NONE = ValueKind(f"{BYTES.allowed}, or 0", "SIZE", _bytes_or_none, show_bytes)
 SECONDS = ValueKind(
-    'seconds, or a duration such as "30s", "500ms", "2min"',
+    'seconds, or a duration such as "30s", "500ms", "2min", up to 1e9 s',
     "TIME",
     _seconds,
     lambda value: f"{value:g} s",

@@ -39,7 +39,7 @@ from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
-from dataplane.units import whole
+from dataplane.units import SECONDS_MAX, whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions, check_texts
 from dataplane_torch.parts import RankParts, parts_of
@@ -144,8 +144,10 @@ def job_of(given: Arguments) -> JobToOpen:
     )
     view = structs.replace(view, pack=pack)
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
-    if not isinstance(given.timeout, Real) or not given.timeout >= 0:
-        raise ConfigError(f"timeout={given.timeout!r:.80}: pass 0 or more seconds", field="timeout")
+    if not isinstance(given.timeout, Real) or not 0 <= given.timeout <= SECONDS_MAX:
+        raise ConfigError(
+            f"timeout={given.timeout!r:.80}: pass 0 to {SECONDS_MAX:g} seconds", field="timeout"
+        )
     request = OpenJob(
         job_id=identity.job_id(launch, urls, options["name"]),
         incarnation=launch.incarnation,
