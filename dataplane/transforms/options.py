@@ -136,8 +136,9 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _are_names(given: object) -> bool:
-    is_list = isinstance(given, Collection) and not isinstance(given, str | bytes)
-    return is_list and all(isinstance(name, str) for name in given)
+    if isinstance(given, str | bytes) or not isinstance(given, Collection):
+        return False
+    return all(isinstance(name, str) for name in given)
 
 
 def _codes(given: Sequence[str] | None) -> tuple[str, ...]:
