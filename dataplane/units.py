@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Value = str | int | float | bool
 
 PREFIX = "DATAPLANE_"
-SECONDS_MAX = 1e9
-"""The kernel takes no deadline that is much further away."""
+SECONDS_MAX = 2e6
+"""23 days: poll(2) takes milliseconds in 31 bits."""
 IMPORT_PATH_VARIABLE = "DATAPLANE_IMPORT_PATH"
 """The sys.path of the trainer that has started a node, in JSON."""
 
@@ -197,7 +197,7 @@ def choice(*names: str, metavar: str) -> ValueKind:
 BYTES = ValueKind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
 BYTES_OR_NONE = ValueKind(f"{BYTES.allowed}, or 0", "SIZE", _bytes_or_none, show_bytes)
 SECONDS = ValueKind(
-    'seconds, or a duration such as "30s", "500ms", "2min", up to 1e9 s',
+    'seconds, or a duration such as "30s", "500ms", "2min", up to 23 days',
     "TIME",
     _seconds,
     lambda value: f"{value:g} s",

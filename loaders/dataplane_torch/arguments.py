@@ -146,7 +146,7 @@ def job_of(given: Arguments) -> JobToOpen:
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
     if not isinstance(given.timeout, Real) or not 0 <= given.timeout <= SECONDS_MAX:
         raise ConfigError(
-            f"timeout={given.timeout!r:.80}: pass 0 to {SECONDS_MAX:g} seconds", field="timeout"
+            f"timeout={given.timeout!r:.80}: pass 0 to {SECONDS_MAX:,.0f} seconds", field="timeout"
         )
     request = OpenJob(
         job_id=identity.job_id(launch, urls, options["name"]),

@@ -83,7 +83,7 @@ def test_the_service_that_the_configuration_file_names_is_used(
         ("codes", (7, b"text", [7])),
         ("end", (7, [], {})),
         ("bad_images", (7, [], {})),
-        ("timeout", (-1, "5", None, float("nan"), float("inf"), 1e10)),
+        ("timeout", (-1, "5", None, float("nan"), float("inf"), 3e6)),
     ],
 )
 def test_a_value_of_the_wrong_type_is_an_error_that_names_the_argument(loader, name, values):
