@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import time
@@ -69,6 +70,7 @@ class WorkerPool:
         self._retired: set[PoolWorker] = set()
         self._queue = TaskQueue()
         self._numa_nodes = numa_nodes
+        self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
         self._watching: asyncio.TimerHandle | None = None
@@ -194,28 +196,29 @@ class WorkerPool:
             self._memory_bytes,
             processors=bound_to(self._numa_nodes, numa_node),
         )
-        worker = PoolWorker(process, self._memory_bytes, numa_node)
+        worker = PoolWorker(process, self._memory_bytes, next(self._numbers), numa_node)
         self._workers.append(worker)
         worker.process.on_readable(partial(self._on_readable, worker))
         self._trace.started("worker started", worker_count=len(self._workers))
         return worker
 
     def _dispatch(self) -> None:
-        while idle := {each.process.pid: each for each in self._workers if each.is_idle}:
+        # Not by process ids, which are waited for while the fork server is still starting.
+        while idle := {each.number: each for each in self._workers if each.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
-            busy = {each.process.pid: each.task for each in able if each.task is not None}
+            busy = {each.number: each.task for each in able if each.task is not None}
             found = self._queue.take(list(idle), busy, len(able), time.monotonic(), self._near())
             if found is None:
                 return
-            task, pid = found
-            self._give(idle[pid], task)
+            task, number = found
+            self._give(idle[number], task)
 
     def _near(self) -> Mapping[int, frozenset[int]]:
         """The workers of each NUMA node, if there are several."""
         if len(self._numa_nodes) < 2:
             return {}
         return {
-            node: frozenset(each.process.pid for each in self._workers if each.numa_node == node)
+            node: frozenset(each.number for each in self._workers if each.numa_node == node)
             for node in range(len(self._numa_nodes))
         }
 

@@ -92,6 +92,8 @@ class PoolWorker(Struct, eq=False):
 
     process: WorkerProcess
     limit_bytes: int
+    number: int
+    """Its own among all that this node has started."""
     numa_node: int = 0
     task: PoolTask | None = None
     packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)

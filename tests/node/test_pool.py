@@ -15,6 +15,7 @@ from pool_bench import OTHER, ROOM, SLAB, Bench, arrow_shards, instead_of_worker
 from dataplane.errors import CorruptShard, DataplaneError, DatasetChangedError
 from dataplane.model import Region
 from dataplane.rpc import tasks
+from dataplane.worker.forking import ForkedProcess
 
 TIMEOUT_S = 60.0
 
@@ -33,6 +34,26 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
         found = await bench.assemble((bench.decoded(ROOM),), [(0, 3), (0, 0)], SLAB)
         assert isinstance(found, tasks.Assembled)
         assert bench.values(SLAB, 2) == [7, 4]
+
+    on_bench(arrow_shards(tmp_path, 2), scene)
+
+
+def test_tasks_go_to_workers_whose_process_ids_are_not_known_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask for one would hold the event loop until the fork server has started."""
+    known: list[bool] = []
+    waiting = ForkedProcess.pid.fget
+
+    def pid(process: ForkedProcess) -> int:
+        known.append(process.has_started)
+        return int(waiting(process))
+
+    monkeypatch.setattr(ForkedProcess, "pid", property(pid))
+
+    async def scene(bench: Bench) -> None:
+        assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
+        assert all(known)
 
     on_bench(arrow_shards(tmp_path, 2), scene)
 

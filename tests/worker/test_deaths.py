@@ -178,7 +178,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.Mo
     class Process:
         pid, has_started = 1, True
 
-    worker = PoolWorker(Process(), 0)  # type: ignore[arg-type]
+    worker = PoolWorker(Process(), 0, 1)  # type: ignore[arg-type]
     worker.task = object()  # type: ignore[assignment]
     assert not worker.is_stuck(100.0, 10.0)
     waited = 30.0
