@@ -11,7 +11,7 @@ from dataplane.client.mount import Mount
 from dataplane.client.session import Session
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer
-from dataplane.errors import DataStallError, PeerLost
+from dataplane.errors import ConfigError, DataStallError, PeerLost
 from dataplane.rpc.messages import (
     CategoriesRead,
     ColumnsDescribed,
@@ -41,6 +41,10 @@ def read_categories(session: Session, column: str) -> tuple[Any, ...]:
 
 def category_values(session: Session, column: str) -> Any:
     """The same, as an Arrow array."""
+    if not isinstance(column, str):
+        raise ConfigError(
+            f"categories({column!r:.80}): pass the name of a column of codes=[…]", field="column"
+        )
     return answer_of(session, partial(_categories, column))
 
 

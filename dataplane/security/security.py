@@ -113,7 +113,7 @@ class Security(Struct, frozen=True):
         missing = [f"tls_{name}" for name in ("cert", "key", "ca") if not getattr(files, name)]
         if missing:
             raise ConfigError(
-                f"peer_tls is set, and {' and '.join(missing)} not: nodes show each other "
+                f"peer_tls is set without {', '.join(missing)}: nodes show each other "
                 "certificates, so give --tls-cert, --tls-key and --tls-ca, or leave peer_tls out",
                 key=missing[0],
             )
