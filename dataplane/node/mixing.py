@@ -32,6 +32,7 @@ from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 from dataplane.weights import ScheduledShares
 
 SOURCES_MAX = 1024
+LANES_MAX = 1 << 20
 
 
 def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
@@ -43,9 +44,15 @@ def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
     )
 
 
-def check_mixture(asked: MixtureAsked) -> None:
-    """Raises:  ConfigError: too many sources, or two of one name."""
+def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
+    """Raises:  ConfigError: too many sources or lanes, or two sources of one name."""
     names = [source.name for source in asked.sources]
+    if lanes is not None and lanes > LANES_MAX:
+        raise ConfigError(
+            f"lanes={lanes}: {LANES_MAX} are possible in a mixture, each of which has a place in"
+            " its rounds; leave it out, or choose a multiple of the number of ranks",
+            field="lanes",
+        )
     if not 1 <= len(names) <= SOURCES_MAX:
         raise ConfigError(
             f"a mixture of {len(names)} sources: 1 to {SOURCES_MAX} are possible. One source may"

@@ -223,7 +223,7 @@ class DatasetOpener:
 
     async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
         assert request.mixture is not None
-        check_mixture(request.mixture)
+        check_mixture(request.mixture, request.lanes)
         if coded_columns(request.column_options):
             raise ConfigError(
                 "codes=[…] are numbered within one dataset, and this is a mixture: leave it out",

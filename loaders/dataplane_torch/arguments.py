@@ -46,6 +46,7 @@ from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
 _SEED_MAX = (1 << 64) - 1
+_EPOCH_MAX = (1 << 62) - 1
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
@@ -385,6 +386,8 @@ def epoch_of(given: object) -> int:
     Raises:  ConfigError: it is not an epoch number.
     """
     found = whole(given)
-    if found is None or found < 0:
-        raise ConfigError(f"an epoch is 0 or more, got {given!r:.80}", field="epoch")
+    if found is None or not 0 <= found <= _EPOCH_MAX:
+        raise ConfigError(
+            f"an epoch is a whole number from 0 to {_EPOCH_MAX}, got {given!r:.80}", field="epoch"
+        )
     return found

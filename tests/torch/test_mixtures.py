@@ -250,6 +250,13 @@ def test_sources_with_other_columns_are_refused_with_a_table(folder) -> None:
         len(loader)
 
 
+def test_more_lanes_than_a_round_can_have_are_refused(folder) -> None:
+    urls = {name: folder / name for name in COUNTS}
+    for shuffle in (True, False):
+        with pytest.raises(ConfigError, match=f"lanes={1 << 30}: {1 << 20} are possible"):
+            len(DataLoader(Mixture(urls, temperature=1), 8, shuffle, lanes=1 << 30))
+
+
 def test_a_dataset_that_is_two_sources_is_refused(folder) -> None:
     sources = {"a": Source(folder / "web", weight=1), "b": Source(folder / "web", weight=2)}
     with (
