@@ -229,8 +229,8 @@ BY_HAND = (
     (
         "restart indexes take room from the one task that needs all of the arena",
         _BLOCKS,
-        "if self.is_short or not (",
-        "if not (",
+        "if self.is_short or not is_of_use:",
+        "if not is_of_use:",
     ),
     (
         "whoever holds too much is not told to copy",

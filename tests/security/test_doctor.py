@@ -66,7 +66,7 @@ def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):
     assert "set peer_tls on all nodes" in found["neighbours"][1]
     assert "peer_tls" in examined(*tls(old), "--data-listen", ":0")["neighbours"][1]
     assert "with TLS" in examined(*tls(old), "--peer-tls")["neighbours"][0]
-    assert "tls_cert and tls_key and tls_ca" in examined("--peer-tls")["neighbours"][1]
+    assert "tls_cert, tls_key, tls_ca" in examined("--peer-tls")["neighbours"][1]
 
 
 def test_a_service_that_is_set_up_needs_no_advice(examined, tmp_path):
