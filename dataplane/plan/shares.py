@@ -57,7 +57,7 @@ def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
     """Weights n**(1/T) of sources with n samples: 1 is in proportion to their sizes, and the larger
     the temperature, the more equal they are.
 
-    Raises:  ConfigError: the temperature is not above 0.
+    Raises:  ConfigError: the temperature is not above 0, or so small that a source has no weight.
     """
     if not temperature > 0:
         raise ConfigError(
@@ -67,4 +67,11 @@ def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
         )
     largest = max(counts)
     # Rounded, since the last digits of a power depend on the machine's library.
-    return [float(f"{(count / largest) ** (1 / temperature):.9g}") for count in counts]
+    found = [float(f"{(count / largest) ** (1 / temperature):.9g}") for count in counts]
+    if not all(found):
+        raise ConfigError(
+            f"temperature is {temperature}: a source of {min(counts)} samples would not be read"
+            f" beside one of {largest}. Choose a larger one, or leave the source out",
+            field="temperature",
+        )
+    return found

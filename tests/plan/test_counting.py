@@ -109,6 +109,12 @@ def test_a_temperature_makes_shares_more_equal():
         by_temperature([1], 0)
 
 
+def test_a_temperature_drops_no_source():
+    assert all(by_temperature([1, 1 << 20], 0.1))
+    with pytest.raises(ConfigError, match="a source of 10 samples would not be read beside one of"):
+        by_temperature([10, 1000], 0.001)
+
+
 @pytest.mark.parametrize("wrong", [[-1.0, 2.0], [float("nan")], [float("inf")], [0.0, 0.0]])
 def test_weights_that_are_no_weights_are_refused(wrong):
     with pytest.raises(ConfigError, match="weight"):
