@@ -11,6 +11,8 @@ docs/order.md specifies it.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,6 +29,8 @@ Int64 = NDArray[np.int64]
 Shares = tuple[int, ...]
 
 ROUND_STEPS = 1024
+# A schedule is planned again for each of its epochs. A plan has as many segments as changes.
+_PLANS_KEPT, _CHANGES_MAX = 2048, 16
 
 
 class Mixed(Struct, frozen=True):
@@ -169,7 +173,7 @@ def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> Ep
         return plan
     _check_range(plan.base, plan.counts, ahead)
     base, rounds = plan.base + plan.counts * ahead, run.first_round + plan.round_count * ahead
-    return _Planner(mixed, plan.shares, base, rounds, epoch, ()).plan()
+    return _planned(mixed, plan.shares, base, rounds, epoch)
 
 
 def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[EpochRun]:
@@ -179,24 +183,49 @@ def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[Epoch
     """
     shares, base = mixed.shares, np.zeros(len(mixed.counts), np.int64)
     rounds, at = 0, 0
-    for of in sorted({change.epoch for change in changes}):
+    for of, mine in itertools.groupby(changes, lambda change: change.epoch):
         if at < of:
             # All epochs before it are like the first of them.
-            plan, count = _Planner(mixed, shares, base, rounds, at, ()).plan(), of - at
+            plan, count = _planned(mixed, shares, base, rounds, at), of - at
             yield EpochRun(at, count, plan, rounds)
             _check_range(base, plan.counts, count)
             base, rounds = base + plan.counts * count, rounds + plan.round_count * count
-        mine = tuple(change for change in changes if change.epoch == of)
-        plan = _Planner(mixed, shares, base, rounds, of, mine).plan()
+        plan = _planned(mixed, shares, base, rounds, of, tuple(mine))
         yield EpochRun(of, 1, plan, rounds)
         base, rounds, at = base + plan.counts, rounds + plan.round_count, of + 1
         shares = plan.shares
-    yield EpochRun(at, None, _Planner(mixed, shares, base, rounds, at, ()).plan(), rounds)
+    yield EpochRun(at, None, _planned(mixed, shares, base, rounds, at), rounds)
 
 
 def _check_range(base: Int64, counts: Int64, epochs: int) -> None:
     if int(base.max()) + int(counts.max()) * epochs > SAMPLE_COUNT_MAX:
         raise ConfigError(f"epoch {epochs} is beyond 2**62 samples of one source", field="epoch")
+
+
+def _planned(
+    mixed: Mixed,
+    shares: Shares,
+    base: Int64,
+    first_round: int,
+    epoch: int,
+    changes: tuple[ShareChange, ...] = (),
+) -> EpochPlan:
+    if len(changes) > _CHANGES_MAX:
+        return _Planner(mixed, shares, base, first_round, epoch, changes).plan()
+    return _kept_plan(mixed, shares, base.tobytes(), first_round, epoch, changes)
+
+
+@functools.lru_cache(_PLANS_KEPT)
+def _kept_plan(
+    mixed: Mixed,
+    shares: Shares,
+    base: bytes,
+    first_round: int,
+    epoch: int,
+    changes: tuple[ShareChange, ...],
+) -> EpochPlan:
+    of_sources = np.frombuffer(base, np.int64)
+    return _Planner(mixed, shares, of_sources, first_round, epoch, changes).plan()
 
 
 class _Planner:

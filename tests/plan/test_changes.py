@@ -11,6 +11,7 @@ from plan.test_mixture import everything, mixtures, order_of, twin_of
 
 from dataplane.errors import ConfigError
 from dataplane.model import End, Exhausted
+from dataplane.plan import mixture
 from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled, steps_before
 from dataplane.plan.counting import CountingTree
 from dataplane.plan.mixture import Mixed, plan_of
@@ -227,3 +228,20 @@ def test_golden_mixtures_that_change():
         order = order_of(of, [[each] for each in counts], epoch, [ShareChange(*c) for c in changes])
         pairs = zip(*order.samples_at(everything(order)), strict=True)
         assert " ".join(f"{a}.{b}" for a, b in pairs) == expected
+
+
+def test_a_schedule_over_many_epochs_plans_each_a_few_times(monkeypatch):
+    planned = []
+    plan = mixture._Planner.plan
+
+    def counted(planner):
+        planned.append(planner._epoch)
+        return plan(planner)
+
+    monkeypatch.setattr(mixture._Planner, "plan", counted)
+    mixture._kept_plan.cache_clear()
+    schedule = [ScheduledShares(7 * (1 + at), quantised([1 + at % 5, 7])) for at in range(200)]
+    found = scheduled(LONG, (), (0, 0), schedule, 8, End.DROP)
+    epochs = 1 + found[-1].epoch
+    assert epochs > 60
+    assert len(planned) < 6 * epochs
