@@ -28,6 +28,10 @@ MARK = b'{"ledger":'
 """How a ledger begins: no other JSON lines do."""
 
 
+PLACE_MAX = 1 << 62
+"""Epochs and positions are below it: sums of two fit into 64 bits."""
+
+
 class LedgerPosition(Struct, frozen=True, order=True):
     """A place in a job: an epoch, and the positions of it that are consumed."""
 

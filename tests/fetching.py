@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from awry import Awry, awry_server
 from dataplane_bench.certificates import make
+from servers import reach
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
@@ -38,7 +39,7 @@ PARTS = (
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"bucket/shard.bin": BODY}) as server:
-        _reach(server, monkeypatch)
+        reach(server, monkeypatch)
         yield server
 
 
@@ -47,13 +48,8 @@ def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate")
     with awry_server({"bucket/shard.bin": BODY}, make(tmp_path)) as server:
-        _reach(server, monkeypatch)
+        reach(server, monkeypatch)
         yield server
-
-
-def _reach(server: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
 
 
 class Node:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from away import Proxy, proxy_before
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.index.indexing import index_dataset
 from dataplane.plan.manifest import Manifest
@@ -23,8 +23,7 @@ OPTIONS = {"global_batch_size": 8, "shuffle": True, "seed": 3, "lanes": 2, "wind
 @pytest.fixture
 def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Three shards of 20 blocks."""
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     name, objects = s3_server.bucket(), {}
     for shard in range(3):
         ids = range(shard * COUNT // 3, (shard + 1) * COUNT // 3)

@@ -120,12 +120,17 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Pat
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def reach(server: Awry | S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment with which stores find this server."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     """A server without objects that misbehaves when told to, and the environment to reach it."""
     with awry_server({}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataplane.errors import ConfigError
+from dataplane.ledger import PLACE_MAX
 from dataplane.units import whole
 from dataplane.weights import MixHistory, ShareChange
 
@@ -44,6 +45,6 @@ def mix_from_dict(saved: object) -> tuple[MixHistory | None, str]:
 
 def _number(given: object) -> int:
     found = whole(given)
-    if found is None or not 0 <= found < 1 << 62:
+    if found is None or not 0 <= found < PLACE_MAX:
         raise ValueError(given)
     return found

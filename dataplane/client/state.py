@@ -17,7 +17,7 @@ from dataplane.client.digest import RowsDigest
 from dataplane.client.mix_state import mix_from_dict, mix_to_dict
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
-from dataplane.ledger import LedgerMark
+from dataplane.ledger import PLACE_MAX, LedgerMark
 from dataplane.model import DatasetIdentity, End
 from dataplane.rpc.messages import JobOpened
 from dataplane.units import whole
@@ -340,7 +340,7 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
 
 def _number(saved: Mapping[object, object], key: str) -> int:
     value = whole(saved.get(key))
-    if value is None or not 0 <= value < 1 << 62:
+    if value is None or not 0 <= value < PLACE_MAX:
         raise ConfigError(
             f"this is not a loader's state: its {key} is {saved.get(key)!r:.80}, not a count",
             key=key,

@@ -333,7 +333,7 @@ def _hosts(
         }
         shards = sorted({manifest.shards[int(manifest.block_shard[one])].url for one in blocks})
         some = ", ".join(url.rpartition("/")[2] for url in shards[:3])
-        counted = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
+        counted = output.counted(len(blocks), "block")
         more = f" and {len(shards) - 3} more shards" if len(shards) > 3 else ""
         hosts.append(
             {

@@ -22,7 +22,7 @@ from dataplane.commands.options import (
 )
 from dataplane.commands.targets import is_a_ledger, names_urls
 from dataplane.errors import ConfigError, DatasetChangedError
-from dataplane.ledger import Ledger, SourceUrls
+from dataplane.ledger import PLACE_MAX, Ledger, SourceUrls
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 POSITIVE = click.IntRange(min=1)
-COUNT = click.IntRange(min=0, max=(1 << 62) - 1)
+COUNT = click.IntRange(min=0, max=PLACE_MAX - 1)
 DIGITS_MAX = 18
 _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
 

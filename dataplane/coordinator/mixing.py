@@ -23,9 +23,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Answer, Job, Member
-from dataplane.coordinator.refusals import PLACE_MAX
 from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerPosition
+from dataplane.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import HeartbeatResponse, MixAsked, MixPromise, MixProposal
 from dataplane.transforms.mixture_options import weights_of

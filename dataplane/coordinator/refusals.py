@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.ledger import LedgerPosition
+from dataplane.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
@@ -19,7 +19,6 @@ _ARENA_BYTES_MAX = 1 << 50
 _WORKER_COUNT_MAX = 1 << 16
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
-PLACE_MAX = 1 << 62
 
 Difference = tuple[str, str, str]
 

@@ -49,8 +49,8 @@ def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
     names = [source.name for source in asked.sources]
     if lanes is not None and lanes > LANES_MAX:
         raise ConfigError(
-            f"lanes={lanes}: {LANES_MAX} are possible in a mixture, each of which has a place in"
-            " its rounds; leave it out, or choose a multiple of the number of ranks",
+            f"lanes={lanes}: {LANES_MAX} are possible in a mixture, whose rounds have a"
+            " place for each lane; leave it out, or choose a multiple of the number of ranks",
             field="lanes",
         )
     if not 1 <= len(names) <= SOURCES_MAX:

@@ -34,6 +34,7 @@ from dataplane.transforms.operands import (
     Operand,
     OperandKind,
     kind_of,
+    unwrapped,
 )
 from dataplane.transforms.where import (
     Arithmetic,
@@ -283,7 +284,7 @@ def _as_stored(node: Node, field: FieldValue, value: Scalar) -> pa.Scalar:
 
 def _time(node: Node, field: FieldValue, text: str) -> pa.Scalar:
     """A time in the unit and time zone of a column. Without a zone, UTC is meant."""
-    kind = _plain_time(field.type)
+    kind = unwrapped(field.type)
     try:
         if pa.types.is_timestamp(kind) and kind.tz is not None:
             return _instant(text, kind)
@@ -313,14 +314,8 @@ def _times(found: Sequence[pa.Scalar]) -> pa.Array:
     return pa.concat_arrays([pa.repeat(one, 1) for one in found])
 
 
-def _plain_time(kind: pa.DataType) -> pa.DataType:
-    while not pa.types.is_temporal(kind):
-        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
-    return kind
-
-
 def _same_times(left: Operand, right: Operand) -> bool:
-    kinds = [_plain_time(one.type) for one in (left, right) if isinstance(one, FieldValue)]
+    kinds = [unwrapped(one.type) for one in (left, right) if isinstance(one, FieldValue)]
     tests = (pa.types.is_date, pa.types.is_timestamp)
     zones = {getattr(kind, "tz", None) is None for kind in kinds}
     return any(all(map(test, kinds)) for test in tests) and len(kinds) == 2 and len(zones) == 1

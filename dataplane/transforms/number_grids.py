@@ -16,7 +16,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.transforms.condition import FieldTest
-from dataplane.transforms.operands import FieldValue
+from dataplane.transforms.operands import FieldValue, unwrapped
 from dataplane.transforms.where import Relation
 
 
@@ -31,16 +31,12 @@ class NumberGrid(Struct, frozen=True):
     @classmethod
     def of(cls, kind: pa.DataType) -> Self | None:
         """That of a column of this type; None of floats, and of others than numbers."""
-        while not pa.types.is_integer(kind) and not pa.types.is_decimal(kind):
-            if isinstance(kind, pa.BaseExtensionType):
-                kind = kind.storage_type
-            elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-                kind = kind.value_type
-            else:
-                return None
+        kind = unwrapped(kind)
         if pa.types.is_decimal(kind):
             highest = 10**kind.precision - 1
             return cls(kind, kind.scale, -highest, highest)
+        if not pa.types.is_integer(kind):
+            return None
         is_signed = bool(pa.types.is_signed_integer(kind))
         end = 1 << int(kind.bit_width) - is_signed
         return cls(kind, 0, -end if is_signed else 0, end - 1)

@@ -155,13 +155,18 @@ class LengthValue(Struct, frozen=True):
 
 def kind_of(stored: pa.DataType) -> OperandKind:
     """The kind of a column's values."""
-    kind = stored
-    while isinstance(kind, pa.BaseExtensionType) or _is_wrapped(kind):
-        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    kind = unwrapped(stored)
     for found, tests in _KINDS:
         if any(test(kind) for test in tests):
             return found
     return OperandKind.OTHER
+
+
+def unwrapped(kind: pa.DataType) -> pa.DataType:
+    """The type of the values in a dictionary, in run ends, or under the name of an extension."""
+    while isinstance(kind, pa.BaseExtensionType) or _is_wrapped(kind):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return kind
 
 
 def _is_wrapped(kind: pa.DataType) -> bool:

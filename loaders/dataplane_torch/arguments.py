@@ -16,6 +16,7 @@ from dataplane.client import identity
 from dataplane.client.begun import BegunNode
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
+from dataplane.ledger import PLACE_MAX
 from dataplane.model import (
     ColumnOptions,
     End,
@@ -46,7 +47,6 @@ from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
 _SEED_MAX = (1 << 64) - 1
-_EPOCH_MAX = (1 << 62) - 1
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
@@ -386,8 +386,9 @@ def epoch_of(given: object) -> int:
     Raises:  ConfigError: it is not an epoch number.
     """
     found = whole(given)
-    if found is None or not 0 <= found <= _EPOCH_MAX:
+    if found is None or not 0 <= found < PLACE_MAX:
         raise ConfigError(
-            f"an epoch is a whole number from 0 to {_EPOCH_MAX}, got {given!r:.80}", field="epoch"
+            f"an epoch is a whole number from 0 to {PLACE_MAX - 1}, got {given!r:.80}",
+            field="epoch",
         )
     return found

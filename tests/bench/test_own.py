@@ -15,6 +15,7 @@ import pytest
 from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.about import leaves, shared_names
 from dataplane_bench.workloads.own import own
+from servers import reach
 from shards import parquet_bytes
 
 from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
@@ -197,8 +198,7 @@ def test_a_saved_manifest_stands_for_its_shards(tmp_path):
 
 
 def test_shards_of_an_object_store_are_copied(s3_server, tmp_path, monkeypatch):
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     write(tmp_path / "shards", rows=50)
     s3_server.put(

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_bench.processes import running, wait_until
 from PIL import Image
+from servers import reach
 
 from dataplane.cli import run
 from dataplane.commands.doctor import checks, trial
@@ -95,8 +96,7 @@ def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(
     environment = {"PYTHONPATH": ":".join(sys.path)}
     with running([sys.executable, *far], environment, log) as process:
         wait_until(lambda: log.read_text().endswith("\n"), process, log, 20.0)
-        for name, value in s3_server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(s3_server, monkeypatch)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(log.read_text())}")
         asked = ("--batch-size", "20", "--seconds", "1", "--fetch-count", "2", "--lanes", "1")
         found = examined(capsys, f"s3://{bucket}/", *asked)

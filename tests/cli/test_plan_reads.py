@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from servers import S3Server
+from servers import S3Server, reach
 from small_nodes import alone_and_small
 
 from dataplane.cli import run
@@ -25,8 +25,7 @@ def url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Blocks of 8 KiB, and a node with room for half of them."""
     alone_and_small(monkeypatch, tmp_path)
     monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", str(STORED // 2))
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     name = s3_server.bucket()
     s3_server.put(name, {f"{at}.parquet": shard(at, BLOCKS * ROWS, ROWS) for at in range(SHARDS)})
     return f"s3://{name}/"

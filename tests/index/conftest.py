@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from servers import S3Server
+from servers import S3Server, reach
 from shards import parquet_bytes
 
 
@@ -30,8 +30,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def put(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], str]:
     """Puts shards into a bucket, and gives its url."""
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
 
     def stored(shards: dict[str, bytes]) -> str:
         bucket = s3_server.bucket()

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from awry import Awry, Mood, awry_server
 from batched_index import indexing
+from servers import reach
 from shards import parquet_bytes
 
 from dataplane.formats import registry
@@ -35,8 +36,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({f"{BASE[5:]}/{name}": body for name, body in SHARDS.items()}) as made:
-        for name, value in made.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(made, monkeypatch)
         yield made
 
 

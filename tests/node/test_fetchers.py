@@ -16,7 +16,7 @@ import psutil
 import pytest
 from awry import Awry, Mood
 from fetching import ARENA_BYTES, BODY, LENGTH, PARTS, TIMEOUT_S, URL, awry, node
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import (
@@ -49,8 +49,7 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
 def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     s3_server.put(bucket, {"shard.bin": BODY})
     url = f"s3://{bucket}/shard.bin"
@@ -108,8 +107,7 @@ def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
 def test_parts_of_one_read_go_to_their_places_and_what_lies_between_nowhere(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     s3_server.put(bucket, {"shard.bin": BODY})
     monkeypatch.setattr("fetching.URL", f"s3://{bucket}/shard.bin")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from awry import Awry, Mood, awry_server
 from fake_clock import Time
+from servers import reach
 
 from dataplane.errors import (
     DatasetChangedError,
@@ -37,8 +38,7 @@ LENGTH = 200_000
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"bucket/a folder/shard+1.bin": BODY}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
 
 

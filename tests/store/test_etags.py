@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from awry import Awry, Mood, awry_server, etag_of
+from servers import reach
 
 from dataplane.errors import DatasetChangedError, StoreError
 from dataplane.store.base import Reconnecting, Store
@@ -19,8 +20,7 @@ BODY = bytes(i % 251 for i in range(300_000))
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"web/shard.bin": BODY}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
 
 

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.errors import ConfigError, ShardNotFound, StoreError
 from dataplane.model import ObjectInfo
@@ -187,8 +187,7 @@ def test_a_range_of_names_is_all_of_them_or_an_error(
 def test_globs_and_braces_match_names_in_a_bucket(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     keys = [f"data/train-{i:02d}.tar" for i in range(12)]
     s3_server.put(bucket, {**dict.fromkeys(keys, b"x"), "data/_SUCCESS": b"", "data/sub/": b""})

@@ -16,6 +16,7 @@ from awry import Awry, Mood, awry_server
 from dataplane_bench.certificates import make
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import reach
 
 from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
 from dataplane.model import ObjectInfo
@@ -170,8 +171,7 @@ def test_keys_that_nothing_can_be_guessed_of_are_still_listed_in_few_pages() -> 
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         server.objects = {f"bucket/many/{i:05d}": b"x" for i in range(12_345)}
         yield server
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from awry import Awry, Mood, awry_server
 from fake_clock import Time
+from servers import reach
 
 from dataplane.model import StorePause
 from dataplane.store.connect import Stores
@@ -44,8 +45,7 @@ def test_all_but_the_source_are_told_and_newcomers_of_what_lasts() -> None:
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"bucket/a.bin": bytes(100)}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
 
 

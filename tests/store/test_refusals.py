@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from awry import Awry, Mood, awry_server, etag_of
 from fake_clock import Time
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.errors import (
     ShardNotFound,
@@ -37,8 +37,7 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
         for name in list(os.environ):
             if name.startswith("AWS_"):
                 monkeypatch.delenv(name)
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
 
 

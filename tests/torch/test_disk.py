@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
 from fleet import Service
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.cli import run
 
@@ -48,8 +48,7 @@ def url(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
     monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     s3_server.put(bucket, {f"{number}.parquet": _shard(number) for number in range(SHARDS)})
     return f"s3://{bucket}/"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.errors import SpecMismatch
 
@@ -93,8 +93,7 @@ def test_rewritten_shards_are_refused_even_with_dataset_moved(train: Path, tmp_p
 def test_a_dataset_moves_to_another_bucket(
     train: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     old, new = s3_server.bucket(), s3_server.bucket()
     keys = [str(path.relative_to(train)) for path in sorted(train.glob("*/*"))]
     s3_server.put(old, {f"train/{key}": (train / key).read_bytes() for key in keys})

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
 from fleet import Service
-from servers import S3Server
+from servers import S3Server, reach
 
 from dataplane.cli import run
 from dataplane.client.statistics import sum_of
@@ -48,8 +48,7 @@ def _shard(number: int) -> bytes:
 
 @pytest.fixture
 def url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server, monkeypatch)
     bucket = s3_server.bucket()
     s3_server.put(bucket, {f"{number}.parquet": _shard(number) for number in range(SHARDS)})
     return f"s3://{bucket}/"

@@ -69,8 +69,8 @@ def run(task: TrialTask, say: Say, ear: Ear) -> None:
     if task.system != REFERENCE:
         import torch  # noqa: F401 - every trainer has it; its import is no part of anybody's time
 
-        # The import leaves 170,000 new objects, and Python about to look at them all: 0.1 s that
-        # would fall on whoever allocates a few thousand more.
+        # The import makes 170,000 objects. The garbage collector is then due to examine all of
+        # them, which takes 0.1 s, and would do so while the loader is timed.
         gc.collect()
     peer = adapter(task.system)
     say({"ready": True})
