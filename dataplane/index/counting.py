@@ -35,7 +35,7 @@ from dataplane.store.urls import local_path
 from dataplane.trace import Trace
 from dataplane.transforms.row_filter import RowFilter
 
-COUNT_VERSION = 2
+COUNT_VERSION = 3
 """Grows when the same view of the same rows may have other counts."""
 _STRETCH_BLOCKS = 32
 # Hashing this many takes a second or two.

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Self, TypeGuard
 
 import pyarrow as pa
@@ -140,7 +141,7 @@ class _Typed:
         grid = NumberGrid.of(field.type)
         if grid is not None and _is_number(value):
             return grid.test(relation, field, value)
-        if field.kind is OperandKind.FLOAT and isinstance(value, int) and value != float(value):
+        if field.kind is OperandKind.FLOAT and _is_number(value) and not _is_float(value):
             return RelationTest(relation, field, ConstantValue(value, OperandKind.INTEGER))
         found = _as_stored(node, field, value)
         return FieldTest(field, relation, found)
@@ -150,14 +151,16 @@ class _Typed:
         if of.kind in _UNCOMPARED:
             raise _mistaken(node, of, "'in' does not apply to it")
         grid = NumberGrid.of(of.type if isinstance(of, FieldValue) else pa.int64())
+        if of.kind is OperandKind.FLOAT and (grid is None or not isinstance(of, FieldValue)):
+            if wrong := [value for value in values if not _is_number(value)]:
+                raise _mistaken(node, of, f"it is compared with {wrong[0]!r}")
+            return MemberTest(of, pa.array(map(float, filter(_is_float, values)), pa.float64()))
         if isinstance(of, FieldValue) and grid is None:
             found = [_as_stored(node, of, value) for value in values]
             return MemberTest(of, pa.array([one.as_py() for one in found], found[0].type)
                               if of.kind is not OperandKind.TIME else _times(found))  # fmt: skip
         if not all(map(_is_number, values)) or of.kind not in NUMBERS:
             raise _mistaken(node, of, f"it is compared with {values[0]!r}")
-        if grid is None or (of.kind is OperandKind.FLOAT and not isinstance(of, FieldValue)):
-            return MemberTest(of, pa.array([float(value) for value in values], pa.float64()))
         return MemberTest(of, grid.members(filter(_is_number, values)))
 
     def _operand(self, node: Node) -> Operand:
@@ -165,7 +168,8 @@ class _Typed:
             case Name():
                 return self._named(node)
             case Constant(value):
-                return ConstantValue(value, _constant_kind(value))
+                plain = float(value) if isinstance(value, Decimal) else value
+                return ConstantValue(plain, _constant_kind(value))
             case Length(of):
                 field = self._field(of, "length()")
                 if field.kind not in {OperandKind.TEXT, OperandKind.BYTES, OperandKind.LIST}:
@@ -247,8 +251,13 @@ def _names_below(name: str, kind: pa.DataType) -> Iterator[str]:
             yield from _names_below(f"{name}.{field.name}", field.type)
 
 
-def _is_number(value: Scalar) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_number(value: Scalar) -> TypeGuard[float | Decimal]:
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+
+
+def _is_float(value: Scalar) -> bool:
+    """Whether a number equals a float. One with a fraction means the nearest float."""
+    return not isinstance(value, int) or value == float(value)
 
 
 def _constant_kind(value: Scalar) -> OperandKind:
@@ -262,7 +271,7 @@ def _constant_kind(value: Scalar) -> OperandKind:
 def _as_stored(node: Node, field: FieldValue, value: Scalar) -> pa.Scalar:
     """A constant in the type in which the column's values are compared."""
     match field.kind, value:
-        case OperandKind.FLOAT, (int() | float()) if _is_number(value):
+        case OperandKind.FLOAT, (int() | float() | Decimal()) if _is_number(value):
             return pa.scalar(float(value))
         case OperandKind.TEXT, str():
             return pa.scalar(value, pa.large_string())

@@ -41,7 +41,7 @@ class NumberGrid(Struct, frozen=True):
         end = 1 << int(kind.bit_width) - is_signed
         return cls(kind, 0, -end if is_signed else 0, end - 1)
 
-    def test(self, relation: Relation, field: FieldValue, value: float) -> FieldTest:
+    def test(self, relation: Relation, field: FieldValue, value: float | Decimal) -> FieldTest:
         """A column of this type, compared with a number."""
         units = self._units(value)
         if units != math.floor(units):
@@ -55,18 +55,17 @@ class NumberGrid(Struct, frozen=True):
         is_less = {Relation.LT, Relation.LE} if whole > 0 else {Relation.GT, Relation.GE}
         return FieldTest(field, relation, None, always=relation in {Relation.NE, *is_less})
 
-    def members(self, values: Iterable[float]) -> pa.Array:
+    def members(self, values: Iterable[float | Decimal]) -> pa.Array:
         """Those of these numbers that the type has."""
         units = map(self._units, values)
         whole = [int(one) for one in units if one == math.floor(one)]
         inside = [one for one in whole if self.lowest <= one <= self.highest]
         return pa.array(map(self._value, inside), self.type)
 
-    def _units(self, value: float) -> Fraction:
+    def _units(self, value: float | Decimal) -> Fraction:
         """A decimal is compared with a number as it is written: 0.1 is a tenth."""
-        if pa.types.is_integer(self.type):
-            return Fraction(value)
-        return Fraction(repr(value)) * Fraction(10) ** self.scale
+        is_written = isinstance(value, float) and not pa.types.is_integer(self.type)
+        return Fraction(repr(value) if is_written else value) * Fraction(10) ** self.scale
 
     def _value(self, units: int) -> int | Decimal:
         if pa.types.is_integer(self.type):

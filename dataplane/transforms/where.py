@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import enum
 import re
+from decimal import Decimal
 from typing import Final
 
 from msgspec import Struct
 
-Scalar = bool | int | float | str
+Scalar = bool | int | float | Decimal | str
+"""A Decimal is a number with a fraction that no float has: `0.10000000000000000001`."""
 
 
 class Relation(enum.StrEnum):
@@ -167,4 +169,4 @@ def _constant(value: Scalar) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return "'" + value.replace("'", "''") + "'"
-    return repr(value)
+    return str(value) if isinstance(value, Decimal) else repr(value)

@@ -5,8 +5,11 @@ Pure: a trainer links it.
 
 from __future__ import annotations
 
+import contextlib
+import decimal
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from typing import Final
 
 from msgspec import Struct
@@ -36,8 +39,9 @@ NODES_MAX = 4000
 SUMS_MAX = 64
 """Of + - * / and %, since each may lie inside of another."""
 _SHOWN = 24
-_DIGITS_MAX = 40
-_WHOLE_MAX = (1 << 64) - 1
+_WHOLE_MAX = 10**76 - 1  # as many digits as a decimal has
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_EXACT = decimal.Context(prec=TEXT_MAX)
 _EXAMPLE = "lang == 'en' and score > 0.5"
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -70,6 +74,8 @@ def parse(text: str) -> Node:
             "it decides",
             field="where",
         )
+    if half := _SURROGATE.search(text):
+        raise _fault(text, half.start(), "this is half of a character: decode the text as UTF-8")
     return _Parser(text).whole()
 
 
@@ -146,12 +152,18 @@ class _Parser:
         return node
 
     def _either(self) -> Node:
+        with self._nested():
+            return self._joined("or", lambda: self._joined("and", self._negated))
+
+    @contextlib.contextmanager
+    def _nested(self) -> Iterator[None]:
         self._depth += 1
         if self._depth > DEPTH_MAX:
-            raise self._error(f"parentheses and 'not' are nested more than {DEPTH_MAX} deep")
-        found = self._joined("or", lambda: self._joined("and", self._negated))
+            raise self._error(
+                f"parentheses, 'not' and length() are nested more than {DEPTH_MAX} deep"
+            )
+        yield
         self._depth -= 1
-        return found
 
     def _joined(self, word: str, part: Callable[[], Node]) -> Node:
         parts: list[Node] = [part()]
@@ -171,12 +183,9 @@ class _Parser:
     def _negated(self) -> Node:
         if not self._took("not"):
             return self._tested()
-        self._depth += 1
-        if self._depth > DEPTH_MAX:
-            raise self._error(f"parentheses and 'not' are nested more than {DEPTH_MAX} deep")
-        found = _inverse(self._negated())
-        self._depth -= 1
-        return self._counted(found)
+        with self._nested():
+            inner = _inverse(self._negated())
+        return self._counted(inner)
 
     def _tested(self) -> Node:
         left = self._sum()
@@ -254,7 +263,8 @@ class _Parser:
         if not is_negative:
             return found
         if isinstance(found, Constant) and not isinstance(found.value, bool | str):
-            return Constant(-found.value)
+            is_decimal = isinstance(found.value, Decimal)
+            return Constant(found.value.copy_negate() if is_decimal else -found.value)
         return self._computed("-", Constant(0), found)
 
     def _value(self) -> Node:
@@ -266,8 +276,7 @@ class _Parser:
                 self._need(")", "expected ')'")
                 return found
             case "number", text:
-                is_whole = text.isdigit() and len(text) <= _DIGITS_MAX
-                return Constant(self._checked(int(text) if is_whole else float(text)))
+                return Constant(self._number(text))
             case "text", _:
                 return Constant(_unquoted(token.text))
             case "word", ("true" | "false") as text:
@@ -279,10 +288,21 @@ class _Parser:
         self._at = place
         raise self._error(f"expected a column or a value, as in {_EXAMPLE}")
 
-    def _checked(self, value: float) -> float:
-        if value == float("inf") or (isinstance(value, int) and value > _WHOLE_MAX):
+    def _number(self, text: str) -> int | float | Decimal:
+        """A whole number, the float that `text` is written as, or else exactly what it says."""
+        written, nearest = Decimal(text), float(text)
+        # Without limits, a short text would be a fraction of a billion digits.
+        if nearest == float("inf"):
             raise self._error("this number is too large")
-        return value
+        if written and not nearest:
+            raise self._error("this number is too small")
+        if not text.isdigit() and Decimal(repr(nearest)) == written:
+            return nearest
+        if written != written.to_integral_value(context=_EXACT):
+            return written.normalize(_EXACT)
+        if written > _WHOLE_MAX:
+            raise self._error("this number is too large")
+        return int(written)
 
     def _name(self) -> Node:
         parts = [_part(self._tokens[self._at - 1])]
@@ -296,9 +316,10 @@ class _Parser:
         if [part.lower() for part in parts] != ["length"]:
             raise self._error("there are no functions but length(…)")
         self._at += 1
-        found = self._sum()
+        with self._nested():
+            inner = self._sum()
         self._need(")", "expected ')'")
-        return self._counted(Length(found))
+        return self._counted(Length(inner))
 
 
 def _inverse(node: Node) -> Node:
