@@ -159,7 +159,7 @@ class _Typed:
             found = [_as_stored(node, of, value) for value in values]
             return MemberTest(of, pa.array([one.as_py() for one in found], found[0].type)
                               if of.kind is not OperandKind.TIME else _times(found))  # fmt: skip
-        if not all(map(_is_number, values)) or of.kind not in NUMBERS:
+        if grid is None or not all(map(_is_number, values)) or of.kind not in NUMBERS:
             raise _mistaken(node, of, f"it is compared with {values[0]!r}")
         return MemberTest(of, grid.members(filter(_is_number, values)))
 

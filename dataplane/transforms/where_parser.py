@@ -263,8 +263,9 @@ class _Parser:
         if not is_negative:
             return found
         if isinstance(found, Constant) and not isinstance(found.value, bool | str):
-            is_decimal = isinstance(found.value, Decimal)
-            return Constant(found.value.copy_negate() if is_decimal else -found.value)
+            value = found.value
+            # "-" would round a Decimal to 28 digits.
+            return Constant(value.copy_negate() if isinstance(value, Decimal) else -value)
         return self._computed("-", Constant(0), found)
 
     def _value(self) -> Node:
