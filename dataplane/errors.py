@@ -8,6 +8,7 @@ DataplaneError
 │  └─ AccessDenied        a token or certificate is missing, wrong or not for this: call
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
+│  ├─ NotWrittenError      the coordinator cannot write its database now, such as to a full disk
 │  └─ NeighbourGone        a neighbour did not send a block or a slab: it comes from elsewhere
 ├─ LeaseError
 │  ├─ LeaseExpired        join again
@@ -120,6 +121,12 @@ class PeerLost(DataplaneError):
     """The other side went away. Nouns: peer."""
 
     known: ClassVar[tuple[str, ...]] = ("peer", "last_error", "status")
+
+
+class NotWrittenError(PeerLost):
+    """The coordinator cannot write its database now, such as to a full disk: its nodes ask again.
+    Nouns: peer.
+    """
 
 
 class NeighbourGone(PeerLost):

@@ -43,8 +43,14 @@ class Journal:
             raise
 
     def _open(self) -> list[Record]:
-        self._store = JobStore(self._path)
-        return self._store.load()
+        store = JobStore(self._path)
+        try:
+            records = store.load()
+        except BaseException:
+            store.close()
+            raise
+        self._store = store
+        return records
 
     def add(self, writes: Iterable[Write]) -> None:
         """Add a decision's writes to the next commit."""
@@ -55,7 +61,7 @@ class Journal:
     async def commit(self) -> None:
         """Return when everything added so far is on disk.
 
-        Raises:  ConfigError: the disk is full or failed; the writes wait for the next commit.
+        Raises:  NotWrittenError: the disk is full or failed; the writes wait for the next commit.
         """
         wanted = self._added
         while self._committed < wanted:

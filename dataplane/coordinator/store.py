@@ -35,7 +35,7 @@ from dataplane.coordinator.records import (
     Write,
     key_of,
 )
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, DataplaneError, NotWrittenError
 from dataplane.machine import lock_holder
 from dataplane.model import ColumnOptions
 
@@ -43,6 +43,13 @@ SCHEMA_VERSION = 1
 MEMORY = ":memory:"
 _APPLICATION_ID = 0x44504C43  # "DPLC": distinguishes our files from other SQLite databases
 _LOCK_TIMEOUT_S = 3.0
+_SHOWN_MAX = 200
+_REMEDY = (
+    "restore it from a copy, or move it away: then every job starts at generation 1, and running "
+    "ranks join again"
+)
+# A full disk, and one that fails, may be repaired under a running coordinator.
+_PASSING = ("SQLITE_FULL", "SQLITE_IOERR")
 _SCHEMA = """
 CREATE TABLE jobs (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
                    PRIMARY KEY (job, name)) WITHOUT ROWID;
@@ -92,30 +99,40 @@ class JobStore:
     def load(self) -> list[Record]:
         """Everything that was written.
 
-        Raises:  ConfigError: the database is damaged.
+        Raises:  ConfigError: the database is damaged, or a newer version has written to it.
         """
         records: list[Record] = []
         try:
             for cls, table in _TABLES.items():
-                rows = self._db.execute(f"SELECT body FROM {table}").fetchall()  # noqa: S608 - ours
-                records += [_read(cls, body) for (body,) in rows]
+                rows = self._db.execute(f"SELECT job, body FROM {table}")  # noqa: S608 - ours
+                records += [self._record(cls, table, str(job), body) for job, body in rows]
         except sqlite3.Error as error:
             raise self._refusal(error) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._damaged(f"a record cannot be read: {error!r}") from error
         return records
+
+    def _record(self, cls: type[Record], table: str, name: str, body: Any) -> Record:
+        """Raises:  ConfigError: it cannot be read."""
+        try:
+            return _read(cls, body)
+        except Exception as error:  # whatever is wrong with what was stored
+            raise ConfigError(
+                f"{self.path}: the record {name[:_SHOWN_MAX]!r} of {table} cannot be read "
+                f"({type(error).__name__}: {str(error)[:_SHOWN_MAX]}). A newer version of "
+                f"Dataplane has written it: use that version; or it is damaged: {_REMEDY}",
+                path=self.path,
+            ) from error
 
     def write(self, writes: Iterable[Write]) -> None:
         """Write all of these or none; they are on disk when this returns.
 
-        Raises:  ConfigError: the disk is full or failed; nothing was changed.
+        Raises:  NotWrittenError: the disk is full or failed; nothing was changed.  ConfigError.
         """
         try:
             with self._transaction():
                 for write in writes:
                     self._apply(write)
         except sqlite3.Error as error:
-            raise self._refusal(error) from error
+            raise self._not_written(error) from error
 
     def close(self) -> None:
         """Unlock and close; may be called twice."""
@@ -172,8 +189,16 @@ class JobStore:
         (count,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return int(count) == 0
 
+    def _not_written(self, error: sqlite3.Error) -> DataplaneError:
+        if not _errorname(error).startswith(_PASSING):
+            return self._refusal(error)
+        return NotWrittenError(
+            f"the coordinator cannot write {self.path}: {error}. Nothing is lost, and it tries "
+            "again with every request: make room on that disk"
+        )
+
     def _refusal(self, error: sqlite3.Error) -> ConfigError:
-        name = getattr(error, "sqlite_errorname", "")
+        name = _errorname(error)
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             pid = lock_holder(Path(self.path))
             who = "another coordinator" + (f" (process {pid})" if pid else "")
@@ -192,10 +217,12 @@ class JobStore:
 
     def _damaged(self, why: str) -> ConfigError:
         return ConfigError(
-            f"{self.path} is damaged: {why}. Restore it from a copy, or move it away: then every "
-            "job starts at generation 1, and running ranks join again",
-            path=self.path,
+            f"{self.path} is damaged: {why}. {_REMEDY[0].upper()}{_REMEDY[1:]}", path=self.path
         )
+
+
+def _errorname(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", "")
 
 
 class _Transaction:
@@ -247,6 +274,8 @@ def _read(cls: type[Record], body: str) -> Record:
     if cls is Job:
         _gather_column_options(plain["spec"])
     record: Record = _restored(cls, plain)
+    # Of the types that the rest relies on.
+    msgspec.convert(msgspec.to_builtins(record), cls)
     return record
 
 

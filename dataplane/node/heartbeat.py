@@ -89,7 +89,7 @@ class Heartbeat:
         self._waits_s = config.task_timeout_s
         self._coordinator = config.coordinator
         self._registered = asyncio.Event()
-        self._last_error = ""
+        self._last_error: PeerLost | None = None
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
         self._verdicts: Sequence[membership.MemberVerdict] = ()
         workers = config.worker_count_most
@@ -107,7 +107,7 @@ class Heartbeat:
             try:
                 answer = await self._coordination.register_node(self._node)
             except PeerLost as error:
-                self._last_error = str(error)
+                self._last_error = error
                 await pause()
             else:
                 self._beat_s = min(answer.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)

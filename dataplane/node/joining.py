@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dataplane.errors import DataStallError, PeerLost
+from dataplane.errors import DataStallError, NotWrittenError, PeerLost
 
 T = TypeVar("T")
 
@@ -34,22 +34,26 @@ async def patiently(
         except PeerLost as error:
             waited_s = time.monotonic() - began
             if waited_s >= timeout_s:
-                raise unanswered(waited_s, str(error), job, coordinator, node) from error
+                raise unanswered(waited_s, error, job, coordinator, node) from error
         await pause()
 
 
 def unanswered(
-    waited_s: float, last_error: str, job: str, coordinator: str, node: str
+    waited_s: float, last: PeerLost | None, job: str, coordinator: str, node: str
 ) -> DataStallError:
-    """The error for a rank whose job waits for the coordinator."""
+    """The error for a rank whose job waits for the coordinator; `last` came with its last try."""
+    why = "" if last is None else f" ({last})"
+    sentence = (
+        f"the coordinator at {coordinator} has not answered node {node} for {waited_s:.0f} s{why}. "
+        "Start it (`dataplane serve --coordinator`), or correct the node's --join"
+    )
+    if isinstance(last, NotWrittenError):
+        sentence = f"for {waited_s:.0f} s, {last}"
     return DataStallError(
-        f"job {job!r} cannot be joined: the coordinator at {coordinator} has not answered node "
-        f"{node} for {waited_s:.0f} s"
-        + (f" ({last_error})" if last_error else "")
-        + ". Start it (`dataplane serve --coordinator`), or correct the node's --join",
+        f"job {job!r} cannot be joined: {sentence}",
         stage="join",
         job=job,
         coordinator=coordinator,
         node=node,
-        last_error=last_error,
+        last_error="" if last is None else str(last),
     )

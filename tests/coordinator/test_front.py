@@ -1,19 +1,32 @@
 """The coordinator in this process: acknowledged writes are on disk, even if the disk fails."""
 
 import asyncio
+import contextlib
 import logging
+import sqlite3
 
 import pytest
 from membership import SPEC, VERSION, beat, join, leave, progress
 from msgspec import structs
+from trusted import TRUSTED
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
 from dataplane.coordinator.journal import Journal
-from dataplane.coordinator.records import Forget, Incarnation, Keep
-from dataplane.coordinator.store import JobStore
-from dataplane.errors import ClosedError, ConfigError, LeaseExpired
-from dataplane.model import ColumnOptions
+from dataplane.coordinator.records import Forget, Incarnation, Keep, Member, Phase
+from dataplane.coordinator.server import CoordinatorServer
+from dataplane.coordinator.store import JobStore, _body
+from dataplane.errors import (
+    ClosedError,
+    ConfigError,
+    DataStallError,
+    LeaseExpired,
+    NotWrittenError,
+)
+from dataplane.model import ColumnOptions, Topology
+from dataplane.node.joining import patiently
 from dataplane.rpc.membership import StatusRequest
+
+MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)
 
 
 class Clock:
@@ -89,7 +102,7 @@ def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_p
         options = ColumnOptions(columns=("x" * 100_000,))
         big = join(0, spec=structs.replace(SPEC, column_options=options))
         for _ in range(2):
-            with pytest.raises(ConfigError, match="database or disk is full"):
+            with pytest.raises(NotWrittenError, match=r"database or disk is full.*make room"):
                 await coordinator.join(big)
         limit(coordinator, store, 1 << 20)
         assert (await coordinator.join(big)).generation == 1
@@ -107,6 +120,64 @@ def limit(coordinator, store, pages):
     coordinator._journal._thread.submit(lambda: store._db.execute(statement).close()).result()
 
 
+def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path):
+    async def main():
+        coordinator = Coordinator(config(tmp_path))
+        await coordinator.start()
+        store = coordinator._journal._store
+        limit(coordinator, store, 4)
+        big = join(0, spec=structs.replace(SPEC, column_options=ColumnOptions(("x" * 100_000,))))
+        names = {"job": "j", "coordinator": "c:1", "node": "n"}
+        refused = asyncio.Event()
+
+        async def ask():
+            try:
+                return await coordinator.join(big)
+            finally:
+                refused.set()
+
+        with pytest.raises(DataStallError, match=r"'j' cannot be joined: for .*disk is full.*room"):
+            await patiently(ask, 0.0, **names)
+        refused.clear()
+        waiting = asyncio.create_task(patiently(ask, 60.0, **names))
+        await refused.wait()
+        limit(coordinator, store, 1 << 20)
+        assert (await waiting).generation == 1
+        await coordinator.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _body(Keep(MEMBER)).replace('"node_id"', '"of_a_newer_version":1,"node_id"'),
+        _body(Keep(MEMBER)).replace('"order":1', '"order":"one"'),
+        _body(Keep(MEMBER)).replace('"joined"', '"ascended"'),
+        _body(Keep(MEMBER))[:-9],
+        "[]",
+        "7",
+        "[" * 100_000,
+        b"\xff\x00",
+    ],
+)
+def test_a_record_that_cannot_be_read_stops_the_start_with_advice(tmp_path, body):
+    async def main():
+        path = tmp_path / "c.db"
+        JobStore(str(path)).close()
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("INSERT INTO members VALUES ('j', 'm', ?)", (body,))
+            db.commit()
+        server = CoordinatorServer(config(tmp_path), "127.0.0.1:0", TRUSTED)
+        advice = "c.db: the record 'j' of members cannot be read.* newer version.* move it away"
+        with pytest.raises(ConfigError, match=advice):
+            await server.start()
+        await server.stop()
+        JobStore(str(path)).close()  # its lock is free
+
+    asyncio.run(main())
+
+
 def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
     async def main():
         clock = Clock()
@@ -119,7 +190,7 @@ def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
         await coordinator.heartbeat(beat(*beats))
         limit(coordinator, coordinator._journal._store, 4)
         clock.now += 6
-        with caplog.at_level(logging.WARNING), pytest.raises(ConfigError):
+        with caplog.at_level(logging.WARNING), pytest.raises(NotWrittenError):
             await coordinator.tick()
         assert "progress waits to be written" in caplog.text
         assert is_behind(coordinator._journal)
