@@ -315,16 +315,27 @@ class PeerTls(Struct, frozen=True):
     peers: tuple[str, ...] = ()
 
 
+def _lists(entry: str, module: str, path: str) -> bool:
+    """Whether an entry of allowed_functions has this function of this module."""
+    listed, colon, function = entry.partition(":")
+    if function:
+        return (listed, function) == (module, path)
+    if path.startswith("_"):
+        return False
+    listed = listed.removesuffix(".")
+    return listed == module or (not colon and module.startswith(f"{listed}."))
+
+
 class NodeConfig(Struct, frozen=True):
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
     workers, and up to `worker_count_max` if more of them help. Each may take
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
     `cache_bytes` of its disk, in `cache_dir`, may have blocks; none if that is 0.
     `allowed_urls` are the prefixes of what it opens, with spaces between them; "" for all. An
-    embedded node opens what its trainer could open. `allowed_functions` are prefixes of the
-    functions that its workers call for jobs, with spaces between them; "" for none. With
-    `peer_tls`, data connections are encrypted with the files `tls_cert`, `tls_key` and `tls_ca`;
-    `tls_peers` has spaces between URIs.
+    embedded node opens what its trainer could open. `allowed_functions` are the
+    modules whose functions its workers call for jobs, and single functions, with spaces between
+    them; "" for none. With `peer_tls`, data connections are encrypted with the files `tls_cert`,
+    `tls_key` and `tls_ca`; `tls_peers` has spaces between URIs.
     """
 
     cache_dir: str
@@ -372,8 +383,15 @@ class NodeConfig(Struct, frozen=True):
         return self.worker_count_most > 0
 
     def allows_function(self, name: str) -> bool:
-        """Whether its operator lists the function of this name."""
-        return any(name.startswith(each) for each in self.allowed_functions.split())
+        """Whether its operator lists the function of this name: a module, what is below a
+        package, or this very function.
+        """
+        module, _, path = name.partition(":")
+        parts = (*module.split("."), path)
+        # __main__ of a package is a program, which runs when it is imported.
+        if not all(part.isidentifier() and not part.startswith("__") for part in parts):
+            return False
+        return any(_lists(entry, module, path) for entry in self.allowed_functions.split())
 
     @property
     def task_timeout_s(self) -> float:

@@ -73,8 +73,8 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
         "allowed_functions",
         WORDS,
-        "prefixes of the functions of map= and collate= that may be called, by workers of a served "
-        'node or by a command, such as "mypackage.text:"; if not set, none',
+        "the functions of map= and collate= that workers of a served node, or a command, may call: "
+        'modules such as "mypackage.text:", and single functions; if not set, none',
         fixed(""),
     ),
     Setting(

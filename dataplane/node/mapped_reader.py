@@ -110,10 +110,10 @@ def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
     module = name.partition(":")[0]
     _trace.refused("function refused", by=module, argument=argument, function=name)
     allowed = config.allowed_functions.split()
-    listed = f"only those that start with {', '.join(allowed)}" if allowed else "no functions"
+    listed = f"only {', '.join(allowed)}" if allowed else "no functions"
     raise ConfigError(
         f"{argument}={name!r}: this node runs {listed}. Its operator allows more with "
-        "allowed_functions, a list of prefixes such as "
+        "allowed_functions, a list of modules and functions such as "
         f'"{module}:" (dataplane serve --allowed-functions, or the setting '
         "allowed_functions)",
         field=argument,

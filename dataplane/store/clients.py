@@ -27,16 +27,25 @@ Client = S3Store | GCSStore | AzureStore | HTTPStore
 CREDENTIAL_LIFE = dt.timedelta(minutes=5)
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)
+# Other characters would end the host's name where the bucket is a part of it, and requests, with
+# their credentials, would go elsewhere.
+_BUCKET = re.compile(r"[\w.\-]+(@[\w.\-]+)?", re.ASCII)
 _NO_RETRIES: RetryConfig = {"max_retries": 0}
 
 
 def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
     """A client of one bucket, container or http server.
 
-    Raises:  ConfigError: the profile does not exist, or the endpoint is not a url.  ValueError and
-    obstore's own errors, for other mistakes.
+    Raises:  ConfigError: no bucket has this name, the profile does not exist, or the endpoint is
+    not a url.  ValueError and obstore's own errors, for other mistakes.
     """
     scheme, _, authority = base.partition("://")
+    if scheme not in ("http", "https") and not _BUCKET.fullmatch(authority):
+        raise ConfigError(
+            f"{base}: {authority!r} cannot be the name of a bucket or container, which has letters,"
+            " digits, dots, hyphens and underscores",
+            found=authority,
+        )
     options: ClientConfig = {
         "connect_timeout": dt.timedelta(seconds=min(CONNECT_TIMEOUT_S, request_timeout_s)),
         "timeout": dt.timedelta(seconds=request_timeout_s),

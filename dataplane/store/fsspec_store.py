@@ -37,6 +37,15 @@ from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
 
+# File systems over another one, or over this machine's files, which an option would name. A url
+# cannot, and one that could would read what no setting allows.
+_INDIRECT = frozenset(
+    {
+        *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data"),
+        *("dir", "dvc", "filecache", "generic", "git", "libarchive", "pyscript", "reference"),
+        *("simplecache", "tar", "zip"),
+    }
+)
 # "s4" is half of "s3".
 _NEAR_MIN = 0.5
 
@@ -52,6 +61,13 @@ class FsspecStore:
         self._base = base
         self._request_timeout_s = request_timeout_s
         scheme = scheme_of(base)
+        if scheme in _INDIRECT or "::" in base:
+            why = '"::" chains urls' if "::" in base else f"{scheme}:// is no store of its own"
+            raise ConfigError(
+                f"{base}: {why}, and what stands on another file system cannot be read by range: "
+                "pass the url of the store or the path of the file itself",
+                found=scheme,
+            )
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             self._files, _ = fsspec.url_to_fs(f"{base}/", **options)

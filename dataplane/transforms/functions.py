@@ -13,7 +13,7 @@ from dataplane.errors import ConfigError
 
 GENERATOR: Final = "generator"
 """The parameter of a function that takes random numbers."""
-_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NAME_MAX = 400
 _MOVE = (
     "move it into a module that this script imports, at the top level of that module, and pass it "
@@ -31,7 +31,9 @@ def function_name(given: object, argument: str) -> str:
     if isinstance(given, str):
         if len(given) > _NAME_MAX or not _NAME.fullmatch(given):
             raise ConfigError(
-                f'{argument}={given!r:.80}: write it as "package.module:function"', field=argument
+                f'{argument}={given!r:.80}: write it as "package.module:function", with one name '
+                "after the colon",
+                field=argument,
             )
         if given.partition(":")[0] == "__main__":
             raise _not_found(argument, given, "is part of the script itself")
@@ -61,10 +63,9 @@ def _name_of(given: object, argument: str) -> str:
         raise _not_found(argument, path.rpartition(".")[2], "is local to a function")
     if module == "__main__":
         raise _not_found(argument, path, "is part of the script itself")
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if found is not given:
+    if "." in path and not hasattr(given, "__self__"):
+        raise _not_found(argument, f"{module}:{path}", "is part of a class")
+    if getattr(sys.modules.get(module), path, None) is not given:
         what = "is a method of an object" if hasattr(given, "__self__") else "is another object"
         raise _not_found(argument, f"{module}:{path}", what)
     return f"{module}:{path}"

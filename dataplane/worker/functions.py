@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -78,14 +79,14 @@ class CalledAt(Struct, frozen=True):
 
 @functools.cache
 def loaded(argument: str, name: str) -> UserFunction:
-    """The function of this name.
+    """The function of this name, which its module defines.
 
-    Raises:  ConfigError: it cannot be imported; says why, and from where.
+    Raises:  ConfigError: it cannot be imported, or is defined elsewhere; says why, and where.
     """
     _use_import_path()
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
         if f"{module}.".startswith(f"{missing}."):
@@ -99,13 +100,7 @@ def loaded(argument: str, name: str) -> UserFunction:
         raise _not_imported(argument, name, error) from error
     except _FAILURES as error:
         raise _not_imported(argument, name, error) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            where = getattr(sys.modules[module], "__file__", "")
-            raise ConfigError(
-                f"{argument}={name!r}: module {module!r} ({where}) has no {path!r}", field=argument
-            )
-        found = getattr(found, part)
+    found = _defined(argument, name, module, path)
     try:
         call = found() if isinstance(found, type) else found
     except _FAILURES as error:
@@ -116,6 +111,35 @@ def loaded(argument: str, name: str) -> UserFunction:
         )
     reads, code = _reads(call, argument, name), _code(call, module)
     return UserFunction(name, call, _takes_generator(call), reads, code)
+
+
+def _defined(argument: str, name: str, module: str, path: str) -> Any:
+    """The function, class or object of this name in an imported module that defines it. What the
+    module only imports does not count: who may name functions of a module must not reach all that
+    it uses. For the same reason nothing is looked up inside of what has the name, or made by the
+    module's `__getattr__`.
+
+    Raises:  ConfigError: there is no such name, or it is defined elsewhere.
+    """
+    own = vars(sys.modules[module])
+    where = f"{argument}={name!r}: module {module!r} ({own.get('__file__', '')})"
+    if path not in own:
+        raise ConfigError(f"{where} has no {path!r}", field=argument)
+    found = own[path]
+    # An object has the name of its class where it has none of its own.
+    is_named = hasattr(found, "__qualname__")
+    kind = found if is_named else type(found)
+    home, label = str(kind.__module__), str(kind.__qualname__)
+    if isinstance(found, ModuleType):
+        home, label = found.__name__, "a module"
+    if home != module or (is_named and label != path) or path.startswith("__"):
+        raise ConfigError(
+            f"{where} does not define {path!r}: it is {label} of {home!r}. Workers call only what "
+            f"the named module itself defines by def or class, under its own name: write such a "
+            "function there, or name the module that does",
+            field=argument,
+        )
+    return found
 
 
 def _use_import_path() -> None:

@@ -28,8 +28,8 @@ def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) ->
     ("allowed", "told"),
     [
         ("", "this node runs no functions"),
-        ("mine.text:pad", "only those that start with mine.text:pad"),
-        ("ine.text:", "only those that start with"),
+        ("mine.text:pad", "only mine.text:pad."),
+        ("ine.text:", "only ine.text:"),
     ],
 )
 def test_a_served_node_refuses_all_others_with_one_line_of_the_log(

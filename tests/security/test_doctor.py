@@ -167,7 +167,7 @@ def test_every_certificate_of_a_file_counts(examined, tmp_path):
         ("os:", "os: has functions of Python itself"),
         ("subprocess:run", "functions of Python itself"),
         ("os.path:", "functions of Python itself"),
-        ("mine.text", "mine.text also allows other modules that begin so: end it with a colon"),
+        ("mine.text", "mine.text also allows all modules below it: end it with a colon"),
         ("mine.text: os:system", "os:system has"),
     ],
 )

@@ -200,3 +200,11 @@ def test_a_map_gets_the_rows_that_a_view_leaves(tmp_path: Path) -> None:
     found = rows_of(DataLoader(tmp_path, columns=["row"], map=user_functions.twice, **chosen))
     assert len(found) == 100
     assert found == [2 * row for row in expected]
+
+
+@pytest.mark.parametrize("name", ["user_functions:Path", "user_functions:pa"])
+def test_workers_call_only_what_the_module_defines(tmp_path: Path, name: str) -> None:
+    shards(tmp_path)
+    for argument in ("map", "collate"):
+        with pytest.raises(ConfigError, match=f"{argument}='{name}'.* does not define"):
+            next(iter(DataLoader(tmp_path, batch_size=100, **{argument: name})))

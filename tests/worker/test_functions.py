@@ -211,7 +211,7 @@ def test_a_local_function_and_one_of_the_script_are_refused() -> None:
 def test_functions_and_classes_of_a_module_have_a_name() -> None:
     assert function_name(user_functions.letters, "map") == "user_functions:letters"
     assert function_name(user_functions.Counted, "map") == "user_functions:Counted"
-    assert function_name("a.b:c.d", "map") == "a.b:c.d"
+    assert function_name("a.b:c", "map") == "a.b:c"
     assert function_name(None, "map") == ""
 
 
@@ -221,7 +221,7 @@ def test_functions_and_classes_of_a_module_have_a_name() -> None:
         ("no_such_module_here:f", "workers find no module 'no_such_module_here'"),
         ("user_functions.more:f", "workers find no module 'user_functions.more'"),
         ("user_functions:nothing", "has no 'nothing'"),
-        ("user_functions:__doc__", "cannot be called"),
+        ("user_functions:__doc__", "does not define '__doc__'"),
     ],
 )
 def test_what_cannot_be_imported_is_told(name: str, why: str) -> None:

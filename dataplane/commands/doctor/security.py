@@ -219,7 +219,7 @@ def _functions(allowed: Sequence[str]) -> Check:
         if one.partition(":")[0].partition(".")[0] in _OF_PYTHON
     ]
     advice += [
-        f"{one} also allows other modules that begin so: end it with a colon"
+        f"{one} also allows all modules below it: end it with a colon"
         for one in allowed
         if ":" not in one
     ]
