@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from dataplane.formats.arrow_columns import column_places
 from dataplane.formats.arrow_messages import (
@@ -22,6 +23,8 @@ from dataplane.formats.arrow_messages import (
     ArrowFooter,
     Message,
     file_footer,
+    file_messages,
+    is_bare,
     is_legacy,
     messages_of,
     read_together,
@@ -41,7 +44,7 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.first_reads import of_arrow
-from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head
+from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_offset
 from dataplane.formats.source import ByteSource, Memory, Window
 from dataplane.formats.splice import spliced
 from dataplane.formats.unsupported import refusal
@@ -55,6 +58,7 @@ GROUP_BYTES = 4 << 20
 # many times its own size beyond the floor.
 CLAIM_RATIO_MAX = 1024
 CLAIM_FLOOR_BYTES = 64 << 20
+_FILE_START = MAGIC + b"\0\0"
 
 
 class ArrowIpc:
@@ -78,7 +82,7 @@ class ArrowIpc:
         if start.startswith(MAGIC):
             footer = file_footer(shard)
             source = read_together(shard, window, footer)
-        elif not start.startswith(CONTINUATION) and not is_legacy(window, shard.size_bytes):
+        elif not start.startswith(CONTINUATION) and not is_legacy(window, 0, shard.size_bytes):
             raise corrupt(
                 shard.url,
                 0,
@@ -89,22 +93,26 @@ class ArrowIpc:
         if footer is None:
             found = messages_of(source, 0, shard.size_bytes, file=False)
         else:
-            found = messages_of(source, 8, footer.start, file=True)
+            found = file_messages(source, footer.first, footer.start)
         first = next(found, None)
         # Now, since it would have to be read again later.
-        schema = b"" if first is None else bytes(source.view(first.offset, first.metadata_length))
+        schema = b""
+        if first is not None:
+            metadata = source.view(first.offset, first.metadata_length)
+            schema = bytes(_with_length(shard.url, metadata))
         messages = [first, *found] if first is not None else []
         return _shard_index(schema, shard, messages, footer)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
+        block = replace(block, preamble=_with_length(url, block.preamble))
         part = partial_batch(block, columns) if block.pieces else None
         if part is not None and not columns:
             check_rows(url, start, block.rows, part.head.rows)
             return batch_of({}, schema, columns, block.rows)
-        _check_claims(block, part)
         with foreign_faults(url, start, "the record batch cannot be decoded"):
+            _check_claims(block, part)
             batches = _read(block, part, schema, columns)
         # Joining batches follows their offsets, so each is checked before.
         batches = [validated(batch, url, start) for batch in batches]
@@ -117,6 +125,13 @@ class ArrowIpc:
                 name: _joined([b.column(name) for b in batches], name, url) for name in columns
             }
             return batch_of(arrays, schema, columns, rows)
+
+
+def _with_length(url: str, schema: memoryview) -> memoryview:
+    """A schema message as a stream has it. Some writers of files leave out its length."""
+    if not is_bare(Memory(url, schema, 0), 0, len(schema)):
+        return schema
+    return memoryview(b"".join((CONTINUATION, len(schema).to_bytes(4, "little"), schema)))
 
 
 def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
@@ -139,6 +154,7 @@ def _shard_index(
     messages: list[Message],
     footer: ArrowFooter | None,
 ) -> ShardIndex:
+    is_alone = len(schema_message) > (messages[0].metadata_length if messages else 0)
     stored = _schema(shard.url, schema_message, messages)
     if footer is not None:
         _check_footer(shard.url, footer, stored, messages)
@@ -148,7 +164,8 @@ def _shard_index(
     start = batches[0].offset if batches else messages[-1].end
     before = [m for m in messages if m.offset < start]
     dictionaries = any(m.head.kind == DICTIONARY for m in messages)
-    late = any(m.head.kind == DICTIONARY and m.offset > start for m in messages)
+    # Decoding finds the end of a schema without a length at the end of the preamble.
+    late = any(m.head.kind == DICTIONARY and (is_alone or m.offset > start) for m in messages)
     one_block = functools.partial(_one_block, shard, schema, messages, nulls)
     if footer is not None and [batch.offset for batch in footer.batches] != [
         m.offset for m in batches
@@ -267,7 +284,9 @@ def _read(
         found = opened.schema
         check_shard(dataset_schema(found, block.url), schema, columns, block.url)
         fields = sorted(found.get_field_index(name) for name in columns)
-        options = pa.ipc.IpcReadOptions(included_fields=fields or [0], use_threads=False)
+        options = pa.ipc.IpcReadOptions(
+            included_fields=fields or [0][: len(found)], use_threads=False
+        )
         source.seek(0)
         opened = open_(source, options=options)
     if is_file:
@@ -316,13 +335,22 @@ def _bodies(block: RawBlock, part: PartialBatch | None) -> Iterator[tuple[int, H
     pieces = [(block.preamble, 0, block.preamble_place.offset)] if len(block.preamble) else []
     if part is None:
         is_file = not pieces and bytes(block.body[:6]) == MAGIC
-        pieces.append((block.body, 8 if is_file else 0, block.place.offset))
+        pieces.append((block.body, _first_of(block.body) if is_file else 0, block.place.offset))
     for piece, at, base in pieces:
         for message in whole_messages(Memory(block.url, piece, base), base + at, base + len(piece)):
             start = message.offset - base + message.metadata_length
             yield message.offset, message.head, piece[start : message.end - base]
     if part is not None:
         yield block.place.offset, part.head, part.body
+
+
+def _first_of(file: memoryview) -> int:
+    """Where the messages of a whole file begin; after a schema that cannot be read as one."""
+    length = int.from_bytes(file[-10:-6], "little")
+    first = first_offset(file[-10 - length : -10])
+    if first is not None and is_bare(Memory("", file, 0), len(_FILE_START), first):
+        return first
+    return len(_FILE_START)
 
 
 def _claim(body: memoryview, at: int, length: int) -> int:

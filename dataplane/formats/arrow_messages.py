@@ -18,6 +18,7 @@ from dataplane.formats.flatbuf import (
     SCHEMA,
     FooterBatch,
     Head,
+    first_offset,
     footer_batches,
     footer_is_big_endian,
     message_head,
@@ -49,24 +50,40 @@ class Message(Struct, frozen=True):
 
 class ArrowFooter(Struct, frozen=True):
     """The content of a file's footer. `start` is its place, and the end of the messages; `batches`
-    are the record batches in order.
+    are the record batches in order; `first` is where the first of them or of the dictionaries lies.
     """
 
     start: int
+    first: int
     batches: tuple[FooterBatch, ...]
     schema: pa.Schema
     is_big_endian: bool
 
 
-def is_legacy(window: Window, size: int) -> bool:
+def is_legacy(source: ByteSource, at: int, end: int) -> bool:
     """Whether a stream starts as before Arrow 0.15: with the length of the first message, without a
     continuation mark.
     """
-    length = int.from_bytes(window.view(0, 4), "little")
-    if not 16 <= length <= min(size - 4, METADATA_BYTES_MAX):
+    length = int.from_bytes(source.view(at, 4), "little")
+    if not 16 <= length <= min(end - at - 4, METADATA_BYTES_MAX):
         return False
+    return _is_schema(source.view(at + 4, length))
+
+
+def is_bare(source: ByteSource, at: int, end: int) -> bool:
+    """Whether these bytes are the metadata of a schema message, with no length before it. Polars
+    starts its files so from version 2 on: readers of files take the schema from the footer.
+    """
+    if not 8 <= end - at <= METADATA_BYTES_MAX:
+        return False
+    if bytes(source.view(at, 4)) == CONTINUATION or is_legacy(source, at, end):
+        return False
+    return _is_schema(source.view(at, end - at))
+
+
+def _is_schema(metadata: memoryview) -> bool:
     try:
-        return message_head(window.view(4, length)).kind == SCHEMA
+        return message_head(metadata).kind == SCHEMA
     except ValueError:
         return False
 
@@ -91,14 +108,16 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
         )
     length = int.from_bytes(tail[:4], "little", signed=True)
     if not 0 < length <= min(size - 18, METADATA_BYTES_MAX):
-        raise corrupt(url, size - 10, "the length of the footer is wrong", found=length)
+        raise corrupt(url, size - 10, "the length of the footer is impossible", found=length)
     start = size - 10 - length
     with foreign_faults(url, start, "the footer of the Arrow IPC file is damaged"):
         footer = window.view(start, length)
         # The start and the end of a file are enough for pyarrow.
         ends = pa.py_buffer(b"".join((MAGIC, b"\0\0", footer, tail)))
+        first = first_offset(footer)
         return ArrowFooter(
             start,
+            start if first is None else first,
             tuple(footer_batches(footer)),
             pa.ipc.open_file(ends).schema,
             footer_is_big_endian(footer),
@@ -139,6 +158,20 @@ def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]
     return {batch.offset: content for batch in alike} if is_told else {}
 
 
+def file_messages(source: ByteSource, first: int, end: int) -> Iterator[Message]:
+    """The messages of a file up to its footer, which starts at `end` and says where the `first` of
+    those after the schema lies.
+
+    Raises:  CorruptShard: as `messages_of`.
+    """
+    start = 8
+    if is_bare(source, start, first):
+        yield Message(start, first - start, message_head(source.view(start, first - start)))
+        start = first
+    if start < end:
+        yield from messages_of(source, start, end, file=True)
+
+
 def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterator[Message]:
     """The messages between two offsets, up to the end-of-stream mark.
 
@@ -161,7 +194,7 @@ def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterato
         if length == 0:
             break
         if not 8 <= length <= min(METADATA_BYTES_MAX, end - at - skip):
-            raise corrupt(url, at, "the length of a message's metadata is wrong", found=length)
+            raise corrupt(url, at, "the length of a message's metadata is impossible", found=length)
         with foreign_faults(url, at, "the metadata of an Arrow message is damaged"):
             head = message_head(source.view(at + skip, length))
         message = Message(at, skip + length, head)

@@ -93,7 +93,9 @@ def corrupt(
     url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
 ) -> CorruptShard:
     """The error for bytes of `url` at `offset` that violate the format."""
-    detail = f": expected {expected}, found {found}" if expected != "" or found != "" else ""
+    said = {"expected": expected, "found": found}
+    nouns = ", ".join(f"{name} {value}" for name, value in said.items() if value != "")
+    detail = f": {nouns}" if nouns else ""
     return CorruptShard(
         f"{url}: byte {offset}: {what}{detail}",
         shard=url,

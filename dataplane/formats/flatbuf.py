@@ -182,6 +182,15 @@ def footer_batches(footer: memoryview) -> list[FooterBatch]:
     return [FooterBatch(*block) for block in root(footer).structs(3, BLOCK_STRUCT)]
 
 
+def first_offset(footer: memoryview) -> int | None:
+    """Where the first dictionary or record batch of a file lies; None if it has none.
+
+    Raises:  ValueError: not a footer.
+    """
+    tables = (root(footer).structs(field, BLOCK_STRUCT) for field in (2, 3))
+    return min((offset for table in tables for offset, *_ in table), default=None)
+
+
 def footer_is_big_endian(footer: memoryview) -> bool:
     """Whether a file's values are big-endian, according to its footer.
 

@@ -10,6 +10,7 @@ Source:  https://parquet.apache.org/docs/file-format/
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,6 +59,9 @@ from dataplane.suffixes import BY_FORMAT
 
 _footers = Footers()
 _ESTIMATE_MAX = float(1 << 62)
+_PARQUET_MR = re.compile(r"parquet-mr(?: version (\d+)\.(\d+)(?:\.(\d+))?)?")
+_SIZES_FIXED = (1, 2, 9)
+_SLACK_BYTES = 100
 
 
 class Parquet:
@@ -77,11 +81,13 @@ class Parquet:
             facts = read_footer(memoryview(raw)[:-8], reader().library)
             tree = schema_tree(facts.elements)
             counter = NullCounter(tree.level_max)
-            blocks = tuple(_blocks(facts, tree, counter, shard.url, footer))
+            metadata = parsed(raw).metadata
+            slack = _slack_bytes(metadata.created_by)
+            blocks = tuple(_blocks(facts, tree, counter, shard.url, footer, slack))
             found = sum(block.rows for block in blocks)
             if facts.rows > found:  # early writers in Rust state fewer
                 raise ValueError(f"{facts.rows} rows, and {found} in its row groups")
-            schema = parsed(raw).metadata.schema.to_arrow_schema()
+            schema = metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema).tobytes())
         relaxed = dataset_schema(schema, shard.url)
         return ShardIndex(relaxed, blocks, footer, zero_copy=False, nulls=nulls)
@@ -157,8 +163,23 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     return place, bytes(memoryview(shard.read(place.offset, length)))
 
 
+def _slack_bytes(created_by: str) -> int:
+    """How many bytes behind a column may belong to it. Early versions of parquet-mr left the header
+    of the dictionary out of a column's size (PARQUET-816), so readers read more than that.
+    """
+    writer = _PARQUET_MR.match(created_by or "")
+    if writer is None or tuple(int(part or 0) for part in writer.groups()) >= _SIZES_FIXED:
+        return 0
+    return _SLACK_BYTES
+
+
 def _blocks(
-    facts: FooterFacts, tree: SchemaTree, counter: NullCounter, url: str, footer: Region
+    facts: FooterFacts,
+    tree: SchemaTree,
+    counter: NullCounter,
+    url: str,
+    footer: Region,
+    slack: int,
 ) -> Iterator[Block]:
     """The row groups that have rows; adds each to `counter`."""
     if facts.is_encrypted:
@@ -166,20 +187,21 @@ def _blocks(
     column_ends = np.cumsum(facts.groups[:, COLUMN_COUNT]).tolist()
     level_ends = np.concatenate(([0], np.cumsum(facts.columns[:, LEVELS])))
     for group, (rows, count) in enumerate(facts.groups.tolist()):
+        if rows == 0:  # some writers list no columns then
+            continue
         if rows < 0 or count != len(tree.widths):
             raise ValueError(f"row group {group} has {rows} rows, {count} columns")
-        if rows == 0:
-            continue
         if not count:
-            raise ValueError(f"row group {group} has no columns")
+            yield Block(rows, Region(0, len(MAGIC)), 0)
+            continue
         end = column_ends[group]
         columns = facts.columns[end - count : end]
         first, last = _places(columns, group, url, footer)
         sizes = _sizes(columns, tree.widths, rows)
-        start = int(first.min())
+        start, stop = int(first.min()), min(int(last.max()) + slack, footer.offset)
         yield Block(
             rows,
-            Region(start, int(last.max()) - start),
+            Region(start, stop - start),
             int(sizes.sum()),
             array("q", _columns_at(tree, first - start, last - start, sizes).tobytes()),
         )

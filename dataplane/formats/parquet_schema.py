@@ -40,6 +40,9 @@ def schema_tree(elements: Int64) -> SchemaTree:
     if not len(elements):
         raise ValueError("the schema has no elements")
     children = elements[:, CHILDREN]
+    if len(elements) == 1:
+        none = np.empty(0, np.int64)
+        return SchemaTree(none, none, none, none)
     leaves = elements[children == 0]
     kinds = leaves[:, TYPE]
     is_known = (kinds >= 0) & (kinds < len(_WIDTHS))

@@ -19,7 +19,7 @@ from arrow_columns import batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from shards import MemoryShard, arrow_bytes, raw_block
+from shards import MemoryShard, arrow_bytes, as_polars, raw_block
 
 from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
 from dataplane.formats import arrow_columns, arrow_ipc
@@ -104,6 +104,15 @@ def check_columns(content: bytes, table: pa.Table, names: list[str], copies: int
             expected = table.select(names).combine_chunks().to_batches()[0]
             assert shown(found) == shown(expected)
     return len(parts[0].pieces)
+
+
+def test_columns_of_files_whose_schema_has_no_length() -> None:
+    table = pa.table(
+        {"a": range(50), "s": pa.array(["text"] * 50, pa.string_view()), "z": [0.5] * 50}
+    )
+    content = as_polars(arrow_bytes(table, file=True))
+    for names in (["s"], ["z", "a"]):
+        check_columns(content, table, names)
 
 
 @settings(max_examples=40, deadline=None)

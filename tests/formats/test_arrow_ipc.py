@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from shards import NESTED, NESTED_ROWS, MemoryShard, arrow_bytes, decoded, raw_block, read_rows
+from shards import (
+    NESTED,
+    NESTED_ROWS,
+    MemoryShard,
+    arrow_bytes,
+    as_polars,
+    decoded,
+    raw_block,
+    read_rows,
+)
 
 from dataplane.errors import CorruptShard
 from dataplane.formats.arrow_ipc import ArrowIpc
@@ -45,6 +54,53 @@ def test_dictionaries_before_the_batches_are_the_preamble(file: bool) -> None:
     assert not index.zero_copy
     assert index.preamble.length > 0
     assert read_rows(ARROW, content) == table.to_pylist()
+
+
+@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+def test_files_whose_schema_has_no_length(codec: str | None) -> None:
+    texts = [None if i % 7 == 0 else f"a text of some length {i}" for i in range(300)]
+    views = {
+        "s": pa.array(texts, pa.string_view()),
+        "b": pa.array([None if t is None else t.encode() for t in texts], pa.binary_view()),
+        "l": pa.array([[t] * (i % 3) for i, t in enumerate(texts)], pa.list_(pa.string_view())),
+    }
+    table = pa.table({"i": range(300), **views})
+    for content in (
+        as_polars(arrow_bytes(table, rows=100, file=True, codec=codec)),
+        as_polars(arrow_bytes(table.slice(0, 0), file=True)),
+    ):
+        expected = pa.ipc.open_file(content).read_all().to_pylist()
+        assert read_rows(ARROW, content) == expected
+        assert read_rows(ARROW, content, columns=["l"]) == [{"l": row["l"]} for row in expected]
+        for cut in (1, 10, 100, len(content) // 2):
+            with pytest.raises(CorruptShard):
+                read_rows(ARROW, content[:-cut])
+
+
+def test_dictionaries_of_files_whose_schema_has_no_length() -> None:
+    words = pa.array(["a", "b", None, "a", "c"]).dictionary_encode()
+    table = pa.table({"word": words, "n": range(5)})
+    for codec in (None, "zstd"):
+        content = as_polars(arrow_bytes(table, rows=2, file=True, codec=codec))
+        assert pa.ipc.open_file(content).read_all().to_pylist() == table.to_pylist()
+        assert read_rows(ARROW, content) == table.to_pylist()
+        assert read_rows(ARROW, content, columns=["word"]) == table.select(["word"]).to_pylist()
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_a_shard_without_columns(file: bool) -> None:
+    batch = pa.RecordBatch.from_struct_array(pa.array([{}] * 3, type=pa.struct([])))
+    sink = io.BytesIO()
+    with (pa.ipc.new_file if file else pa.ipc.new_stream)(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    assert read_rows(ARROW, sink.getvalue()) == [{}, {}, {}]
+
+
+def test_an_error_without_an_expected_value_does_not_mention_one() -> None:
+    content = bytearray(arrow_bytes(pa.table({"a": [1]}), file=True))
+    content[12:16] = (4).to_bytes(4, "little")
+    with pytest.raises(CorruptShard, match=r"metadata is impossible: found 4$"):
+        ARROW.index(MemoryShard(bytes(content)))
 
 
 def test_dictionaries_that_change_make_one_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from kernels import without
 from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw_block, read_rows
 
 from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch
+from dataplane.formats import parquet
 from dataplane.formats.parquet import Parquet
+from dataplane.formats.parquet_facts import cut_footer, read_footer, reader
 from dataplane.formats.thrift import struct
 
 
@@ -40,6 +44,58 @@ def test_empty_row_groups_are_left_out_and_counted_right() -> None:
     index = Parquet().index(MemoryShard(sink.getvalue()))
     assert [block.rows for block in index.blocks] == [1, 1]
     assert read_rows(Parquet(), sink.getvalue()) == [{"id": 1}, {"id": 2}]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_empty_row_group_may_list_no_columns(
+    monkeypatch: pytest.MonkeyPatch, *, is_compiled: bool
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(parquet, "read_footer", lambda content, _: read_footer(content, None))
+    content = parquet_bytes(pa.table({"id": [1, 2]}))
+    length = int.from_bytes(content[-8:-4], "little")
+    footer = content[-8 - length : -8]
+    library = reader().library or without(reader().missing)
+    groups = int(cut_footer(memoryview(footer), library).starts[0])
+    # A list of two row groups; the first one has no columns, bytes or rows.
+    footer = footer[: groups - 1] + bytes.fromhex("2c 190c 1600 1600 00") + footer[groups:]
+    changed = content[: -8 - length] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+    assert pq.read_metadata(io.BytesIO(changed)).num_row_groups == 2
+    assert read_rows(Parquet(), changed) == [{"id": 1}, {"id": 2}]
+
+
+def test_a_file_without_columns() -> None:
+    content = parquet_bytes(pa.table({}))
+    assert not read_rows(Parquet(), content)
+    # The rows of the file and those of its row group, as a zigzag varint.
+    of_none, of_three = (
+        bytes.fromhex(f"16 {rows} 19 1c 19 0c 16 00 16 {rows}") for rows in ("00", "06")
+    )
+    assert content.count(of_none) == 1
+    changed = content.replace(of_none, of_three)
+    assert pq.read_table(io.BytesIO(changed)).num_rows == 3
+    assert read_rows(Parquet(), changed) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("columns", [None, ["name"], ["comment_col", "nation_key"]])
+def test_columns_of_an_early_writer_are_longer_than_they_say(
+    data_dir: Path, columns: list[str] | None
+) -> None:
+    path = data_dir / "odd" / "impala-dictionary.parquet"
+    expected = pq.read_table(path, columns=columns).to_pylist()
+    assert len(expected) == 25
+    assert read_rows(Parquet(), path.read_bytes(), columns=columns) == expected
+
+
+def test_only_early_versions_have_columns_that_are_longer_than_they_say() -> None:
+    early = ["parquet-mr", "parquet-mr version 1.2.8", "parquet-mr version 1.0.0-SNAPSHOT"]
+    others = [
+        "",
+        "parquet-mr version 1.2.9",
+        "parquet-mr version 1.13.1 (build db4)",
+        "parquet-cpp",
+    ]
+    assert [bool(parquet._slack_bytes(name)) for name in early + others] == [True] * 3 + [False] * 4
 
 
 def test_a_footer_longer_than_the_first_read_is_read_whole() -> None:

@@ -50,6 +50,14 @@ def test_parquet_paragraphs(data_dir: Path, paragraphs: list[str], coding: str) 
         assert table.column(name).to_pylist() == expected_column(name, paragraphs), name
 
 
+@pytest.mark.parametrize("name", ["polars-2", "polars-2-zstd", "polars-2-sink"])
+def test_arrow_of_polars_2(data_dir: Path, name: str) -> None:
+    path = data_dir / "odd" / f"{name}.arrow"
+    table = read(path)
+    assert table.to_pydict() == {"a": [1, 2, 3]}
+    assert table.equals(pa.ipc.open_file(path.read_bytes()).read_all())
+
+
 @pytest.mark.parametrize(
     "name", ["tokens-plain.arrow", "tokens-lz4.arrow", "tokens-zstd.arrow", "tokens-stream.arrows"]
 )
