@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataplane.errors import SchemaMismatch
 from dataplane.formats.base import Block, ColumnBounds, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
@@ -58,6 +59,8 @@ from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
 _footers = Footers()
+# The type of a column in compact Thrift, in a SchemaElement or ColumnMetaData, if it is INT96.
+_INT96 = re.compile(rb"\x15\x06")
 _ESTIMATE_MAX = float(1 << 62)
 _PARQUET_MR = re.compile(r"parquet-mr(?: version (\d+)\.(\d+)(?:\.(\d+))?)?")
 _SIZES_FIXED = (1, 2, 9)
@@ -104,21 +107,18 @@ class Parquet:
         url, start = block.url, block.place.offset
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
             metadata, group = _footers.group_of(block)
-        pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
         with foreign_faults(url, start, f"row group {group} cannot be decoded"):
-            opened = pq.ParquetFile(
-                spliced(block.shard_bytes, pieces),
-                metadata=metadata,
-                memory_map=False,
-                pre_buffer=False,  # its threads may outlive the interpreter
-                page_checksum_verification=True,
-            )
+            opened = _opened(block, metadata)
             found = opened.schema_arrow
             as_stored, leaves = is_as_stored(found, schema, columns), None
             if not as_stored:
                 check_shard(found, schema, columns, url)
                 leaves = _leaves(found, columns, metadata.num_columns)
             table = opened.reader.read_row_group(group, column_indices=leaves, use_threads=False)
+            for name, own in _int96_columns(block.preamble, opened, columns):
+                again = _opened(block, metadata, int96_unit="s").reader
+                seconds = again.read_row_group(group, column_indices=own, use_threads=False)
+                _check_int96(table.column(name), name, seconds.column(0), block)
             batches = table.to_batches() if as_stored and table.schema.equals(schema) else []
             if len(batches) == 1:
                 check_rows(url, start, block.rows, table.num_rows)
@@ -266,6 +266,87 @@ def _columns_at(tree: SchemaTree, first: Int64, last: Int64, sizes: Int64) -> In
 def _require(columns: Int64, number: int) -> None:
     if not (columns[:, FLAGS] & TOLD[number]).all():
         raise ValueError(f"field {FIELDS[number]} of a structure is missing")
+
+
+def _opened(
+    block: RawBlock, metadata: pq.FileMetaData, int96_unit: str | None = None
+) -> pq.ParquetFile:
+    """The shard, of which only a block and the footer can be read."""
+    pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
+    return pq.ParquetFile(
+        spliced(block.shard_bytes, pieces),
+        metadata=metadata,
+        memory_map=False,
+        pre_buffer=False,  # its threads may outlive the interpreter
+        page_checksum_verification=True,
+        coerce_int96_timestamp_unit=int96_unit,
+    )
+
+
+def _int96_columns(
+    preamble: memoryview, opened: pq.ParquetFile, columns: Sequence[str]
+) -> Iterator[tuple[str, range]]:
+    """Those of these columns that have INT96 in them, with their leaves."""
+    if not _INT96.search(preamble):
+        return
+    wanted, schema, end = frozenset(columns), opened.schema, 0
+    for field in opened.schema_arrow:
+        leaves = range(end, end + _leaf_count(field.type))
+        end = leaves.stop
+        if field.name in wanted and any(
+            schema.column(leaf).physical_type == "INT96" for leaf in leaves
+        ):
+            yield field.name, leaves
+
+
+def _check_int96(
+    column: pa.ChunkedArray, name: str, in_seconds: pa.ChunkedArray, block: RawBlock
+) -> None:
+    """Refuse times that nanoseconds cannot hold: Arrow wraps them, and 9999 becomes 1816. Seconds
+    hold all that INT96 does.
+
+    Raises:  SchemaMismatch: shard, field, found.
+    """
+    before = 0
+    for read, true in zip(column.chunks, in_seconds.chunks, strict=True):
+        if next(_wrapped_times(read, true), None) is None:
+            before += len(read)
+            continue
+        row = next(
+            i for i in range(len(read)) if any(_wrapped_times(read.take([i]), true.take([i])))
+        )
+        found = next(_wrapped_times(read.take([row]), true.take([row])))
+        raise SchemaMismatch(
+            f"{block.url}: row {before + row} of block {block.index}: column {name!r} has {found}, "
+            "and INT96 is read as nanoseconds, from 1677 to 2262: choose other columns with "
+            "columns=[…], or write the shard again from "
+            'pyarrow.parquet.read_table(path, coerce_int96_timestamp_unit="us")',
+            shard=block.url,
+            field=name,
+            expected="a time from 1677-09-21 to 2262-04-11",
+            found=found,
+        )
+
+
+def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
+    """The times, nested or not, that are others in nanoseconds than in seconds."""
+    if read.type.equals(true.type):  # not INT96
+        return
+    if not pa.types.is_nested(read.type):
+        nanoseconds, seconds = (
+            each.drop_null().view(pa.int64()).to_numpy() for each in (read, true)
+        )
+        for at in np.flatnonzero(np.abs(nanoseconds // 10**9 - seconds) > 1).tolist():
+            yield str(seconds[at].astype("M8[s]"))
+        return
+    for part, true_part in zip(_parts(read), _parts(true), strict=True):
+        yield from _wrapped_times(part, true_part)
+
+
+def _parts(array: pa.Array) -> list[pa.Array]:
+    if pa.types.is_map(array.type):
+        return [array.keys, array.items]
+    return array.flatten() if pa.types.is_struct(array.type) else [array.flatten()]
 
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:

@@ -100,5 +100,4 @@ def _are_changed(options: ColumnOptions) -> bool:
 
 def _bytes_of(value: float, dtype: str) -> bytes:
     exact = value if "float" in dtype else int(value)
-    with np.errstate(over="ignore"):
-        return np.array(exact).astype(dtype).tobytes()
+    return np.array(exact).astype(dtype).tobytes()

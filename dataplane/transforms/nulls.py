@@ -84,11 +84,13 @@ def check_fills(plan: ColumnPlan) -> None:
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a numpy type holds this number exactly; floats accept any number."""
+    """Whether a numpy type holds this number: exactly, or as the nearest float. A finite number
+    never becomes infinity.
+    """
     if not dtype:
         return False
     if "float" in dtype:
-        return True
+        return not math.isfinite(value) or abs(value) <= float(np.finfo(dtype).max)
     if dtype == "bool":
         return value in {0, 1}
     limits = np.iinfo(dtype)

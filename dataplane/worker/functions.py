@@ -28,10 +28,12 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.errors import ConfigError, FunctionError
+from dataplane.formats.conform import check_values
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.unsupported import unsupported_type
 from dataplane.plan.permute import Domain, key
 from dataplane.transforms.functions import GENERATOR
+from dataplane.transforms.plain import is_any_list
 from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TRACEBACK_MAX = 6000
@@ -327,7 +329,7 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
                 "dataset: it must return the same types for each block"
             )
         try:
-            array = array.cast(wanted)
+            array = _exactly_cast(array, wanted)
         except pa.ArrowException as error:
             raise at.fault(
                 f"returned {array.type} in {where}, which cannot become {wanted}, its type in the "
@@ -337,10 +339,31 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
     if fault:
         raise at.fault(f"returned {where}, which {fault}: a batch cannot have that")
     try:
-        array.validate(full=True)
+        check_values(array)
     except pa.ArrowException as error:
         raise at.fault(f"returned an invalid array in {where}: {error!s:.300}") from error
     return array
+
+
+def _exactly_cast(array: pa.Array, wanted: pa.DataType) -> pa.Array:
+    """Raises:  ArrowInvalid: a number does not fit; Arrow's cast makes large floats infinite."""
+    made = array.cast(wanted)
+    if _infinities(made) != _infinities(array):
+        raise pa.ArrowInvalid("a finite number would become infinite")
+    return made
+
+
+def _infinities(array: pa.Array) -> int:
+    """How many infinite numbers there are in a column, nested or not."""
+    if pa.types.is_map(array.type):
+        return _infinities(array.keys) + _infinities(array.items)
+    if pa.types.is_struct(array.type):
+        return sum(map(_infinities, array.flatten()))
+    if is_any_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        return _infinities(array.flatten())
+    if not pa.types.is_floating(array.type):
+        return 0
+    return int(np.isinf(array.to_numpy(zero_copy_only=False)).sum())
 
 
 def _arrow(given: object) -> pa.Array | None:

@@ -107,20 +107,23 @@ def canonical_stacked(
         arrays.append(
             leaves.column(spec.name)
             if stack is None
-            else _side_by_side(leaves.select(stack.columns), spec, field.type, how)
+            else _side_by_side(leaves.select(stack.columns), spec, field.type, how, url)
         )
     return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
 
 
 def _side_by_side(
-    members: pa.RecordBatch, spec: ColumnSpec, target: pa.DataType, how: Compiled | None
+    members: pa.RecordBatch, spec: ColumnSpec, target: pa.DataType, how: Compiled | None, url: str
 ) -> pa.Array:
     width, rows = len(members.columns), members.num_rows
     size = np.dtype(spec.dtype).itemsize
     out = np.empty(rows * width * size, np.uint8)
     if rows:
         alike = pa.record_batch(
-            [_cast(column, target.value_type) for column in members.columns],
+            [
+                _cast(column, target.value_type, name, spec.name, url)
+                for name, column in zip(members.schema.names, members.columns, strict=True)
+            ],
             names=members.schema.names,
         )
         fields = np.array([(at * size, size) for at in range(width)], np.int64)
@@ -131,13 +134,24 @@ def _side_by_side(
     return pa.FixedSizeListArray.from_arrays(values, type=target)
 
 
-def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+def _cast(array: pa.Array, target: pa.DataType, name: str, stack: str, url: str) -> pa.Array:
+    """Raises:  ConfigError: a number is too large for the stack's dtype; names row and value."""
     if array.type == target:
         return array
     # As numpy and torch convert: a number that a float cannot hold exactly becomes the nearest
-    # float.
+    # float, but a finite one never infinity.
+    stored = array.to_numpy(zero_copy_only=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        values = array.to_numpy(zero_copy_only=False).astype(target.to_pandas_dtype())
+        values = stored.astype(target.to_pandas_dtype())
+    lost = np.isinf(values)
+    if lost.any() and (lost := lost & np.isfinite(stored)).any():
+        row = int(lost.argmax())
+        raise ConfigError(
+            f"{url}: stack {stack!r}: row {row} of its block has {stored[row]} in column {name!r}, "
+            f"which {values.dtype} cannot hold: choose a wider dtype",
+            shard=url,
+            field=name,
+        )
     return pa.array(values, target)
 
 

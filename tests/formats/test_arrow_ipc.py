@@ -266,3 +266,47 @@ def test_equal_batches_of_fixed_width_are_indexed_by_their_sizes() -> None:
         place = changed.index(rows.to_bytes(8, "little"), place + 1)
     with pytest.raises(CorruptShard):
         ARROW.decode(raw_block(bytes(changed), index, 3, "u"), index.schema, ["tokens"])
+
+
+def _odd(kind: pa.DataType, *numbers: int) -> pa.Array:
+    """Two values that are these numbers in memory, whether the type allows them or not."""
+    width = kind.bit_width // 8
+    body = b"".join(number.to_bytes(width, "little", signed=True) for number in numbers)
+    return pa.Array.from_buffers(kind, 2, [None, pa.py_buffer(body)])
+
+
+_ODD = {
+    "day": _odd(pa.date64(), 1, 86_400_000),
+    "clock": _odd(pa.time32("s"), -1, 86_400),
+    "nanoseconds": _odd(pa.time64("ns"), 5, 1 << 62),
+    "price": _odd(pa.decimal128(4, 2), 1_234_567, 5),
+}
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("name", _ODD)
+def test_times_and_decimals_beyond_their_type_come_as_stored(name: str, codec: str | None) -> None:
+    odd = _ODD[name]
+    with pytest.raises(pa.ArrowInvalid):
+        odd.validate(full=True)
+    nested = {
+        "odd": odd,
+        "list": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), odd),
+        "struct": pa.StructArray.from_arrays([odd], ["x"]),
+        "map": pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array([1, 2]), odd),
+        "dictionary": pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int8()), odd),
+    }
+    table = pa.table(nested)
+    (batch,) = decoded(ArrowIpc(), arrow_bytes(table, codec=codec))
+    assert pa.table(batch).equals(table)
+
+
+def test_a_column_with_invalid_values_is_named() -> None:
+    text = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(bytes(4) + b"\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
+    )
+    both = pa.table(
+        {"fine": [1, 2], "struct": pa.StructArray.from_arrays([text, _ODD["day"]], "xy")}
+    )
+    with pytest.raises(CorruptShard, match=r"column 'struct' decodes to invalid values .*UTF"):
+        decoded(ArrowIpc(), arrow_bytes(both))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -229,3 +231,41 @@ def test_a_count_of_rows_that_early_writers_left_out_is_not_missed() -> None:
 def test_a_structure_with_conflicting_fields_is_refused(content: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         struct(content, {3: None})
+
+
+_US = pa.timestamp("us")
+_INT96 = {
+    "flat": (_US, lambda time: time),
+    "list": (pa.list_(_US), lambda time: [None, time]),
+    "struct": (pa.struct([("t", _US)]), lambda time: {"t": time}),
+    "map": (pa.map_(pa.int8(), _US), lambda time: [(1, time)]),
+}
+
+
+def _time(text: str) -> Any:
+    return np.datetime64(text, "us").item()
+
+
+def _int96(kind: str, *times: Any) -> bytes:
+    stored, wrapped = _INT96[kind]
+    values = [None if time is None else wrapped(time) for time in times]
+    table = pa.table({"id": range(len(times)), "end": pa.array(values, stored)})
+    return parquet_bytes(table, use_deprecated_int96_timestamps=True)
+
+
+@pytest.mark.parametrize("kind", _INT96)
+def test_int96_beyond_nanoseconds_is_refused_and_never_wraps(kind: str) -> None:
+    first, last = _time("1677-09-21T00:12:44"), _time("2262-04-11T23:47:16")
+    content = _int96(kind, first, None, last)
+    wrapped = _INT96[kind][1]
+    (batch,) = decoded(Parquet(), content)
+    found = batch.column("end").cast(_INT96[kind][0])
+    assert found.to_pylist() == [wrapped(first), None, wrapped(last)]
+    for beyond in map(_time, ("9999-12-31T00:00:00", "1677-09-21T00:12:40")):
+        content = _int96(kind, first, None, beyond)
+        with pytest.raises(SchemaMismatch, match="row 2 of block 0: column 'end' has") as caught:
+            decoded(Parquet(), content)
+        assert caught.value.nouns["found"] == beyond.isoformat()
+        assert "columns=" in str(caught.value)
+        rows = read_rows(Parquet(), content, columns=["id"])
+        assert rows == [{"id": 0}, {"id": 1}, {"id": 2}]

@@ -25,6 +25,7 @@ SPECS = (
         ({"max_length": {"id": 3}}, "max_length names 'id', which is not a column of lists"),
         ({"pad_value": {"gone": 3}}, "pad_value names 'gone'.*flags, marks, tokens"),
         ({"pad_value": {"tokens": 1.5}}, "1.5 is not a value of column 'tokens'.*int32"),
+        ({"pad_value": {"marks": 1e6}}, r"1e\+06 is not a value of column 'marks'.*float16"),
         ({"pad_value": {"flags": 2}}, "2 is not a value of column 'flags'.*bool"),
     ],
 )

@@ -137,6 +137,7 @@ def test_a_zero_for_every_column_is_different_from_no_value():
         ({"age": float("nan")}, "nan is not a value of column 'age'"),
         ({"ok": 2}, "2 is not a value of column 'ok', which holds bool"),
         ({"s.n": 256}, "256 is not a value of column 's.n', which holds uint8"),
+        ({"price": 1e39}, r"1e\+39 is not a value of column 'price', which holds float32"),
         ({"text": 0}, "column 'text', which holds string values: its nulls arrive as None"),
         ({"nix": 0}, "names 'nix', which is not a column of the batches; they have: age, box"),
         ({"s": 0}, "names 's', which is not a column"),

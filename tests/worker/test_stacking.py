@@ -154,3 +154,22 @@ def test_a_stack_is_part_of_the_digest_and_jobs_without_one_keep_theirs():
     )
     assert len({plain.digest(), one.digest(), other.digest()}) == 3
     assert [name for name, _, _ in one.differences(other)] == ["stack"]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "shown"),
+    [
+        ([1.0, None, 1e39, float("inf")], "float32", "1e+39"),
+        ([1, 2, 70_000, 4], "float16", "70000"),
+    ],
+)
+def test_a_number_that_would_become_infinite_in_a_stack_is_refused(values, dtype, shown):
+    batch = pa.record_batch({"x": [0.0] * 4, "y": values})
+    plan = plan_stacked(batch.schema, ColumnOptions(stack=(StackSpec("xy", ("x", "y"), dtype),)))
+    with pytest.raises(ConfigError) as caught:
+        canonical_stacked(batch, plan, "file:///a")
+    assert f"file:///a: stack 'xy': row 2 of its block has {shown} in column 'y'" in str(
+        caught.value
+    )
+    found = canonical_stacked(pa.record_batch({"x": [0.0], "y": pa.array(values[3:])}), plan, "")
+    assert found.column("xy").to_pylist() == [[0.0, values[3]]]
