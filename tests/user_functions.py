@@ -205,3 +205,14 @@ def shape_and_sum(batch: dict[str, Any]) -> dict[str, Any]:
     """The shape of a batch's tokens, and what they add up to."""
     tokens = batch["tokens"]
     return {"shape": np.array(tokens.shape), "sum": tokens.sum()}
+
+
+def sees_secrets(columns: Columns) -> dict[str, Any]:
+    """How often it finds the word that is secret: in its variables, and in what the kernel shows
+    of its own and its parent's.
+    """
+    files = [Path(f"/proc/{process}/environ") for process in ("self", os.getppid())]
+    places = [str(dict(os.environ)), *(file.read_text() for file in files)]
+    assert all("DATAPLANE_" in place for place in places)
+    found = sum("hush" in place for place in places)
+    return {"row": columns["row"], "found": [found] * len(columns["row"])}

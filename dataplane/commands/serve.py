@@ -30,6 +30,7 @@ from dataplane.errors import ConfigError, DataplaneError
 from dataplane.machine import raise_descriptor_limit
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
+from dataplane.security.environment import hide_secrets
 from dataplane.settings import node_config
 from dataplane.trace import Trace, configure
 
@@ -92,6 +93,7 @@ def serve(
     """
     level = "debug" if context.find_root().params["debug"] else str(settings["log_level"].value)
     configure(level, str(settings["log_format"].value))
+    hide_secrets()
     service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
     context.exit(asyncio.run(_run(service)))
 

@@ -42,7 +42,8 @@ def main() -> int:
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
     # Before anything imports numpy or pyarrow.
-    os.environ.update({**ENVIRONMENT, **os.environ})
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if ahead is not None:
         ahead.start()
     from dataplane.node.fork_server import main as be_fork_server

@@ -24,6 +24,7 @@ from dataplane import machine
 from dataplane.errors import DataplaneError
 from dataplane.index.found import FoundDataset
 from dataplane.node.scout import DEADLINE_S, Scout, end_child
+from dataplane.security.environment import forget_secrets
 
 MEMORY_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
@@ -70,6 +71,7 @@ class IndexAhead:
     def _answer_and_exit(self) -> NoReturn:
         try:
             machine.set_process("dp-indexer", dies_with_parent=True)
+            forget_secrets()
             needed = (self._answers, *(() if self.scout is None else (self.scout.descriptor,)))
             machine.close_descriptors(keep=needed)
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -29,6 +29,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from dataplane import machine
+from dataplane.security.environment import forget_secrets, without_secrets
 
 # mimalloc would reserve a GiB in advance, which counts towards a memory limit. jemalloc would start
 # a thread even if it is not used, and a process with a second thread must not fork.
@@ -240,7 +241,7 @@ def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[by
         stdin=subprocess.DEVNULL,
         stderr=stderr_fd,
         pass_fds=(sock.fileno(),),
-        env={**ENVIRONMENT, **os.environ},
+        env={**ENVIRONMENT, **without_secrets(os.environ)},
     )
 
 
@@ -252,6 +253,7 @@ def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
     status = 1
     try:
         machine.set_process("dp-fork-server")
+        forget_secrets()
         if stderr_fd is not None:
             os.dup2(stderr_fd, 2)
         machine.close_descriptors(keep=(sock.fileno(),))

@@ -208,3 +208,14 @@ def test_workers_call_only_what_the_module_defines(tmp_path: Path, name: str) ->
     for argument in ("map", "collate"):
         with pytest.raises(ConfigError, match=f"{argument}='{name}'.* does not define"):
             next(iter(DataLoader(tmp_path, batch_size=100, **{argument: name})))
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_map_sees_no_secrets_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards(tmp_path)
+    for name in ("DATAPLANE_TOKEN", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS"):
+        monkeypatch.setenv(name, "hush")
+    loader = DataLoader(tmp_path, batch_size=100, map="user_functions:sees_secrets")
+    assert next(iter(loader))["found"].tolist() == [0] * 100

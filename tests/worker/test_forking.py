@@ -217,3 +217,34 @@ def test_a_process_that_has_just_started_forks_its_fork_server() -> None:
         "0",
         "[]",
     ]
+
+
+def test_what_is_forked_starts_without_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, sock, stderr = a_process()
+    server_of(first).kill()
+    assert first.wait(WAIT_S)
+    sock.close()
+    os.close(stderr)
+    secrets = (
+        "DATAPLANE_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "db_password",
+        "WANDB_API_KEY",
+    )
+    for name in secrets:
+        monkeypatch.setenv(name, "hush")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:hush@proxy:3128")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "kept")
+    for role in ("worker", "fetcher", "index_reader"):
+        process, sock, stderr = a_process(role)
+        for one in (psutil.Process(process.pid), server_of(process)):
+            seen = one.environ()
+            assert "hush" not in str(seen)
+            assert seen["TOKENIZERS_PARALLELISM"] == "kept"
+        process.kill()
+        assert process.wait(WAIT_S)
+        sock.close()
+        os.close(stderr)

@@ -1,0 +1,69 @@
+"""The secrets in this process's environment, and how processes that do not need them lose them.
+
+Workers parse bytes of strangers and call users' functions, so they and whatever forks them have no
+token of the service, no keys of stores and nothing else that is called a secret. Fetchers, which
+read stores, get the node's variables over their socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_OF_STORES = ("AWS_", "AZURE_", "GOOGLE_", "FSSPEC_")
+_WORDS = re.compile(
+    r"(?:^|_)(?:(?:API|ACCESS|PRIVATE|SECRET)?KEYS?|TOKENS?|SECRETS?|PASS|PASSWORDS?|PASSWD|AUTH|"
+    r"CREDENTIALS?|SAS|CONNECTION_STRING)(?:_|$)",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # as proxies and databases have it in their url
+_ENV_START, _ENV_END = 50 - 3, 51 - 3
+"""Fields 50 and 51 of /proc/self/stat in proc(5), among those after the name, the second."""
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """These variables without those that name a secret, or configure access to stores."""
+    return {name: value for name, value in environ.items() if not _is_secret(name, value)}
+
+
+def forget_secrets() -> None:
+    """Remove the secrets from the environment of this process, and from what the kernel shows of
+    it in /proc, for its children, too.
+    """
+    for name in [name for name, value in os.environ.items() if _is_secret(name, value)]:
+        del os.environ[name]
+    _overwrite_initial()
+
+
+def hide_secrets() -> None:
+    """Keep the secrets in the environment of this process, and remove them from what the kernel
+    shows of it in /proc to other processes. Before anything else has threads that read variables.
+    """
+    for name, value in list(os.environ.items()):
+        if _is_secret(name, value):
+            os.environ[name] = value  # the C library copies it to another place
+    _overwrite_initial()
+
+
+def _is_secret(name: str, value: str) -> bool:
+    is_named = name.upper().startswith(_OF_STORES) or _WORDS.search(name) is not None
+    return is_named or _LOGIN.search(value) is not None
+
+
+def _overwrite_initial() -> None:
+    """Overwrite the secrets among the variables with which the kernel has started this program:
+    they stay where it put them, and in /proc/self/environ, whatever a process changes later.
+    """
+    fields = Path("/proc/self/stat").read_text("latin-1").rpartition(")")[2].split()
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
+    if not 0 < start < end:  # the kernel does not say
+        return
+    at = start
+    for entry in ctypes.string_at(start, end - start).split(b"\0"):
+        name, _, value = os.fsdecode(entry).partition("=")
+        if _is_secret(name, value):
+            ctypes.memset(at, 0, len(entry))
+        at += len(entry) + 1
