@@ -3,7 +3,8 @@
 1. Entries are inputs, never rows: with the dataset's manifest they say every row of every step.
 2. Each entry names the hash of the one before, so that none can be changed, or taken out of the
    middle, unnoticed. The hash of an entry is that of its line, as it is written.
-3. Saved as JSON lines, the first line describes the job, and says the hash of the last entry.
+3. Saved as JSON lines, the first line describes the job, and says the hash of the last entry, and
+   its own without that.
 
 `dataplane trace`, `where`, `replay` and `ledger` read such a file without a coordinator.
 """
@@ -30,6 +31,7 @@ MARK = b'{"ledger":'
 
 PLACE_MAX = 1 << 62
 """Epochs and positions are below it: sums of two fit into 64 bits."""
+_RANKS_MAX = 1 << 20
 
 
 class LedgerPosition(Struct, frozen=True, order=True):
@@ -132,8 +134,8 @@ class Ledger(Struct, frozen=True):
         about: dict[str, Any] = {"ledger": LEDGER_VERSION, "head": self.head}
         for name in self.__struct_fields__[:-1]:
             about[name] = msgspec.to_builtins(getattr(self, name))
-        first = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
-        return "".join(f"{line}\n" for line in (first, *(one.line for one in self.entries)))
+        lines = (_first_line(about), *(entry.line for entry in self.entries))
+        return "".join(f"{line}\n" for line in lines)
 
     @classmethod
     def from_lines(cls, text: str, name: str) -> Ledger:
@@ -144,12 +146,15 @@ class Ledger(Struct, frozen=True):
         """
         try:
             first, *lines = map(json.loads, filter(None, text.split("\n")))
+            _check_plain([first, lines])
             version = first.pop("ledger")
             if version == LEDGER_VERSION:
                 known = {name: first[name] for name in cls.__struct_fields__[:-1]}
                 entries = [LedgerEntry.of_plain(line) for line in lines]
-                return msgspec.convert({**known, "entries": entries}, cls)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                ledger = msgspec.convert({**known, "entries": entries}, cls)
+                ledger.check_places()
+                return ledger
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{name} is not a ledger, or damaged: {error}", path=name) from error
         raise ConfigError(
             f"{name} is a ledger of version {version!r}, and this Dataplane knows version "
@@ -159,10 +164,30 @@ class Ledger(Struct, frozen=True):
             found=version,
         )
 
+    def check_places(self) -> None:
+        """Raises:  ValueError: a place or a count that no job has."""
+        places = [LedgerPosition(self.epoch, self.cursor), *(one.position for one in self.entries)]
+        numbers = (self.sample_count, *(n for at in places for n in (at.epoch, at.cursor)))
+        if wrong := [one for one in numbers if not 0 <= one < PLACE_MAX]:
+            raise ValueError(f"epochs, positions and counts are 0 to 2**62 - 1, not {wrong[0]}")
+        if not 1 <= self.dp_size <= _RANKS_MAX:
+            raise ValueError(f"dp_size is 1 to {_RANKS_MAX:,}, not {self.dp_size}")
 
-def head_of(text: str) -> str:
-    """The hash of the last entry, as the first line of a saved ledger says it."""
-    return str(json.loads(text.partition("\n")[0]).get("head", ""))
+
+def text_faults(text: str, ledger: Ledger) -> Iterator[str]:
+    """What is wrong with a saved ledger, which `from_lines` has read: with its entries, and with
+    how it is written, since every line is as `to_lines` writes it.
+    """
+    lines = text.split("\n")
+    about = json.loads(next(filter(None, lines)))
+    if about.pop("hash", None) is None:
+        yield "the first line has no hash, which would show a change: export the ledger again"
+    yield from faults(ledger.entries, str(about.get("head", "")))
+    expected = (_first_line(about), *(entry.line for entry in ledger.entries), "")
+    for number, pair in enumerate(itertools.zip_longest(lines, expected), 1):
+        if pair[0] != pair[1]:
+            yield f"line {number} is not as it was written"
+            return
 
 
 def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
@@ -177,6 +202,22 @@ def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
     last = entries[-1].hash if entries else ""
     if last != head:
         yield f"the last entry has the hash {last or '(none)'}, not {head or '(none)'}"
+
+
+def _first_line(about: dict[str, Any]) -> str:
+    own = hashlib.blake2b(canonical(about).encode(), digest_size=16).hexdigest()
+    return json.dumps({**about, "hash": own}, separators=(",", ":"), ensure_ascii=False)
+
+
+def _check_plain(value: Any) -> None:
+    """Raises:  ValueError: a number that has no room in 64 bits, or a text that is none."""
+    if isinstance(value, str):
+        value.encode()
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"{str(value)[:24]}… has no room in 64 bits")
+    if isinstance(value, dict | list):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_plain(inner)
 
 
 def canonical(value: Any) -> str:

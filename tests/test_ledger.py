@@ -19,13 +19,12 @@ from dataplane.ledger import (
     LedgerMark,
     LedgerPosition,
     canonical,
-    faults,
-    head_of,
+    text_faults,
 )
 from dataplane.model import ColumnOptions, DatasetIdentity, End
 
 names = st.text(max_size=8)
-counts = st.integers(0, 2**62)
+counts = st.integers(0, 2**62 - 1)
 payloads = st.dictionaries(names, counts | names | st.booleans(), max_size=3).map(canonical)
 rows = st.tuples(names, counts, counts, payloads, names, st.floats(0, 1e10))
 specs = st.builds(
@@ -33,7 +32,7 @@ specs = st.builds(
     column_options=st.builds(ColumnOptions, columns=st.lists(names, max_size=2).map(tuple)),
 )  # fmt: skip
 heads = st.builds(
-    Ledger, names, st.lists(names, max_size=3).map(tuple), specs, counts, counts, names, counts,
+    Ledger, names, st.lists(names, max_size=3).map(tuple), specs, counts, st.integers(1, 2**20), names, counts,
     counts, st.none() | st.builds(DatasetIdentity, names, names),
 )  # fmt: skip
 
@@ -58,7 +57,7 @@ def test_what_is_written_comes_back_and_is_whole(head, found):
     text = ledger.to_lines()
     assert text.encode().startswith(MARK)
     assert Ledger.from_lines(text, "it") == ledger
-    assert list(faults(ledger.entries, head_of(text))) == []
+    assert list(text_faults(text, ledger)) == []
 
 
 @given(heads, st.lists(rows, min_size=2, max_size=4))
@@ -82,7 +81,41 @@ def test_any_change_of_an_entry_is_found(head, found, data):
     else:
         del lines[-1]
     text = "\n".join([first, *lines])
-    assert list(faults(Ledger.from_lines(text, "it").entries, head_of(text)))
+    assert list(text_faults(text, Ledger.from_lines(text, "it")))
+
+
+@given(heads, st.lists(rows, max_size=2), st.data())
+def test_any_other_text_is_a_change(head, found, data):
+    text = ledger_of(head, found).to_lines()
+    about, _, entries = text.partition("\n")
+    plain = json.loads(about)
+    name = data.draw(st.sampled_from(sorted(plain.keys() - {"ledger", "head", "hash"})))
+    other = json.loads(ledger_of(data.draw(heads), found).to_lines().partition("\n")[0])
+    changed = json.dumps({**plain, name: other[name]}, separators=(",", ":"), ensure_ascii=False)
+    without = {key: value for key, value in plain.items() if key != "hash"}
+    for first in (changed, about.replace(":", ": ", 1), json.dumps(without)):
+        again = f"{first}\n{entries}"
+        if again != text:
+            assert list(text_faults(again, Ledger.from_lines(again, "it")))
+    for again in (text + "\n", text[:-1], text.replace(",", ", "), "\n" + text):
+        assert list(text_faults(again, Ledger.from_lines(again, "it")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("cursor", 2**70, "64 bits"),
+        ("epoch", -1, r"0 to 2\*\*62"),
+        ("dp_size", 0, "dp_size is 1"),
+        ("spec", {"seed": 2**64}, "64 bits"),
+        ("job_id", "\ud800", "surrogates"),
+    ],
+)
+def test_numbers_and_texts_that_no_ledger_has_are_refused(name, value, says):
+    ledger = Ledger("j", ("file:///x",), JobSpec("f"), 10, 1)
+    about = {**json.loads(ledger.to_lines()), name: value}
+    with pytest.raises(ConfigError, match=f"it is not a ledger, or damaged: .*{says}"):
+        Ledger.from_lines(json.dumps(about), "it")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"ledger":1}', "{", '{"ledger":1,"head":3}\nnothing'])

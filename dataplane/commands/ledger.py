@@ -23,7 +23,7 @@ from dataplane.commands.options import (
 from dataplane.commands.targets import is_a_ledger
 from dataplane.commands.traced import live_ledger
 from dataplane.errors import ConfigError
-from dataplane.ledger import Ledger, LedgerEntry, faults, head_of
+from dataplane.ledger import Ledger, LedgerEntry, text_faults
 
 
 @click.group("ledger")
@@ -79,7 +79,7 @@ def show(settings: Settings, *, job: str, as_json: bool) -> None:
 @_of_job
 @json_option
 def verify(settings: Settings, *, job: str, as_json: bool) -> int:
-    """Check that no entry of a ledger was changed, or taken out of it.
+    """Check that no line of a ledger was changed, added or taken out.
 
     \b
     Examples:
@@ -87,18 +87,20 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
     """
     text = _text(settings, job)
     found = Ledger.from_lines(text, job)
-    wrong = list(faults(found.entries, head_of(text)))
+    wrong = list(text_faults(text, found))
     count, last = len(found.entries), found.entries[-1].seq if found.entries else 0
+    own = "" if wrong else json.loads(text.partition("\n")[0])["hash"]
     if as_json:
-        told = {"ok": not wrong, "entries": count, "left_out": last - count, "head": found.head}
-        output.write_json({**told, "errors": wrong})
+        state = {"ok": not wrong, "entries": count, "left_out": last - count, "head": found.head}
+        output.write_json({**state, "hash": own, "errors": wrong})
     else:
         left_out = f", {last - count:,} old ones were left out" if last > count else ""
         for one in wrong:
             output.stdout().print(one, markup=False, soft_wrap=True)
         verdict = "DAMAGED" if wrong else "OK"
         noun = "entry" if count == 1 else "entries"
-        output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}")
+        hash_ = f", hash {own}" if own else ""
+        output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}{hash_}")
     return output.EXIT_BAD_DATA if wrong else output.EXIT_OK
 
 

@@ -74,13 +74,19 @@ class JobLedger:
         self._open = starts[-1] if starts and starts[-1].kind == "start" else None
         self._quarantined = _rows_of([one for one in self.entries if one.kind == QUARANTINE])
 
-    def reading(self, job: Job, progress: MemberProgress, by: str, now: float) -> list[Write]:
-        """A member of the job's present generation reads: note the start of its launch."""
+    def reading(
+        self, job: Job, progress: MemberProgress, known: LedgerPosition, by: str, now: float
+    ) -> list[Write]:
+        """A member of the job's present generation, `known` to have come so far, reads: note the
+        start of its launch.
+        """
         if progress.began is None or self._open is not None:
             return []
         at = progress.began
-        if any(entry.payload == _launch(job) for entry in reversed(self.entries)):
-            # The launch had ended, and its members are back.
+        is_back = any(entry.payload == _launch(job) for entry in reversed(self.entries))
+        if is_back and known > at:
+            # The launch had ended, and this member of it is back. A new member has begun anew: its
+            # loader was closed and opened again.
             at = LedgerPosition(progress.epoch, progress.cursor)
         writes = self._append("start", at, _launch(job), by, now)
         self._open = self.entries[-1]

@@ -57,6 +57,7 @@ from dataplane.coordinator.records import (
 )
 from dataplane.coordinator.roster import Roster, first_generation, restored
 from dataplane.errors import DataplaneError
+from dataplane.ledger import LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -298,7 +299,8 @@ class CoordinatorState:
             self._writes.append(Keep(roster.job))
         if member.phase is Phase.JOINED:
             by, now = member.node_id, self._now
-            self._writes += roster.ledger.reading(roster.job, progress, by, now)
+            known = LedgerPosition(member.epoch, member.cursor)
+            self._writes += roster.ledger.reading(roster.job, progress, known, by, now)
             self._writes += roster.ledger.weighted(before, roster.job, by, now)
             self._writes += roster.ledger.quarantined(roster.job, progress.replaced, by, now)
         if reported < (member.epoch, member.cursor):

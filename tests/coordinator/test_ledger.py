@@ -107,6 +107,16 @@ def test_2_members_that_come_back_go_on_where_they_are(machine):
     ]
 
 
+@pytest.mark.parametrize("first_report", [12, 200])
+def test_2_a_loader_that_is_opened_again_starts_where_it_begins(machine, first_report):
+    for member in ("m0-i1", "again", "once more"):
+        machine.ask(join(0, member=member))
+        machine.verdict(member, epoch=0, cursor=first_report, began=(0, 0))
+        machine.verdict(member, epoch=0, cursor=208, began=(0, 0))
+        machine.ask(leave(member))
+    assert [one[:3] for one in told(machine)] == [("start", 0, 0), ("end", 0, 208)] * 3
+
+
 def test_1_of_too_many_entries_the_oldest_launches_are_left_out(machine, monkeypatch):
     monkeypatch.setattr(ledger, "ENTRIES_MAX", 6)
     for launch in range(9):
