@@ -37,10 +37,6 @@ EXCEPTIONS: dict[str, str] = {
         "expects an AssertionError from iter(): our load_state_dict() raises ConfigError, and "
         "only for datasets that have a state"
     ),
-    "TestEndOfEpochBehavior_shard0::test_end_of_epoch_behavior": (
-        "expects an empty pass from a state taken in the loop after the last step: with ours, the "
-        "next epoch starts"
-    ),
     "TestInitialState_shard0::test_init_error": (
         "expects worker_init_fn's error from iter(): ours comes with the first batch, as torch's "
         "does"

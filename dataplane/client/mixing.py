@@ -47,6 +47,15 @@ def state_at(session: Session, epoch: int, cursor: int) -> RunState:
     return session.state(epoch, cursor, sample_count(session, epoch))
 
 
+def place_of(session: Session, state: RunState) -> tuple[int, int]:
+    """Epoch and cursor from which a pass goes on. Of the epoch in whose last step the state was
+    taken, nothing is left: that pass has no batches, and the next one is the next epoch.
+    """
+    if state.ended is None:
+        return state.epoch, state.cursor
+    return state.ended, sample_count(session, state.ended)
+
+
 def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float]) -> WeightsChanged:
     """What the weights of the job are if these come into force at this place or later; without any,
     those that the job was opened with. Changes nothing.

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from msgspec.structs import replace
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
 from dataplane.client.describe import describe_columns, read_categories
-from dataplane.client.mixing import catch_up, sample_count, state_at
+from dataplane.client.mixing import catch_up, place_of, sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
@@ -150,10 +149,6 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         elif reader is not None:
             cursor = reader.cursor
         found = state_at(session, epoch, cursor)
-        if reader is None and not cursor and epoch == int(self._resume[0]) + 1:
-            # Return the flag as it was loaded.
-            is_told = int(self._resume[1]) >= sample_count(session, epoch - 1) > 0
-            found = replace(found, in_last_step=is_told)
         return found.to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,11 +169,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return
-        at = (state.epoch, state.cursor)
-        if state.ended is not None:  # if set_epoch chooses that epoch again, no batch is left of it
-            at = (state.ended, sample_count(session, state.ended))
-        self._resume[0], self._resume[1] = at
-        self._next_epochs.fill_(state.epoch)
+        epoch, cursor = place_of(session, state)
+        self._resume[0], self._resume[1] = epoch, cursor
+        self._next_epochs.fill_(epoch)
 
     def close(self) -> None:
         """Leave the job in this process. May be called twice."""

@@ -223,7 +223,7 @@ def check_process(pid: int) -> None:
         raise ConfigError(
             f"this pass was begun by process {pid} and continues only there: the forked process "
             f"{os.getpid()} would read every sample a second time. Call iter() on the loader in "
-            "this process for a new pass, which starts the epoch again",
+            "this process for a new pass, which is the next epoch",
             field="iterator",
         )
 

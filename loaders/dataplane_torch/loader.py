@@ -80,8 +80,7 @@ class DataLoader(LoaderBase[_T_co]):
     makes each sample of several rows of tokens, with little padding; with `policy="pad"` and
     `batch_size=None` a sample is a padded batch of rows of similar length, of so many tokens.
     `balance="cost"` gives all ranks packs of about the same cost at each step. Every pass is one
-    epoch, and the next pass is the next epoch; after a pass that was left early, the next pass
-    starts that epoch again.
+    epoch, and the next pass is the next epoch, also after a pass that was left early.
 
     Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
     known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from dataplane.client.begun import BegunNode
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.digest import RowsDigest
-from dataplane.client.mixing import changed, rows_reached, sample_count, state_at
+from dataplane.client.mixing import changed, place_of, rows_reached, sample_count, state_at
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import left_of, step_count
@@ -80,7 +80,6 @@ class UrlJob:
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
-        self._ended: int | None = None
         self._reader: EpochReader | None = None
         self._last: EpochReader | None = None
         self._digest = RowsDigest()
@@ -88,26 +87,23 @@ class UrlJob:
         self._weights_set = 0
 
     def begin(self) -> BatchIterator:
-        """The next pass. The previous one is over once it has yielded its whole epoch, even if its
-        StopIteration was never reached: loops that count steps stop before it.
-        """
-        decoder, reader = self._decoder_of_job(), self._reader
-        if reader is not None and reader.is_complete:
-            self._epoch, self._cursor = reader.epoch + 1, 0
-        self._reader = None
+        """The next pass. The previous one is over, however far it came, and its epoch with it."""
+        decoder = self._decoder_of_job()
+        self._leave_pass()
         copy_stream = None if self._target is None else self._target.copy_stream()
         return BatchIterator(self, decoder, copy_stream)
 
     def open_reader(self, decoder: Decoder, copy_stream: CopyStream | None) -> EpochReader:
         """Open the reader of a pass when its first batch is requested: until then `set_epoch` may
-        still change the epoch, as some frameworks do after iter().
+        still change the epoch, as some frameworks do after iter(). So a pass that is asked for no
+        batch is no epoch.
         """
+        self._leave_pass()  # the one of another iterator, which began after this one's iter()
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
         self._digest = self._rows()
-        # A state is used by one pass: if that one is left early, the next starts the epoch again.
-        self._cursor, self._ended = 0, None
+        self._cursor = 0
         self._reader = self._last = self._digested = reader
         return reader
 
@@ -156,9 +152,7 @@ class UrlJob:
         """Choose the epoch of the next pass. If a state of the same epoch was loaded, its position
         is kept; if that was the end of the epoch, the pass has no batches.
         """
-        if epoch == self._ended:
-            self._cursor = sample_count(self._session, epoch)
-        elif epoch != self._epoch:
+        if epoch != self._epoch:
             self._cursor = 0
         self._epoch, self._reader = epoch, None
 
@@ -176,10 +170,11 @@ class UrlJob:
             )
         asked = weights_of(self.sources, weights, "set_weights")
         epoch, cursor = self._epoch, start
-        if reader is not None and reader.is_complete:
-            epoch, cursor, start = reader.epoch + 1, 0, 0
-        elif reader is not None:
+        if reader is not None:
             epoch, cursor, start = reader.epoch, reader.cursor, reader.start_cursor
+        is_over = reader is not None and reader.is_complete
+        if is_over or state_at(self._session, epoch, cursor).epoch > epoch:
+            epoch, cursor, start = epoch + 1, 0, 0
         found = changed(self._session, epoch, cursor, asked)
         self._job.check_weights(found, epoch, cursor, self._weights_set)
         self._weights_set += 1
@@ -202,8 +197,6 @@ class UrlJob:
         reader = self._reader
         if reader is None:
             state = state_at(self._session, self._epoch, self._cursor)
-            is_told = self._ended == self._epoch - 1 and not self._cursor
-            state = structs.replace(state, in_last_step=state.in_last_step or is_told)
         else:
             state = state_at(self._session, reader.epoch, reader.cursor)
         return structs.replace(state, digest=self._rows()).to_dict()
@@ -223,7 +216,7 @@ class UrlJob:
         it.  ConfigError: it is damaged.
         """
         state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
-        self._epoch, self._cursor, self._ended = state.epoch, state.cursor, state.ended
+        self._epoch, self._cursor = place_of(self._session, state)
         self._reader, self._digested = None, None
         self._digest = state.digest or RowsDigest()
 
@@ -236,7 +229,16 @@ class UrlJob:
     def finish(self, reader: EpochReader) -> None:
         """Record that a pass has reached the end of its epoch."""
         if self._reader is reader:
-            self._epoch, self._cursor, self._reader = reader.epoch + 1, 0, None
+            self._leave_pass()
+
+    def _leave_pass(self) -> None:
+        """The next pass is the next epoch; after a pass that got no batch, it is the same one."""
+        reader, self._reader = self._reader, None
+        if reader is None:
+            return
+        self._epoch, self._cursor = reader.epoch + 1, 0
+        if not reader.step and not reader.is_complete:
+            self._epoch, self._cursor = reader.epoch, reader.start_cursor
 
     def _rows(self) -> RowsDigest:
         """The digest of the rows of all steps so far."""

@@ -14,7 +14,7 @@ URL = "s3://bucket/shards/*.parquet"
     (32, "ragged", 4), (30, "ragged", 4), (30, "pad", 4), (30, "drop", 3), (3, "pad", 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(
+def test_a_state_of_the_last_step_is_an_empty_pass_and_one_after_the_loop_is_not(
     fake, count, end, steps, is_old
 ) -> None:
     fake(sample_count=count)
@@ -34,8 +34,14 @@ def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(
         with DataLoader(URL, **place) as loader:
             loader.load_state_dict(json.loads(json.dumps(state)))
             assert loader.state_dict() == states[-1]
-            assert [int(batch["x"][0, 3]) for batch in loader if len(batch["x"])] == [1] * steps
-            assert loader.epoch == 2
+            assert loader.epoch == 0
+            for epoch, left in ((0, 0), (1, steps), (2, steps)):
+                assert [int(b["x"][0, 3]) for b in loader if len(b["x"])] == [epoch] * left
+                assert loader.epoch == epoch + 1
+                if not left:
+                    assert loader.state_dict() == over
+            loader.load_state_dict(over)
+            assert [int(b["x"][0, 3]) for b in loader if len(b["x"])] == [1] * steps
             # A loop that counts epochs gets no sample twice, and only the requested epochs.
             for told, found in ((0, 0), (1, steps), (2, steps)):
                 loader.load_state_dict(state)

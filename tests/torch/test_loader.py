@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from dataplane.changes import NO_GAPS
 from dataplane.client.state import RunState, consumed, step_count
-from dataplane.errors import ClosedError, ConfigError, SpecMismatch, VersionMismatch
+from dataplane.errors import ClosedError, ConfigError, DataStallError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, End, ListPolicy
 from dataplane.rpc.messages import OpenJob
 
@@ -116,18 +117,59 @@ def test_ranks_divide_every_global_batch(fake, end, steps) -> None:
         assert both == list(range(12 * step, 12 * step + 12))
 
 
-def test_a_pass_is_an_epoch_and_one_left_early_begins_again(fake) -> None:
+def test_every_pass_is_the_next_epoch_also_after_one_that_was_left_early(fake) -> None:
     fake(sample_count=20)
     with DataLoader(URL, batch_size=4) as loader:
         assert {int(batch["x"][0, 3]) for batch in loader} == {0}
         assert loader.epoch == 1
         batch = next(iter(loader))
         assert (int(batch["x"][0, 3]), loader.epoch, loader.state_dict()["cursor"]) == (1, 1, 4)
-        assert positions(loader) == in_order(20, 4)
-        assert loader.epoch == 2
+        assert {int(batch["x"][0, 3]) for batch in loader} == {2}
+        assert loader.epoch == 3
         loader.set_epoch(9)
         assert {int(batch["x"][0, 3]) for batch in loader} == {9}
         assert loader.state_dict()["epoch"] == 10
+        for epoch in (10, 11):
+            assert [int(b["x"][0, 3]) for b, _ in zip(loader, "ab", strict=False)] == [epoch] * 2
+        for epoch in (12, 13):
+            assert [int(b["x"][0, 3]) for b in itertools.islice(loader, 3)] == [epoch] * 3
+            assert (loader.epoch, loader.state_dict()["cursor"]) == (epoch, 12)
+        state = loader.state_dict()
+        for _ in range(2):  # a state is used by one pass
+            loader.load_state_dict(state)
+            assert [int(batch["x"][0, 3]) for batch in itertools.islice(loader, 1)] == [13]
+            assert {int(batch["x"][0, 3]) for batch in loader} == {14}
+        for _ in range(3):  # a user who sets the epoch has it
+            loader.set_epoch(4)
+            assert [next(iter(loader))["x"][0, 3].item()] == [4]
+
+
+def test_an_iterator_that_is_asked_for_no_batch_is_no_epoch(fake) -> None:
+    fake(sample_count=20)
+    with DataLoader(URL, batch_size=4) as loader:
+        iter(loader)
+        late, first = iter(loader), iter(loader)
+        assert int(next(first)["x"][0, 3]) == 0
+        assert int(next(late)["x"][0, 3]) == 1
+        assert (loader.epoch, loader.state_dict()["cursor"]) == (1, 4)
+        iterator = iter(loader)
+        assert (loader.epoch, loader.state_dict()["cursor"]) == (2, 0)
+        assert {int(batch["x"][0, 3]) for batch in iterator} == {2}
+        assert {int(batch["x"][0, 3]) for batch in first} == {0}
+        assert loader.state_dict()["epoch"] == 3
+
+
+def test_a_pass_whose_first_batch_fails_is_begun_again_where_it_was(fake) -> None:
+    node = fake(sample_count=20)
+    with DataLoader(URL, batch_size=4, timeout=0.3) as loader:
+        next(iter(loader))
+        loader.load_state_dict(loader.state_dict())
+        node.script.hang_after = 0
+        with pytest.raises(DataStallError):
+            next(iter(loader))
+        node.script.hang_after = None
+        assert positions(loader) == in_order(20, 4, start=4)
+        assert loader.epoch == 1
 
 
 def test_a_pass_is_over_after_its_last_batch_even_without_stop_iteration(fake) -> None:
@@ -155,7 +197,8 @@ def test_two_iterators_at_once_walk_by_themselves(fake) -> None:
     fake(sample_count=40)
     with DataLoader(URL, batch_size=4) as loader:
         for one, two in zip(loader, loader, strict=True):
-            assert rows_of(one) == rows_of(two)
+            assert (one["t"].tolist(), one["x"][0, 3].item()) == (two["t"].tolist(), 0)
+            assert two["x"][0, 3].item() == 1
             one["x"].zero_()
             assert two["x"].any()
         iterator = iter(loader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -22,7 +21,6 @@ from dataplane_torch.local.sampling import (
     load_samplers,
     names_of,
     stands_as,
-    step_count,
 )
 from dataplane_torch.torch_private.iteration import (
     PassNames,
@@ -98,7 +96,6 @@ class Beginning:
             self._is_told = epochs_of(self._index_sampler) != loaded_in
         # A finished pass only leaves its end state: the next pass begins at its own start.
         self.goes_on = None if resume is None or resume.is_finished else resume
-        self.is_at_the_end = self.goes_on is not None and self._has_nothing_left(self.goes_on)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
@@ -164,21 +161,14 @@ class Beginning:
                 self._epochs |= self.goes_on.sampler.epochs
 
     def is_told_otherwise(self) -> bool:
-        """Whether samplers were told another epoch since, as frameworks do that call iter() before;
-        or were never told any, and nothing is left of the pass that goes on: then the next one is
-        meant. It looks once: when the first batch is asked for.
+        """Whether samplers were told another epoch since, as frameworks do that call iter() before.
+        It looks once: when the first batch is asked for.
         """
         begun_in, self._epochs, self._is_asked = self._epochs, None, True
-        if begun_in is None:
-            return False
-        is_told = begun_in != epochs_of(self._index_sampler)
-        self.is_at_the_end = self.is_at_the_end and not is_told
-        return is_told or self.is_at_the_end
+        return begun_in is not None and begun_in != epochs_of(self._index_sampler)
 
     def forget_resumed(self, torch_pass: PassNames) -> None:
-        """Begin the epoch that the samplers were set to, or else the next one, from its start."""
-        if self.is_at_the_end:  # a sampler may draw once more before it ends, as torch's does
-            collections.deque(torch_pass.indices, maxlen=0)
+        """Begin the epoch that the samplers were set to from its start."""
         if self.goes_on is not None and not self._persists:
             # torch's constructor drew these for the pass that was to be resumed.
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
@@ -187,13 +177,6 @@ class Beginning:
         self.remember()
         torch_pass.indices = iter(self._index_sampler)
         torch_pass.yielded_count = self.place.step = self.place.next_worker = 0
-
-    def _has_nothing_left(self, state: PassState) -> bool:
-        """Whether a state was taken in the last step of a pass whose end can be known, by a loop
-        that tells no epochs. Of one that does, the epoch of the state is over, and stays so.
-        """
-        is_last = 0 < step_count(self._index_sampler) <= state.step
-        return is_last and not (state.is_iterable or state.sampler.epochs)
 
     def _iterator_of(self, state: SamplerState) -> Iterator[Any]:
         """As it was made, and the generators as it found them when it was first asked."""

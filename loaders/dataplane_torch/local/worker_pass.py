@@ -164,7 +164,7 @@ class WorkerPass(WorkerPassBase):
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self.worker_count
         # Only persistent workers keep the datasets of a finished pass.
-        is_over = resume is not None and (resume.is_finished or self.beginning.is_at_the_end)
+        is_over = resume is not None and resume.is_finished
         is_kept = self.persists or not is_over
         if resume is None or not is_kept or len(resume.workers) != count:
             return [None] * count

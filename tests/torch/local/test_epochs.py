@@ -88,7 +88,9 @@ def test_a_generator_continues_where_the_finished_pass_left_it(num_workers) -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_of_the_last_step_is_the_start_of_the_next_pass(num_workers) -> None:
+def test_a_state_of_the_last_step_is_an_empty_pass_and_one_after_the_loop_is_not(
+    num_workers,
+) -> None:
     def loader() -> DataLoader:
         return DataLoader(range(COUNT), 8, num_workers=num_workers)
 
@@ -101,9 +103,13 @@ def test_a_state_of_the_last_step_is_the_start_of_the_next_pass(num_workers) -> 
     whole = [list(range(at, at + 8)) for at in range(0, COUNT, 8)]
     with loader() as other:
         other.load_state_dict(last_state(None))
+        for found in ([], whole, whole):
+            assert [batch.tolist() for batch in other] == found
+        state = other.state_dict()
         for _ in range(2):
+            other.load_state_dict(state)
             assert [batch.tolist() for batch in other] == whole
-        # A loop that counts epochs gets nothing twice of the one that is over.
+        # The same of a loop that sets the epochs.
         state = last_state(5)
         for told, found in ((5, []), (6, whole)):
             other.load_state_dict(state)
