@@ -28,10 +28,13 @@ from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.store import connect as stores
 from dataplane.store.expand import expand, missing
+from dataplane.store.local import target_of
 from dataplane.store.urls import Url, normalise
+from dataplane.trace import Trace
 
 MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3
+_trace = Trace("index")
 
 
 def open_dataset(
@@ -156,6 +159,7 @@ def choose_shards(
     while True:
         formats = [registry.format_of_url(shard.url) for shard in listed]
         shards = _chosen(listed, formats, literal, asked)
+        _check_links(listed, shards)
         folders = missing((s for s in shards or listed if not s.size_bytes), connect)
         if not folders:
             break
@@ -183,6 +187,19 @@ def choose_shards(
     if len(known) == 1 and len(shards) == len(formats) - formats.count(None):
         return registry.by_name(known.pop()), shards
     return registry.dataset_format(s.url for s in shards), shards
+
+
+def _check_links(listed: Sequence[ObjectInfo], shards: Sequence[ObjectInfo]) -> None:
+    """Refuse symbolic links that lead nowhere among the shards, and warn of others."""
+    links = {info.url: target for info in listed if (target := target_of(info))}
+    for url in (shard.url for shard in shards if shard.url in links):
+        raise ShardNotFound(
+            f"{url} is a symbolic link to {links[url]}, which is not there: restore the file, or "
+            "remove the link",
+            shard=url,
+        )
+    for url, target in links.items():
+        _trace.failed("a symbolic link that leads nowhere is left out", url=url, target=target)
 
 
 def _chosen(

@@ -11,6 +11,7 @@ from msgspec import structs
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
+from dataplane.index.folders import explaining_folders
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import Connect, Progress
 from dataplane.model import View
@@ -48,7 +49,8 @@ def viewed(
     view = canonical_view(rows_only(view))
     if view == View():
         return manifest
-    counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
+    with explaining_folders(manifest):
+        counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
     if not counts.any():
         raise ConfigError(
             f"none of the {manifest.sample_count} rows of {named(manifest.urls)} is left by"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from dataplane.config import JobSpec, NodeConfig
+from dataplane.index.folders import explaining_folders
 from dataplane.node.categories import Categories
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.job_columns import columns_of
@@ -67,13 +68,12 @@ class Datasets:
         Raises:  ConfigError: as `open`.
         """
         arena_bytes = self._config.block_arena_bytes
-        each = zip(manifests, specs, mapped, strict=True)
-        return await asyncio.to_thread(
-            lambda: all(
-                can_pack(manifest, spec, arena_bytes, columns_of(manifest, spec, one))
-                for manifest, spec, one in each
-            )
-        )
+
+        def can(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None) -> bool:
+            with explaining_folders(manifest):
+                return can_pack(manifest, spec, arena_bytes, columns_of(manifest, spec, mapped))
+
+        return await asyncio.to_thread(lambda: all(map(can, manifests, specs, mapped)))
 
     async def open(
         self,
@@ -125,25 +125,26 @@ class Datasets:
         packed: bool | None = None,
     ) -> Dataset:
         config = self._config
-        columns = columns_of(manifest, spec, mapped)
-        if packed is None:
-            packed = can_pack(manifest, spec, config.block_arena_bytes, columns)
-        dataset = dataset_of(
-            number,
-            manifest,
-            spec,
-            packed=packed,
-            worker_bytes=WorkerBytes.of(config),
-            arena_bytes=config.block_arena_bytes,
-            known=columns,
-            categories=categories,
-        )
-        check_fills(dataset.columns.leaves)
-        check_lists(dataset.columns.specs, spec.column_options)
-        if mapped is None:  # else its nulls are not those of the shards
-            check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
-        delivered_columns(dataset.columns.specs, spec)
-        return dataset
+        with explaining_folders(manifest):
+            columns = columns_of(manifest, spec, mapped)
+            if packed is None:
+                packed = can_pack(manifest, spec, config.block_arena_bytes, columns)
+            dataset = dataset_of(
+                number,
+                manifest,
+                spec,
+                packed=packed,
+                worker_bytes=WorkerBytes.of(config),
+                arena_bytes=config.block_arena_bytes,
+                known=columns,
+                categories=categories,
+            )
+            check_fills(dataset.columns.leaves)
+            check_lists(dataset.columns.specs, spec.column_options)
+            if mapped is None:  # else its nulls are not those of the shards
+                check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
+            delivered_columns(dataset.columns.specs, spec)
+            return dataset
 
     def _end_planning(self, key: _PlanKey, done: asyncio.Future[Dataset]) -> None:
         del self._planning[key]

@@ -20,6 +20,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.changes import MIX, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
+from dataplane.index.folders import said_of_folders
 from dataplane.machine import numa_node_of, numa_nodes
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
@@ -315,7 +316,7 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
     memory.
     """
     spec, place = member.spec, member.request.topology
-    told = _wasted(job, spec) if place.rank == 0 else []
+    told = [*map(said_of_folders, job.manifests), *_wasted(job, spec)] if place.rank == 0 else []
     if spec.shuffle:
         on_host = place.local_world_size * place.dp_size // place.world_size
         cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.model import ObjectInfo
-from dataplane.store import globs
+from dataplane.store import globs, layouts
 from dataplane.store.base import Store
-from dataplane.store.urls import Url, base_of, braces, local_path, normalise
+from dataplane.store.local import same_files
+from dataplane.store.urls import Url, base_of, braces, canonical, local_path, normalise
 
 Connect = Callable[[str], Store]
 T = TypeVar("T")
@@ -26,41 +27,58 @@ R = TypeVar("R")
 _IN_FLIGHT = 64
 _AHEAD = 4 * _IN_FLIGHT
 _NAMES_SHOWN = 3
+_ONCE = (
+    "an epoch reads each shard once. Leave one of them out; to read a part of the data more often, "
+    "make it a source of a Mixture"
+)
 
 
 def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     """Every object that `urls` names: in the order of the names, and by url within one name.
 
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
-    objects below it that are not hidden (see globs). `stores` gives the store of a url. An object
-    without bytes may be none: see `missing`.
+    objects below it that are not hidden (see globs), and are one dataset (see layouts). `stores`
+    gives the store of a url. An object without bytes may be none: see `missing`.
 
-    Raises:  ConfigError: an object is listed twice, or a name is not a url.  ShardNotFound: a name
-    matches nothing; suggests similar ones.  Errors of the stores.
+    Raises:  ConfigError: an object is listed twice, or a name is not a url, or names what is not
+    one dataset.  ShardNotFound: a name matches nothing; suggests similar ones.  Errors of the
+    stores.
     """
     names = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not names:
         raise ConfigError("no shards: the list of urls is empty")
     found: dict[str, ObjectInfo] = {}
     counts: list[int] = []
-    for name, matches in zip(names, _matches(names, stores), strict=True):
+    roots: dict[str, None] = {}
+    for name, (matches, above) in zip(names, _matches(names, stores), strict=True):
+        roots.update(dict.fromkeys(above))
         # Stores list in this order. A sort of a million keeps all other threads waiting.
         if any(one.url > next_.url for one, next_ in pairwise(matches)):
             matches.sort(key=lambda info: info.url)
         for info in matches:
-            if info.url in found:
+            key = canonical(info.url)
+            if key in found:
                 if not info.size_bytes:
                     continue  # it may be a folder
-                at = list(found).index(info.url)
+                at = list(found).index(key)
                 first = names[bisect_right(counts, at)]
                 raise ConfigError(
                     f"{info.url} is listed twice, by {os.fspath(first)!r} and by "
-                    f"{os.fspath(name)!r}: an epoch visits each shard once",
+                    f"{os.fspath(name)!r}: {_ONCE}",
                     shard=info.url,
                 )
-            found[info.url] = info
+            found[key] = info
         counts.append(len(found))
-    return list(found.values())
+    for _ in _in_parallel(lambda root: layouts.refuse_table(root, stores(root)), roots):
+        pass
+    listed = list(found.values())
+    same = same_files(listed)
+    if same is not None:
+        raise ConfigError(
+            f"{same[0].url} and {same[1].url} are one file, by a link: {_ONCE}",
+            shard=same[1].url,
+        )
+    return listed
 
 
 def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
@@ -82,14 +100,16 @@ def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
     return {info.url for info, found in zip(asked, there, strict=True) if not found}
 
 
-def _matches(names: Sequence[Url], stores: Connect) -> Iterator[list[ObjectInfo]]:
-    """The objects of each name. Several patterns are looked up at once, whichever names have
-    them: each is a round trip.
+def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[ObjectInfo], list[str]]]:
+    """The objects of each name, and the folders above that may be tables. Several patterns are
+    looked up at once, whichever names have them: each is a round trip.
     """
     patterns = ((at, pattern) for at, name in enumerate(names) for pattern in _patterns(name))
-    found = _in_parallel(lambda each: (each[0], _objects(each[1], stores)), patterns)
+    found = _in_parallel(lambda each: (each[0], *_objects(each[1], stores)), patterns)
     for _, group in groupby(found, key=itemgetter(0)):
-        yield [info for _, infos in group for info in infos]
+        results = list(group)
+        infos = [info for _, infos, _ in results for info in infos]
+        yield infos, [root for *_, roots in results for root in roots]
 
 
 def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
@@ -120,28 +140,30 @@ def _patterns(name: Url) -> Iterator[str]:
         yield from braces(url)
 
 
-def _objects(pattern: str, stores: Connect) -> list[ObjectInfo]:
+def _objects(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
+    """The objects of a pattern, and the folders above that may be tables."""
     path = local_path(pattern)
     is_literal = not globs.is_glob(pattern) or (path is not None and path.exists())
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 
-def _named(url: str, stores: Connect) -> list[ObjectInfo]:
+def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
     """The object with that url, or else all objects below the folder with that url."""
     store = stores(url)
     is_folder = (url.endswith("/") and _can_be_folder(url)) or url == base_of(url)
     if not is_folder:
         try:
-            return [store.head(url)]
+            return [store.head(url)], ()
         except ShardNotFound as cause:
             if not _can_be_folder(url):
                 raise
             missing = cause
     folder = f"{url.rstrip('/')}/"
     below = list(store.list(folder)) if _can_be_folder(url) else []
-    shown = [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+    shown = _shown(folder, below)
     if shown:
-        return shown
+        shown = layouts.of_one_dataset(url, folder, shown, below, store)
+        return shown, layouts.tables_above(folder)
     if below:
         raise ShardNotFound(
             f"all {len(below)} objects below {folder} are hidden (names begin with a dot or "
@@ -158,13 +180,28 @@ def _named(url: str, stores: Connect) -> list[ObjectInfo]:
     ) from missing
 
 
-def _matching(pattern: str, stores: Connect) -> list[ObjectInfo]:
-    prefix = globs.literal_prefix(pattern)
-    listed = list(stores(pattern).list(prefix))
+def _shown(folder: str, below: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    return [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+
+
+def _matching(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
+    prefix, store = globs.literal_prefix(pattern), stores(pattern)
+    listed = list(store.list(prefix))
+    # What has the very name is meant, whatever brackets and stars it has.
+    exact = [info for info in listed if info.url == pattern]
+    if exact:
+        return exact, ()
+    folder = f"{pattern.rstrip('/')}/"
+    below = [info for info in listed if info.url.startswith(folder)]
+    shown = _shown(folder, below)
+    if shown:
+        shown = layouts.of_one_dataset(pattern, folder, shown, below, store)
+        return shown, layouts.tables_above(folder)
     matches = globs.compile_glob(pattern).fullmatch
-    found = [info for info in listed if info.url == pattern or matches(info.url)]
+    found = [info for info in listed if matches(info.url)]
     if found:
-        return found
+        found = layouts.of_one_dataset(pattern, prefix, found, listed, store)
+        return found, layouts.tables_above(prefix)
     if not listed:
         raise ShardNotFound(
             f"no object matches {pattern}: no url starts with {prefix}{_near_file(prefix)}",

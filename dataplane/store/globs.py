@@ -3,7 +3,7 @@
 `*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
 set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc", "_temporary/")
 are hidden: wildcards do not match them, and folders do not include them. "_key=value" is not
-hidden.
+hidden. Nor do folders include what Hadoop names "name._COPYING_" and "name_$folder$".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 _MAGIC = re.compile(r"[*?\[]")
-_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
+_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))|(?:\._COPYING_|_\$folder\$)\Z")
 _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
 """At the start of a segment: the segment is not hidden."""
 

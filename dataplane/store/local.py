@@ -8,9 +8,10 @@ through its own thread pool.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from typing_extensions import Buffer
@@ -19,9 +20,10 @@ from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavai
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.unreachable import passes
-from dataplane.store.urls import local_path
+from dataplane.store.urls import FILE_PREFIX, local_path
 
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
+_BROKEN = "link to "
 
 
 def local_etag(status: os.stat_result) -> str:
@@ -37,6 +39,9 @@ class LocalStore:
     """The file system, as urls "file:///absolute/path". Paths are raw: nothing is quoted."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `Store.list`. A symbolic link that leads nowhere is an object without bytes, too:
+        `target_of` tells.
+        """
         start = _path(prefix)
         folder = start if prefix.endswith("/") else start.parent
         return iter(sorted(_walk(folder, prefix, set()), key=lambda found: found.url))
@@ -70,6 +75,32 @@ class LocalStore:
         return in_pieces(self, url, etag)
 
 
+def target_of(info: ObjectInfo) -> str:
+    """The target of a listed symbolic link that leads nowhere, or in a circle; else ""."""
+    is_broken = not info.size_bytes and info.etag.startswith(_BROKEN)
+    return info.etag.removeprefix(_BROKEN) if is_broken else ""
+
+
+def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | None:
+    """Two local files that are one, by a symbolic or a hard link, if there are any."""
+    first_of: dict[str, ObjectInfo] = {}
+    alike: dict[str, list[ObjectInfo]] = {}
+    for info in infos:
+        if info.size_bytes and info.url.startswith(FILE_PREFIX):
+            first = first_of.setdefault(info.etag, info)
+            if first is not info:
+                alike.setdefault(info.etag, [first]).append(info)
+    for group in alike.values():
+        by_place: dict[tuple[int, int], ObjectInfo] = {}
+        for info in group:
+            with contextlib.suppress(OSError):
+                status = _path(info.url).stat()
+                other = by_place.setdefault((status.st_dev, status.st_ino), info)
+                if other is not info and status.st_ino:
+                    return other, info
+    return None
+
+
 def _fill(fd: int, into: memoryview, offset: int) -> int:
     filled = 0
     while filled < len(into):
@@ -98,15 +129,12 @@ def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[
         with _mapped(url):
             try:
                 found = entry.stat()
-            except FileNotFoundError:
-                if entry.is_symlink() and not entry.name.startswith((".", "_")):
-                    target = Path(entry.path).readlink()
-                    raise ShardNotFound(
-                        f"{url} is a symbolic link to {target}, which is not there: restore the "
-                        "file, or remove the link",
-                        shard=url,
-                    ) from None
-                continue  # it was deleted meanwhile, or is an editor's lock
+            except OSError as cause:
+                if not (isinstance(cause, _NOT_THERE) or cause.errno == errno.ELOOP):
+                    raise
+                if entry.is_symlink():
+                    yield ObjectInfo(url, 0, f"{_BROKEN}{Path(entry.path).readlink()}")
+                continue  # or it was deleted meanwhile
         if stat.S_ISDIR(found.st_mode):
             yield from _walk(Path(entry.path), prefix, entered | {place})
         elif stat.S_ISREG(found.st_mode):

@@ -7,7 +7,9 @@ except in http urls, which stay as the web writes them. A local file is "file://
 from __future__ import annotations
 
 import os
+import posixpath
 import re
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,16 @@ def normalise(url: Url) -> str:
     if not authority and scheme not in _NO_AUTHORITY:
         raise ConfigError(f"{text!r} names no bucket: write {scheme}://bucket/key")
     return f"{scheme}://{rest}"
+
+
+def canonical(url: str) -> str:
+    """One text for all ways to write a normalised url. Only those of the web have several."""
+    if not url.startswith(("http://", "https://")):
+        return url
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc.lower().removesuffix(":80" if parts.scheme == "http" else ":443")
+    path = posixpath.normpath(urllib.parse.unquote(parts.path) or "/")
+    return urllib.parse.urlunsplit((parts.scheme, host, path, parts.query, ""))
 
 
 def prefixes_of(text: str) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,6 +19,7 @@ from dataplane.model import ObjectInfo
 from dataplane.store.base import Store
 from dataplane.store.connect import Stores, connect, forget
 from dataplane.store.expand import expand, missing
+from dataplane.store.urls import canonical, normalise
 
 STORES = Stores()
 
@@ -26,7 +28,7 @@ STORES = Stores()
 def root(tmp_path: Path) -> Path:
     names = [
         *(f"train-{i:03d}.parquet" for i in range(4)),
-        "valid.parquet",
+        "web.parquet",
         "notes.txt",
         "empty.bin",
         "_SUCCESS",
@@ -53,15 +55,15 @@ def names(root: Path, *urls: str) -> list[str]:
 def test_a_glob_is_sorted(root: Path) -> None:
     assert names(root, "*.parquet") == [
         *(f"train-{i:03d}.parquet" for i in range(4)),
-        "valid.parquet",
+        "web.parquet",
     ]
     assert names(root, "**/part.parquet") == ["date=1/part.parquet", "date=2/part.parquet"]
     assert names(root, "train-00[12]*") == ["train-001.parquet", "train-002.parquet"]
 
 
 def test_names_keep_the_order_in_which_they_are_given(root: Path) -> None:
-    assert names(root, "valid.parquet", "train-{002..001}.parquet", "date=*/*") == [
-        "valid.parquet",
+    assert names(root, "web.parquet", "train-{002..001}.parquet", "date=*/*") == [
+        "web.parquet",
         "train-001.parquet",
         "train-002.parquet",
         "date=1/part.parquet",
@@ -75,7 +77,7 @@ def test_a_folder_is_all_below_it_but_what_is_hidden(root: Path) -> None:
     assert shown == sorted(shown)
     assert set(shown) == {
         *(f"train-{i:03d}.parquet" for i in range(4)),
-        *("valid.parquet", "notes.txt", "empty.bin", "odd {0} [x]*.bin"),
+        *("web.parquet", "notes.txt", "empty.bin", "odd {0} [x]*.bin"),
         *("date=1/part.parquet", "date=2/part.parquet"),
     }
     assert names(root, "date=1") == names(root, "date=1/") == ["date=1/part.parquet"]
@@ -99,7 +101,7 @@ def test_an_empty_object_is_listed(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "urls",
-    [("train-000.parquet", "train-*.parquet"), ("valid.parquet",) * 2, ("{valid,valid}.parquet",)],
+    [("train-000.parquet", "train-*.parquet"), ("web.parquet",) * 2, ("{web,web}.parquet",)],
 )
 def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="listed twice") as raised:
@@ -118,7 +120,7 @@ def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> 
         ("trian-*.parquet", r"did you mean .*/train-000\.parquet\?"),
         ("nothing/here/*.x", "no url starts with .*nothing/here/"),
         ("nothing/here/x", "nothing is not a folder"),
-        ("valid.parquet/", "nothing below"),
+        ("web.parquet/", "nothing below"),
         ("date=1/_temporary/../_x*", "none matches|no url starts"),
     ],
 )
@@ -154,15 +156,63 @@ def test_no_urls_are_refused() -> None:
         expand([], STORES.connect)
 
 
-def test_a_broken_link_is_reported_and_a_loop_of_links_ends(root: Path) -> None:
+def test_a_loop_of_links_ends(root: Path) -> None:
     (root / "loop").symlink_to(root)
-    (root / "again.parquet").symlink_to(root / "valid.parquet")
-    assert "again.parquet" in names(root, "*.parquet")
     assert not [name for name in names(root, "") if name.startswith("loop/loop")]
 
-    (root / "gone.parquet").symlink_to(root / "nowhere")
-    with pytest.raises(ShardNotFound, match=r"gone\.parquet is a symbolic link to .*nowhere"):
-        names(root, "*.parquet")
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("urls", [[""], ["*.parquet"], ["web.parquet", "again.parquet"]])
+def test_a_file_and_a_link_to_it_are_refused_together(
+    root: Path, link: Callable[[Path, Path], None], urls: list[str]
+) -> None:
+    link(root / "web.parquet", root / "again.parquet")
+    assert names(root, "again.parquet", "train-*.parquet")[0] == "again.parquet"
+    with pytest.raises(ConfigError, match=r"again.parquet and .*web.parquet are one file.*Mixture"):
+        names(root, *sorted(urls))
+
+
+def test_a_folder_and_a_link_to_it_are_refused_together(root: Path) -> None:
+    (root / "latest").symlink_to(root / "date=2")
+    with pytest.raises(
+        ConfigError, match=r"date=2/part\.parquet and .*latest/part\.parquet are one"
+    ):
+        names(root, "")
+    assert names(root, "latest") == ["latest/part.parquet"]
+    with pytest.raises(ConfigError, match="are one file"):
+        names(root, "date=2", "latest")
+
+
+def test_files_of_one_size_and_time_are_not_one(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / name).write_bytes(b"same")
+        os.utime(tmp_path / name, (1e9, 1e9))
+    assert names(tmp_path, "") == ["a.bin", "b.bin"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("a.parquet", "./a.parquet"),
+        ("a.parquet", "sub/..//a.parquet"),
+        ("a.parquet", "file:a.parquet"),
+    ],
+)
+def test_two_spellings_of_a_path_are_one_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, other: str
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"listed twice.*source of a Mixture"):
+        expand([one, other.replace("file:", f"file://{tmp_path}/")], STORES.connect)
+
+
+def test_two_spellings_of_a_web_url_are_one_shard() -> None:
+    plain = "http://host/data/a.parquet"
+    spellings = ["HTTP://HOST/data/a.parquet", "http://host:80/data//./%61.parquet", f"{plain}#x"]
+    assert {canonical(normalise(url)) for url in spellings} == {plain}
+    assert canonical(f"{plain}?part=1") != canonical(f"{plain}?part=2")
+    assert canonical("s3://B/a//b") == "s3://B/a//b"
 
 
 @given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 20), st.integers(0, 20))
@@ -204,6 +254,15 @@ def test_globs_and_braces_match_names_in_a_bucket(
             expand(f"{base}/data/train-*.parquet", connect)
         with pytest.raises(ShardNotFound, match="train-12"):
             expand(f"{base}/data/train-{{00..12}}.tar", connect)
+        brackets = {"data/a[1].tar": b"x", "data/a1.tar": b"x", "b[1]/a.tar": b"x"}
+        s3_server.put(bucket, brackets)
+        for key in ("data/a[1].tar", "b[1]/a.tar"):
+            assert [info.url for info in expand(f"{base}/{key}", connect)] == [f"{base}/{key}"]
+        for key in ("b[1]", "b[1]/"):
+            assert [info.url for info in expand(f"{base}/{key}", connect)] == [f"{base}/b[1]/a.tar"]
+        assert [info.url for info in expand(f"{base}/data/a[12].tar", connect)] == [
+            f"{base}/data/a1.tar"
+        ]
         with pytest.raises(StoreError, match="no bucket s3://no-such-bucket"):
             expand("s3://no-such-bucket/x", connect)
     finally:
@@ -243,7 +302,7 @@ class Meeting:
 
 
 def test_the_urls_of_a_list_are_looked_up_at_once(root: Path) -> None:
-    given = [f"{root}/{name}" for name in ("valid.parquet", "train-*", "date=1/part.parquet")]
+    given = [f"{root}/{name}" for name in ("web.parquet", "[t]rain*", "date=1/part.parquet")]
     found = expand(given, STORES.connect)
     barrier = threading.Barrier(3, timeout=30.0)
     assert expand(given, lambda url: cast(Store, Meeting(connect(url), barrier))) == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,25 @@ def test_a_schema_of_very_many_columns_comes_in_several_answers(tmp_path: Path) 
 def test_a_dataset_of_torch_has_no_schema() -> None:
     with pytest.raises(ConfigError, match="only loaders over urls have a schema"):
         DataLoader([1, 2, 3]).schema  # noqa: B018
+
+
+def test_keys_of_folders_are_no_columns_and_the_user_learns_it_once(tmp_path: Path) -> None:
+    for year in (1, 2):
+        folder = tmp_path / "table" / f"year={year}" / "month=1"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"x": [year]}), folder / "a.parquet")
+    with DataLoader(tmp_path / "table", batch_size=1) as loader:
+        with pytest.warns(UserWarning, match=r"folders year=… and month=…"):
+            assert [column.name for column in loader.schema] == ["x"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [batch["x"].item() for batch in loader] == [1, 2]
+    told = r"'month'.*The shards lie in folders month=…, whose names are not read as columns"
+    for options in (
+        {"columns": ["x", "month"]},
+        {"where": "month == 1"},
+        {"fill_null": {"month": 0}},
+        {"stack": {"y": ["month", "x"]}},
+    ):
+        with pytest.raises(ConfigError, match=told):
+            DataLoader(tmp_path / "table", batch_size=1, **options).schema  # noqa: B018

@@ -1,0 +1,66 @@
+"""Folders "key=value" around the shards of a dataset. Their keys are not read as columns, and users
+who expect that must learn of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from dataplane.errors import ConfigError
+from dataplane.plan.manifest import Manifest
+from dataplane.store.layouts import hive_keys
+
+
+def folder_keys(manifest: Manifest) -> list[str]:
+    """The keys of the folders of this dataset that are no columns of it. All shards lie in folders
+    with the same keys, so the first and the last one are enough.
+    """
+    return _without_columns(manifest, manifest.urls)
+
+
+def _without_columns(manifest: Manifest, names: Sequence[str]) -> list[str]:
+    urls = manifest.shards.urls
+    keys = hive_keys((urls[0], urls[-1]), names)
+    known = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names if keys else ()
+    return [key for key in keys if key not in known]
+
+
+def said_of_folders(manifest: Manifest) -> str:
+    """What to say of these folders when the dataset is opened; "" if it has none."""
+    keys = folder_keys(manifest)
+    if not keys:
+        return ""
+    shown = " and ".join(f"{key}=…" for key in keys)
+    is_one = len(keys) == 1
+    return (
+        f"the shards lie in folders {shown}, and {'this key is' if is_one else 'these keys are'} "
+        f"not read as {'a column' if is_one else 'columns'}: if you need {_it(keys)}, write "
+        f"{_it(keys)} into the shards"
+    )
+
+
+def _it(keys: list[str]) -> str:
+    return "it" if len(keys) == 1 else "them"
+
+
+@contextlib.contextmanager
+def explaining_folders(manifest: Manifest) -> Iterator[None]:
+    """Say in an error about a missing column that it is the key of folders.
+
+    Raises:  ConfigError: as what runs within.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        keys = _without_columns(manifest, ())
+        key = next((key for key in keys if repr(key) in str(error)), None)
+        if key is None:
+            raise
+        raise type(error)(
+            f"{error}. The shards lie in folders {key}=…, whose names are not read as columns: "
+            f"write {key!r} into the shards, or pass the folders that you want",
+            **error.nouns,
+        ) from None

@@ -1,0 +1,371 @@
+"""Folders that are more than a folder: which of the objects below one make up a dataset.
+
+A table format keeps the files of older versions beside those of the present one, a saved dataset
+the caches of its user, and many datasets their test data beside the training data. Read as plain
+folders, they would give other samples than their owners' readers give.
+
+Invariants:
+1. What is refused or left out follows from one listing, and from a few requests for each name that
+   a user gives, never from one for each shard.
+2. Objects that a user names one by one are read, whatever lies beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from dataplane.errors import ConfigError, ShardNotFound, StoreDenied
+from dataplane.model import ObjectInfo
+from dataplane.store import globs
+from dataplane.store.base import Store
+from dataplane.store.urls import FILE_PREFIX, base_of, folder_of
+from dataplane.suffixes import names_a_shard, suffix_of
+
+_DELTA, _HUDI, _ICEBERG, _LANCE = "_delta_log", ".hoodie", "metadata", "_versions"
+_FILES = "pass the files of this version, "
+_TABLES = {
+    _DELTA: ("a Delta table", _FILES + "deltalake.DeltaTable({url!r}).file_uris()"),
+    _HUDI: (
+        "a Hudi table",
+        _FILES + "the base_file_relative_path() of each of "
+        "hudi.HudiTableBuilder.from_base_uri({url!r}).build().get_file_slices()",
+    ),
+    _ICEBERG: (
+        "an Iceberg table",
+        _FILES + "[task.file.file_path for task in table.scan().plan_files()] of pyiceberg's table",
+    ),
+    _LANCE: (
+        "a Lance dataset",
+        (
+            "write it as Parquet, pyarrow.dataset.write_dataset("
+            'lance.dataset({url!r}).scanner().to_reader(), folder, format="parquet")'
+        ),
+    ),
+}
+_TABLE_FOLDER = re.compile(r"/(_delta_log|\.hoodie|_versions)(?=/)")
+_OF_ICEBERG = re.compile(r".*\.metadata\.json(?:\.gz)?|snap-.*\.avro", re.DOTALL)
+_PROBES = ((_DELTA, "_delta_log/"), (_HUDI, ".hoodie/"), (_ICEBERG, "metadata/snap-"))
+"""What to list to find out whether a folder is a table: nothing, unless it is one. All writers of
+Iceberg name the list of a version's files "snap-…".
+"""
+_SPLIT_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""The words for splits in names of files and folders, as on the Hugging Face Hub.
+Source: huggingface.co/docs/hub/datasets-file-names-and-splits
+"""
+_SPLIT = re.compile(
+    rf"(?:\A|(?<=[-._ 0-9]))({'|'.join(sorted(_SPLIT_OF, reverse=True))})(?=[-._ 0-9]|\Z)",
+    re.IGNORECASE,
+)
+_NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}(?!\d)", re.DOTALL)
+_REVISION = re.compile(r"/((?:datasets|models|spaces)--[^/]+/snapshots)/([^/]+)/")
+_KEY = re.compile(r"/([^/=]+)=[^/]*(?=/)")
+_CACHED = re.compile(r"cache-.*\.arrow", re.DOTALL)
+_STATE_BYTES_MAX = 64 << 20
+_SPLITS_SHOWN = 5
+
+
+class _File(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct):
+    """The state.json that `save_to_disk` of the `datasets` library writes."""
+
+    data_files: list[_File] = msgspec.field(name="_data_files")
+    indices_files: list[_File] | None = msgspec.field(name="_indices_files", default=None)
+    indices_data_files: list[_File] | None = msgspec.field(name="_indices_data_files", default=None)
+
+
+def of_one_dataset(
+    name: str, prefix: str, chosen: Sequence[ObjectInfo], listed: Sequence[ObjectInfo], store: Store
+) -> list[ObjectInfo]:
+    """The objects, of those that a user's name chose, that are one dataset. The name is a folder or
+    a pattern; `prefix` is what was listed for it, hidden objects too.
+
+    Raises:  ConfigError: they are a table, or several splits or revisions.  ShardNotFound: a saved
+    dataset lacks a file.  Errors of the store.
+    """
+    folder = folder_of(prefix)
+    marks = _Marks(folder, listed)
+    _refuse_tables(chosen, marks.tables)
+    kept = _without_caches(chosen, listed, marks, store, is_whole=prefix == folder)
+    _refuse_revisions(kept, folder)
+    _refuse_splits(name, kept, folder, marks.dicts)
+    return kept
+
+
+def tables_above(prefix: str) -> Iterator[str]:
+    """The folders, without their slash, that may be a table around what is listed with a prefix,
+    and that this list does not show: the folder of names that begin so, and those around folders of
+    partitions and around "data".
+    """
+    at, is_shown = folder_of(prefix)[:-1], prefix.endswith("/")
+    while at != base_of(at):
+        above, _, last = at.rpartition("/")
+        is_partition = "=" in last
+        if not (is_partition or is_shown):
+            yield at
+        if not is_partition and last != "data":
+            return
+        at, is_shown = above, False
+
+
+def refuse_table(root: str, store: Store) -> None:
+    """Refuse what lies in a folder that is a table. A folder that may not be listed is none.
+
+    Raises:  ConfigError.  Errors of the store.
+    """
+    with contextlib.suppress(StoreDenied, ShardNotFound):
+        for kind, prefix in _PROBES:
+            if next(iter(store.list(f"{root}/{prefix}")), None) is not None:
+                raise _is_table(kind, root)
+
+
+def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The keys of the folders "key=value" in which these shards lie, but for folders that a user
+    has named in full.
+    """
+    named = "\n".join(f"{name}/" for name in names)
+    keys: dict[str, None] = {}
+    for url in urls:
+        keys.update((match[1], None) for match in _KEY.finditer(url) if f"{match[0]}/" not in named)
+    return list(keys)
+
+
+class _Marks:
+    """The objects of a listing that say what their folders are."""
+
+    def __init__(self, folder: str, listed: Sequence[ObjectInfo]) -> None:
+        self.tables: dict[str, str] = {}
+        self.states: list[ObjectInfo] = []
+        self.with_info: set[str] = set()
+        self.dicts: list[str] = []
+        before = ""
+        for info in listed:
+            above, _, last = info.url.rpartition("/")
+            if above != before:
+                before = above
+                self._note_folder(above, len(folder) - 1)
+            if last == "state.json":
+                self.states.append(info)
+            elif last == "dataset_info.json":
+                self.with_info.add(above)
+            elif last == "dataset_dict.json":
+                self.dicts.append(f"{above}/")
+            elif last == ".hoodie_partition_metadata":
+                self.tables[f"{above}/"] = _HUDI
+            elif above.endswith("/metadata") and _OF_ICEBERG.fullmatch(last):
+                self.tables[above.removesuffix("metadata")] = _ICEBERG
+
+    def _note_folder(self, folder: str, start: int) -> None:
+        """Note what the names of the folders from `start` on say."""
+        for match in _TABLE_FOLDER.finditer(f"{folder[start:]}/"):
+            root = folder[: start + match.start()]
+            if match[1] != "_versions" or root.endswith(".lance"):
+                self.tables[f"{root}/"] = match[1]
+
+
+def _refuse_tables(chosen: Sequence[ObjectInfo], tables: Mapping[str, str]) -> None:
+    """Refuse objects that lie within a table."""
+    urls = sorted(info.url for info in chosen) if tables else []
+    for root, kind in tables.items():
+        at = bisect_left(urls, root)
+        if at < len(urls) and urls[at].startswith(root):
+            raise _is_table(kind, root)
+
+
+def _is_table(kind: str, root: str) -> ConfigError:
+    what, how = _TABLES[kind]
+    root = root.rstrip("/")
+    url = root.removeprefix(FILE_PREFIX)
+    return ConfigError(
+        f"{root} is {what}, and its folder also holds data that is not in its present version: "
+        f"{how.format(url=url)}",
+        field="urls",
+        shard=root,
+    )
+
+
+def _without_caches(
+    chosen: Sequence[ObjectInfo],
+    listed: Sequence[ObjectInfo],
+    marks: _Marks,
+    store: Store,
+    *,
+    is_whole: bool,
+) -> list[ObjectInfo]:
+    """The objects without those that the `datasets` library keeps beside a dataset. Of a dataset
+    that it saved, only the files in its state.json are left. `is_whole`: all of them were listed.
+    """
+    if not marks.with_info:
+        return list(chosen)
+    files = _saved_files(marks, store)
+    if files and is_whole:
+        there = {info.url for info in listed}
+        for root, urls in files.items():
+            lost = next((url for url in urls if url not in there), None)
+            if lost is not None:
+                raise ShardNotFound(
+                    f"{root}state.json names {lost.removeprefix(root)}, which is not there: the "
+                    "dataset was not copied as a whole",
+                    shard=lost,
+                )
+    roots = list(files)
+
+    def is_kept(url: str) -> bool:
+        at = bisect_right(roots, url) - 1
+        if at >= 0 and url.startswith(roots[at]):
+            return url in files[roots[at]]
+        above, _, last = url.rpartition("/")
+        return not (above in marks.with_info and _CACHED.fullmatch(last))
+
+    return [info for info in chosen if is_kept(info.url)]
+
+
+def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
+    """The urls of the files of each saved dataset, by its folder, in order; none is in another."""
+    files: dict[str, dict[str, None]] = {}
+    outer = ""
+    for info in sorted(marks.states, key=lambda info: info.url.removesuffix("state.json")):
+        root = info.url.removesuffix("state.json")
+        is_inside = outer and root.startswith(outer)
+        if is_inside or root[:-1] not in marks.with_info or info.size_bytes > _STATE_BYTES_MAX:
+            continue
+        content = store.read(info.url, 0, info.size_bytes, info.etag)
+        try:
+            state = msgspec.json.decode(content, type=_State)
+        except msgspec.DecodeError:  # some other program's
+            continue
+        if state.indices_files or state.indices_data_files:
+            raise ConfigError(
+                f"{info.url} names a file of indices, which say which rows the dataset has: save "
+                "it again with a present version of `datasets`",
+                field="urls",
+                shard=info.url,
+            )
+        outer = root
+        files[root] = {f"{root}{one.filename}": None for one in state.data_files}
+    return files
+
+
+def _refuse_revisions(infos: Sequence[ObjectInfo], folder: str) -> None:
+    """Refuse several revisions of one dataset in the cache of the Hugging Face Hub."""
+    start, known = len(folder) - 1, dict[str, str]()
+    if "--" not in folder and not any("--" in info.url[start:] for info in infos):
+        return
+    for info in infos:
+        match = _REVISION.search(info.url)
+        if match is None or match.end() <= start:
+            continue
+        before = known.setdefault(match[1], match[2])
+        if before != match[2]:
+            raise ConfigError(
+                f"{info.url[: match.end(1)]} holds several revisions of one dataset, {before} and "
+                f"{match[2]}: pass the folder of one of them",
+                field="urls",
+                shard=info.url,
+            )
+
+
+def _refuse_splits(
+    name: str, infos: Sequence[ObjectInfo], folder: str, dicts: Sequence[str]
+) -> None:
+    """Refuse objects of several splits, unless a pattern names one by itself."""
+    if any(_split_in(part) for part in name[len(folder) :].split("/")):
+        return
+    splits = _splits_of(infos, len(folder))
+    for root in dicts:
+        below = [info.url for info in infos if info.url.startswith(root)]
+        of_dict: dict[str, list[str]] = {}
+        for url in filter(names_a_shard, below):
+            of_dict.setdefault(url[len(root) :].partition("/")[0], []).append(url)
+        splits = max(splits, of_dict, key=len)
+    if len(splits) < 2:
+        return
+    order = list(dict.fromkeys(_SPLIT_OF.values()))
+    shown = sorted(splits, key=lambda split: (order.index(split) if split in order else 9, split))
+    ways = {split: _way(split, splits, folder) for split in shown[:_SPLITS_SHOWN]}
+    more = f" and {len(shown) - len(ways)} more" if len(shown) > len(ways) else ""
+    listing = ", ".join(f"{split} ({way})" for split, way in ways.items())
+    raise ConfigError(
+        f"{name} holds several splits, which are not read together: {listing}{more}. Pass the one "
+        "that you want, or a list of those that you do want together (split= takes a part of "
+        "all samples by hash, and knows no names of files)",
+        field="urls",
+        shard=splits[shown[0]][0],
+    )
+
+
+def _splits_of(infos: Sequence[ObjectInfo], start: int) -> dict[str, list[str]]:
+    """The urls of each split: that of a file's own name, or else of the nearest folder. Once there
+    are splits in a folder, other names "name-00000-of-00001" there are splits of their own.
+    """
+    of_folder: dict[str, str] = {}
+    splits: dict[str, list[str]] = {}
+    rest: list[str] = []
+    with_splits: set[str] = set()
+    for info in infos:
+        above, _, last = info.url[start:].rpartition("/")
+        split = _split_in(last)
+        if split:
+            with_splits.add(above)
+        elif above not in of_folder:
+            parts = reversed(above.split("/"))
+            split = of_folder[above] = next(filter(None, map(_split_in, parts)), "")
+        else:
+            split = of_folder[above]
+        (splits.setdefault(split, []) if split else rest).append(info.url)
+    for url in rest if with_splits else ():
+        above, _, last = url[start:].rpartition("/")
+        numbered = _NUMBERED.match(last) if above in with_splits else None
+        if numbered is not None:
+            splits.setdefault(numbered[1], []).append(url)
+    if len(splits) < 2:
+        return splits
+    shards = {split: [*filter(_is_shard, urls)] for split, urls in splits.items()}
+    shards = {split: urls for split, urls in shards.items() if urls}
+    return shards or splits
+
+
+def _split_in(part: str) -> str:
+    """The split that one part of a path names, if any."""
+    match = _SPLIT.search(part)
+    return _SPLIT_OF[match[1].lower()] if match else ""
+
+
+def _is_shard(url: str) -> bool:
+    return names_a_shard(url) or _NUMBERED.match(url.rpartition("/")[2]) is not None
+
+
+def _way(split: str, splits: Mapping[str, Sequence[str]], folder: str) -> str:
+    """A name of all shards of a split, and of no others; else how many they are."""
+    urls = splits[split]
+    others = [url for other, its in splits.items() if other != split for url in its]
+    if len(urls) == 1:
+        return urls[0]
+    start = os.path.commonprefix(urls)  # noqa: RUF071 - of texts: names may differ in part
+    above = start[: start.rfind("/") + 1]
+    if not any(url.startswith(above) for url in others):
+        return above
+    suffix, first = suffix_of(urls[0]), urls[0][len(folder) :]
+    parts = first.split("/")
+    at = max((at for at, part in enumerate(parts) if _split_in(part) == split), default=-1)
+    match = _SPLIT.search(parts[at]) if at >= 0 else None
+    named = f"{parts[at][: match.end()]}*{suffix}" if match else ""
+    if at >= 0 and at < len(parts) - 1:
+        named = f"{parts[at]}/**"
+    for way in (f"{start.rstrip('0123456789')}*{suffix}", f"{folder}**/{named}" if named else ""):
+        matches = globs.compile_glob(way).fullmatch
+        if way and all(map(matches, urls)) and not any(map(matches, others)):
+            return way
+    return f"{len(urls)} shards such as {urls[0]}"

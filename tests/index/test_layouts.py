@@ -1,0 +1,328 @@
+"""Folders as other programs write them give what their owners' readers give, or an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+from servers import S3Server, reach
+from shards import arrow_bytes, parquet_bytes
+
+from dataplane.commands.datasets import read_block, schema_of
+from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.index.folders import folder_keys, said_of_folders
+from dataplane.index.indexing import index_dataset
+from dataplane.plan.manifest import Manifest
+from dataplane.store.connect import connect, forget
+
+Files = Mapping[str, bytes]
+Place = Callable[[Files], str]
+
+
+def parquet(*ids: int) -> bytes:
+    return parquet_bytes(pa.table({"x": list(ids)}))
+
+
+def arrow(*ids: int) -> bytes:
+    return arrow_bytes(pa.table({"x": list(ids)}), rows=8)
+
+
+def saved(*names: str, **more: object) -> bytes:
+    return json.dumps({"_data_files": [{"filename": name} for name in names], **more}).encode()
+
+
+def rows(manifest: Manifest) -> list[int]:
+    schema = schema_of(manifest)
+    batches = [
+        read_block(manifest, block, schema, ["x"], connect) for block in range(manifest.block_count)
+    ]
+    return [value for batch in batches for value in batch.column(0).to_pylist()]
+
+
+DELTA = {
+    "t/_delta_log/00000000000000000000.json": b"{}",
+    "t/part-0.snappy.parquet": parquet(1),
+    "t/day=1/part-1.snappy.parquet": parquet(2),
+}
+ICEBERG = {
+    "t/metadata/00001-6e1f.metadata.json": b"{}",
+    "t/metadata/snap-1-0-6e1f.avro": b"avro",
+    "t/data/day=1/00000-0-6e1f.parquet": parquet(1),
+    "t/data/00000-1-6e1f.parquet": parquet(2),
+}
+HUDI = {
+    "t/.hoodie/hoodie.properties": b"",
+    "t/.hoodie/20240402123035233.commit": b"{}",
+    "t/2024/05/.hoodie_partition_metadata": b"#",
+    "t/2024/05/6e1f-0_0-7-24_20240402123035233.parquet": parquet(1),
+    "t/6e1f-0_0-7-25_20240402123035233.parquet": parquet(2),
+}
+LANCE = {
+    "d/t.lance/_versions/1.manifest": b"m",
+    "d/t.lance/data/6e1f.lance": b"lance",
+    "d/a.parquet": parquet(1),
+}
+HIVE = {
+    f"t/year={year}/month={month}/part-0.parquet": parquet(year * 100 + month)
+    for year in (1, 2)
+    for month in (1, 2, 10)
+}
+HUB = {
+    "README.md": b"---",
+    "data/train-00000-of-00002.parquet": parquet(0),
+    "data/train-00001-of-00002.parquet": parquet(1),
+    "data/validation-00000-of-00001.parquet": parquet(2),
+    "data/test-00000-of-00001.parquet": parquet(3),
+    "data/unsupervised-00000-of-00001.parquet": parquet(4),
+}
+DICT = {
+    "d/dataset_dict.json": b'{"splits": ["first", "second"]}',
+    **{
+        f"d/{split}/{name}": content
+        for split, ids in (("first", (1, 2)), ("second", (3,)))
+        for name, content in {
+            "data-00000-of-00001.arrow": arrow(*ids),
+            "cache-6e1f.arrow": arrow(9),
+            "state.json": saved("data-00000-of-00001.arrow"),
+            "dataset_info.json": b"{}",
+        }.items()
+    },
+}
+SAVED = {
+    "s/data-00000-of-00002.arrow": arrow(1, 2),
+    "s/data-00001-of-00002.arrow": arrow(3),
+    "s/cache-0123456789abcdef.arrow": arrow(9),
+    "s/cache-0123456789abcdef_00000_of_00002.arrow": arrow(9),
+    "s/state.json": saved("data-00000-of-00002.arrow", "data-00001-of-00002.arrow"),
+    "s/dataset_info.json": b"{}",
+}
+SPARK = {
+    "t/_SUCCESS": b"",
+    "t/._SUCCESS.crc": b"crc",
+    "t/.part-00000.snappy.parquet.crc": b"crc",
+    "t/_temporary/0/task_1/part-00001.snappy.parquet": parquet(9),
+    "t/_metadata": b"PAR1",
+    "t/_common_metadata": b"PAR1",
+    "t/_old.parquet": parquet(9),
+    "t/.hidden/a.parquet": parquet(9),
+    "t/__MACOSX/._a.parquet": b"x",
+    "t/part-00002.parquet._COPYING_": parquet(9),
+    "t/day=1_$folder$": b"",
+    "t/_day=1/part-00000.snappy.parquet": parquet(2),
+    "t/part-00000.snappy.parquet": parquet(1),
+}
+BY_FOLDER = {
+    "d/train/a.parquet": parquet(1),
+    "d/train/b.parquet": parquet(2),
+    "d/test/a.parquet": parquet(3),
+    "d/README.md": b"",
+}
+
+
+class Case(NamedTuple):
+    """The rows, or what the error says."""
+
+    files: Files
+    name: str
+    rows: list[int] | str
+
+
+CASES = {
+    "delta": Case(DELTA, "t", r"/t is a Delta table.* deltalake\.DeltaTable\('.*/t'\).file_uris"),
+    "delta below": Case({f"lake/{key}": each for key, each in DELTA.items()}, "lake", "Delta"),
+    "delta, a pattern": Case(DELTA, "t/*.parquet", "Delta table"),
+    "delta, a pattern without its log": Case(DELTA, "t/part-*", "/t is a Delta table"),
+    "delta, a partition": Case(DELTA, "t/day=1", "/t is a Delta table"),
+    "delta, of partitions": Case(DELTA, "t/day=*/part-*", "/t is a Delta table"),
+    "delta, its files": Case(DELTA, "t/{day=1/part-1,part-0}.snappy.parquet", [2, 1]),
+    "beside delta": Case(DELTA | {"u/a.parquet": parquet(5)}, "u/*.parquet", [5]),
+    "iceberg": Case(ICEBERG, "t", r"/t is an Iceberg table.*table\.scan\(\)\.plan_files\(\)"),
+    "iceberg, its data": Case(ICEBERG, "t/data", "/t is an Iceberg table"),
+    "iceberg, a partition": Case(ICEBERG, "t/data/day=1/*", "/t is an Iceberg table"),
+    "no iceberg": Case({"metadata/a.json": b"{}", "a.parquet": parquet(1)}, "", [1]),
+    "hudi": Case(HUDI, "t", r"/t is a Hudi table.*HudiTableBuilder\.from_base_uri\('.*/t'\)"),
+    "hudi, a partition": Case(HUDI, "t/2024/05/", "is a Hudi table"),
+    "hudi, a pattern": Case(HUDI, "t/6e1f*", "is a Hudi table"),
+    "lance": Case(LANCE, "d", r"/d/t\.lance is a Lance dataset.*lance\.dataset\('.*/t\.lance'\)"),
+    "lance, itself": Case(LANCE, "d/t.lance", "is a Lance dataset"),
+    "beside lance": Case(LANCE, "d/*.parquet", [1]),
+    "hive with two keys": Case(HIVE, "t", [101, 110, 102, 201, 210, 202]),
+    "hub": Case(
+        HUB,
+        "",
+        (
+            r"several splits.*: train \(.*/data/train-0000\*\.parquet\), validation "
+            r"\(.*/data/validation-00000-of-00001\.parquet\), test \(.*\), unsupervised "
+        ).replace(r"0000\*", r"\*"),
+    ),
+    "hub, one folder": Case(HUB, "data/*.parquet", "several splits"),
+    "hub, one split": Case(HUB, "data/train-*", [0, 1]),
+    "hub, one split anywhere": Case(HUB, "**/validation*", [2]),
+    "hub, two splits": Case(HUB, "data/{train,unsupervised}-*.parquet", [0, 1, 4]),
+    "train and test": Case(BY_FOLDER, "d", r"train \(.*/d/train/\), test \(.*/d/test/a\.parquet\)"),
+    "train": Case(BY_FOLDER, "d/train", [1, 2]),
+    "train by a pattern": Case(BY_FOLDER, "d/train/*", [1, 2]),
+    "names with words": Case(
+        {"my_training_0.parquet": parquet(1), "Eval1.parquet": parquet(2)},
+        "",
+        r"train \(.*my_training_0\.parquet\), test \(.*Eval1\.parquet\)",
+    ),
+    "splits of each language": Case(
+        {
+            f"{at}/{n}.parquet": parquet(1)
+            for at in ("en/dev", "en/train", "de/train")
+            for n in "ab"
+        },
+        "",
+        r"train \(.*/\*\*/train/\*\*\), validation \(.*/en/dev/\)",
+    ),
+    "a class called test": Case(
+        {"bus/a.parquet": parquet(1), "test/a.parquet": parquet(2)}, "", [1, 2]
+    ),
+    "parts of one split": Case(
+        {"train-clean/a.parquet": parquet(1), "train-other/a.parquet": parquet(2)}, "", [1, 2]
+    ),
+    "words within words": Case(
+        {
+            "latest.parquet": parquet(1),
+            "trainer.parquet": parquet(2),
+            "devices.parquet": parquet(3),
+        },
+        "",
+        [3, 1, 2],
+    ),
+    "other files of a split": Case(
+        {"train.parquet": parquet(1), "test.txt": b"x", "eval/metrics.csv": b"x"}, "", [1]
+    ),
+    "dataset dict": Case(DICT, "d", r"several splits.*first \(.*/first/data.*second \(.*/second"),
+    "dataset dict, one split": Case(DICT, "d/first", [1, 2]),
+    "dataset dict, a pattern": Case(DICT, "d/*/data-*.arrow", "several splits"),
+    "saved": Case(SAVED, "s", [1, 2, 3]),
+    "saved, a pattern": Case(SAVED, "s/*.arrow", [1, 2, 3]),
+    "saved, below": Case({f"a/{key}": each for key, each in SAVED.items()}, "a", [1, 2, 3]),
+    "saved, a cache by name": Case(SAVED, "s/cache-0123456789abcdef.arrow", [9]),
+    "saved, a file less": Case(
+        {key: each for key, each in SAVED.items() if "00001-of" not in key},
+        "s",
+        r"s/state\.json names data-00001-of-00002\.arrow, which is not there",
+    ),
+    "saved, with indices": Case(
+        SAVED | {"s/state.json": saved("a", _indices_data_files=[{"filename": "i.arrow"}])},
+        "s",
+        r"state\.json names a file of indices",
+    ),
+    "not saved": Case({"state.json": b'{"step": 1}', "a.arrow": arrow(1)}, "", [1]),
+    "a cache of datasets": Case(
+        {"imdb.arrow": arrow(1), "cache-6e1f.arrow": arrow(9), "dataset_info.json": b"{}"}, "", [1]
+    ),
+    "revisions": Case(
+        {f"datasets--u--n/snapshots/{at * 40}/a.parquet": parquet(int(at)) for at in "12"},
+        "",
+        r"datasets--u--n/snapshots holds several revisions.*1{40} and 2{40}",
+    ),
+    "spark": Case(SPARK, "t", [2, 1]),
+    "spark, a pattern": Case(SPARK, "t/**", [2, 1]),
+}
+
+
+def check(case: Case, place: str) -> Manifest | None:
+    url = f"{place}/{case.name}" if case.name else place
+    if isinstance(case.rows, str):
+        fault = ShardNotFound if "not there" in case.rows else ConfigError
+        with pytest.raises(fault, match=case.rows) as raised:
+            index_dataset(url)
+        assert raised.value.shard
+        return None
+    manifest = index_dataset(url)
+    assert rows(manifest) == case.rows
+    return manifest
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_gives_what_its_owner_reads_or_is_refused(name: str, tmp_path: Path) -> None:
+    put(tmp_path, CASES[name].files)
+    check(CASES[name], str(tmp_path))
+
+
+def test_layouts_in_a_bucket_are_read_as_on_a_disk(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach(s3_server, monkeypatch)
+    bucket = s3_server.bucket()
+    folders = {id(case.files): f"f{at}" for at, case in enumerate(CASES.values())}
+    every = {id(case.files): case.files for case in CASES.values()}
+    s3_server.put(
+        bucket,
+        {
+            f"{folders[at]}/{key}": each
+            for at, files in every.items()
+            for key, each in files.items()
+        },
+    )
+    try:
+        for case in CASES.values():
+            check(case, f"s3://{bucket}/{folders[id(case.files)]}")
+    finally:
+        forget()
+
+
+def put(folder: Path, files: Files) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def test_the_keys_of_folders_are_told_unless_they_are_columns_or_were_chosen(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, HIVE)
+    manifest = index_dataset(tmp_path / "t")
+    assert folder_keys(manifest) == ["year", "month"]
+    assert "folders year=… and month=…" in said_of_folders(manifest)
+    assert folder_keys(index_dataset(f"{tmp_path}/t/year=*/*/*.parquet")) == ["year", "month"]
+    assert folder_keys(index_dataset(f"{tmp_path}/t/year=1")) == ["month"]
+    assert not said_of_folders(index_dataset(f"{tmp_path}/t/year=1/month=1/"))
+    put(tmp_path / "u", {"x=1/a.parquet": parquet(1)})
+    assert not said_of_folders(index_dataset(tmp_path / "u"))
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a.parquet/b", "loop"])
+def test_a_link_that_leads_nowhere_counts_only_if_it_has_the_name_of_a_shard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    put(tmp_path, {"a.parquet": parquet(1)})
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "latest").symlink_to(tmp_path / target)
+    (tmp_path / ".#lock").symlink_to("nobody@host")
+    with caplog.at_level(logging.WARNING, "dataplane.index"):
+        assert rows(index_dataset(tmp_path)) == [1]
+    (line,) = [one.getMessage() for one in caplog.records if "latest" in one.getMessage()]
+    assert "leads nowhere" in line
+    assert target in line
+    assert "lock" not in caplog.text
+    (tmp_path / "b.parquet").symlink_to(tmp_path / target)
+    for name in (tmp_path, tmp_path / "*.parquet"):
+        with pytest.raises(ShardNotFound, match=rf"b\.parquet is a symbolic link to .*{target}"):
+            index_dataset(name)
+    assert rows(index_dataset(tmp_path / "a.parquet")) == [1]
+
+
+def test_a_link_of_shards_without_suffix_is_one_of_them(tmp_path: Path) -> None:
+    put(tmp_path, {"train-00000-of-00002": b'{"x": 1}\n'})
+    (tmp_path / "train-00001-of-00002").symlink_to(tmp_path / "gone")
+    with pytest.raises(ShardNotFound, match="00001-of-00002 is a symbolic link"):
+        index_dataset(tmp_path, format_name="jsonl")
+
+
+def test_splits_of_shards_without_suffix_are_refused(tmp_path: Path) -> None:
+    names = [f"{split}-0000{n}-of-00002" for split in ("train", "validation") for n in (0, 1)]
+    put(tmp_path, dict.fromkeys(names, b'{"x": 1}\n'))
+    with pytest.raises(ConfigError, match=re.escape(f"train (file://{tmp_path}/train-*)")):
+        index_dataset(tmp_path, format_name="jsonl")
+    assert rows(index_dataset(tmp_path / "train-*", format_name="jsonl")) == [1, 1]
