@@ -191,6 +191,9 @@ async def _coordination(
     service: ServeRole, identity: NodeIdentity
 ) -> AsyncIterator[tuple[Coordination, str]]:
     """Our own coordinator, or the one that this node joins, and its address."""
+    # Before gRPC is imported: it writes a line for each TLS handshake that fails, without a limit
+    # and without the peer. The coordinator's own lines have both.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer
     from dataplane.rpc.calls import CoordinatorClient

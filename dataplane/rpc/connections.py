@@ -28,7 +28,7 @@ import threading
 import time
 import urllib.parse
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +52,12 @@ a while.
 """
 _LINE_S = 60.0
 """A host has one line of the log in this time."""
+_HANDSHAKE_LOOK_S, _HANDSHAKE_SEEN_S, _HANDSHAKE_KEPT_S = 2.0, 0.5, 15.0
+"""A look at the connections for handshakes at most every 2 s, an answer to it after half a second,
+and longer than gRPC lets a handshake take.
+"""
+_HANDSHAKES_FEW, _HANDSHAKES_S = 20, 60.0
+"""As many connections without a call as probes make in this time."""
 _NEVER = float("-inf")
 _DESCRIPTORS = Path("/proc/self/fd")
 _host_of = functools.lru_cache(4096)(network_of)
@@ -111,6 +117,60 @@ def to_close(
     return over, silent
 
 
+class Handshakes:
+    """Tells of connections that end without a call, with their peers: gRPC says of a TLS handshake
+    that failed neither whose it was, nor how many there were. It announces each handshake before it
+    begins, when the connection is open already; which one that is, a look at all of them shows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = self._greeted = 0
+        self._gone: Peer | None = None
+        self._since, self._next_look = time.monotonic(), _NEVER
+        self._known: set[Peer] = set()
+        self._begun: dict[Peer, float] = {}
+
+    def began(self, connected: Callable[[], Iterable[Peer]], now: float) -> None:
+        """A handshake begins; `connected` gives the peers of all connections."""
+        with self._lock:
+            self._count += 1
+            if now < self._next_look:
+                return
+            self._next_look = now + _HANDSHAKE_LOOK_S
+            peers = set(connected())
+            self._begun.update(dict.fromkeys(peers - self._known, now))
+            self._known = peers
+
+    def greeted(self, peer: str) -> None:
+        """The first call came on a connection."""
+        with self._lock:
+            self._greeted += 1
+            if self._begun:
+                self._begun.pop(_peer_of(peer), None)
+
+    def ended(self, connected: Callable[[], Iterable[Peer]], now: float) -> tuple[Peer, int] | None:
+        """A peer that has gone without a call, and how many did since the last answer; None while
+        they are no more than probes are.
+        """
+        with self._lock:
+            if any(now - at > _HANDSHAKE_SEEN_S for at in self._begun.values()):
+                there = set(connected())
+                gone = [peer for peer in self._begun if peer not in there]
+                self._gone = gone[-1] if gone else self._gone
+                self._begun = {
+                    peer: at
+                    for peer, at in self._begun.items()
+                    if peer in there and now - at < _HANDSHAKE_KEPT_S
+                }
+            count = self._count - self._greeted - len(self._begun)
+            is_told = self._gone is not None and count > _HANDSHAKES_FEW
+            found = (self._gone, count) if self._gone is not None and is_told else None
+            if is_told or now - self._since > _HANDSHAKES_S:
+                self._since, self._count, self._greeted = now, len(self._begun), 0
+            return found
+
+
 class OpenConnections:
     """The connections of the gRPC server of this process: `count_max` at most. A thread looks at
     them from `start` to `close`; the event loop says which of them `called`.
@@ -130,9 +190,16 @@ class OpenConnections:
         self._away: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._handshakes = Handshakes()
+        self._port = 0
+
+    def handshaking(self) -> None:
+        """A TLS handshake begins on a new connection. Called by threads of gRPC."""
+        self._handshakes.began(self._peers, time.monotonic())
 
     def start(self, port: int) -> None:
         """Start looking at the connections to this port."""
+        self._port = port
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         background.watch("connections", future)
         self._thread = threading.Thread(
@@ -150,6 +217,7 @@ class OpenConnections:
         """A call was allowed on the connection of this peer, as gRPC writes it."""
         now = time.monotonic()
         with self._lock:
+            is_first = peer not in self._called
             self._called[peer] = now
             self._called.move_to_end(peer)
             for _ in range(2):  # more than were added, so that the old ones get fewer
@@ -157,6 +225,8 @@ class OpenConnections:
                 if now - self._called[oldest] <= _RECENT_S:
                     break
                 del self._called[oldest]
+        if is_first:
+            self._handshakes.greeted(peer)
 
     # -- in the thread ---------------------------------------------------------------------------
 
@@ -167,6 +237,7 @@ class OpenConnections:
                 began, closed = time.thread_time(), 0
                 if _descriptor_count() >= _near(self._count_max) or self._away:
                     closed = self.look(port)
+                self._tell_handshakes()
                 took_s = time.thread_time() - began
                 is_attacked = closed or self._away
                 pause_s = max(_PAUSE_MIN_S if is_attacked else _PERIOD_S, _PAUSE_FACTOR * took_s)
@@ -174,6 +245,18 @@ class OpenConnections:
             future.set_exception(error)
         else:
             future.set_result(None)
+
+    def _peers(self) -> Iterator[Peer]:
+        return (peer for _, peer in _connected(self._port)) if self._port else iter(())
+
+    def _tell_handshakes(self) -> None:
+        ended = self._handshakes.ended(self._peers, time.monotonic())
+        if ended is not None:
+            (host, port), count = ended
+            _trace.refused(
+                "connection without a call", by=_host_of(host), peer=f"{host}:{port}", count=count,
+                why="its TLS handshake failed, or it hung up before its first call",
+            )  # fmt: skip
 
     def look(self, port: int) -> int:
         """Close what keeps others out. Returns how many were closed."""

@@ -11,6 +11,7 @@ import enum
 import functools
 import itertools
 import json
+import math
 import operator
 import types
 from collections import OrderedDict
@@ -76,20 +77,42 @@ def encode(value: object) -> bytes:
     return to_proto(value).SerializeToString()
 
 
-def decode(cls: type[T], wire: bytes) -> T:
+def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
     """The inverse of `encode`.
 
-    Raises:  ConfigError: the bytes are not such a message.
+    Raises:  ConfigError: the bytes are not such a message, or its lists have more elements than
+    this together: each takes far more memory and time than its two bytes.
     """
     message = _message_class(cast(_Class, cls))()
     try:
         message.ParseFromString(wire)
     except _DecodeError as error:
         raise errors.ConfigError(f"not a {cls.__name__} message: {error}") from error
+    if len(wire) > elements_max:
+        _check_elements(message, elements_max)
     try:
         return from_proto(cls, message)
     except (KeyError, TypeError, ValueError) as error:  # an invalid enum or noun
         raise errors.ConfigError(f"not a {cls.__name__} message: {error!r}") from error
+
+
+def _check_elements(message: Message, most: float) -> None:
+    """Raises:  ConfigError: the lists of a message have more elements than this together."""
+    count, nested = 0, [message]
+    while nested:
+        for field, value in nested.pop().ListFields():
+            kind = field.message_type
+            if not field.is_repeated:
+                nested += [] if kind is None else [value]
+                continue
+            count += len(value)
+            if count > most:
+                raise errors.ConfigError(
+                    f"the lists of a {message.DESCRIPTOR.name} message have more than {most} "
+                    "elements together: name fewer urls, sources or columns"
+                )
+            if kind is not None and not kind.GetOptions().map_entry:
+                nested += value
 
 
 def to_proto(value: object) -> Message:

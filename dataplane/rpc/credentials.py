@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from dataplane.security.tls import Certificates, Pems
 
 
-def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+def server_credentials(
+    certificates: Certificates, on_handshake: Callable[[], None]
+) -> grpc.ServerCredentials:
     """The certificate of each new connection is that of the files. With a `ca`, clients must have a
-    certificate of it.
+    certificate of it. `on_handshake` is called for each new connection, in a thread of gRPC's.
     """
     first, version = certificates.current()
     used = [version]
 
     # gRPC calls it in a thread of its own, before each handshake.
     def fetch() -> grpc.ServerCertificateConfiguration | None:
+        on_handshake()
         pems, now = certificates.current()
         if now == used[0]:
             return None

@@ -5,8 +5,8 @@ One line of the log for each refusal: peer, call and reason, never the token.
 
 from __future__ import annotations
 
-import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,10 +14,8 @@ import grpc.aio
 from msgspec.structs import replace
 
 from dataplane.config import VERSION
-from dataplane.errors import AccessDenied, ConfigError, DataplaneError, VersionMismatch
+from dataplane.errors import AccessDenied, DataplaneError, VersionMismatch
 from dataplane.redact import redacted
-from dataplane.rpc import status
-from dataplane.rpc.address import network_of
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -28,6 +26,7 @@ from dataplane.rpc.membership import (
     LeaveRequest,
     RegisterNodeRequest,
 )
+from dataplane.rpc.receiving import Answer, Call, Context, Receiving, abort, host_of
 from dataplane.rpc.sharing import ShareManifestRequest
 from dataplane.security import node_identity
 from dataplane.security.calls import ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
@@ -39,15 +38,16 @@ _trace = Trace("security")
 _NAME_SHOWN_MAX = 256
 _UNKNOWN = "there is no such call here: both sides must be of one version"
 
-_Context = Any  # grpc.aio.ServicerContext, generic in what it carries
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets a call through if its token is known and may make it."""
+    """Lets a call through if its token is known and may make it. `calls` are those of the server,
+    by path.
+    """
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    def __init__(self, security: Security, calls: Mapping[str, Call]) -> None:
+        self._security, self._calls = security, calls
 
     async def intercept_service(
         self, continuation: _Continue, details: grpc.HandlerCallDetails
@@ -68,40 +68,38 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             why = f"its token is for {_named(caller)}, which may not make this call"
             return self._refusing(details.method, why, grpc.StatusCode.PERMISSION_DENIED)
         is_limited = caller.job or caller.datasets is not None or allowed == NODE_ONLY
-        if method.unary_unary is not None and (self._security.peers or is_limited):
-            return self._limited(details.method, method, caller, shown.get(NODE_PROOF))
+        call = self._calls.get(details.method)
+        if call is not None and (self._security.peers or is_limited):
+            check = partial(self._limited, details.method, caller, shown.get(NODE_PROOF))
+            return call.for_grpc(check)
         return method
 
-    def _limited(
+    async def _limited(
         self,
         path: str,
-        method: grpc.RpcMethodHandler,
         caller: Caller,
         secret: str | bytes | None,
-    ) -> grpc.RpcMethodHandler:
-        """Looks at the certificate, which gRPC has verified, before it parses the message, and then
-        at who speaks, and at what the message asks for.
+        receive: Callable[[], Receiving],
+        answer: Answer,
+        context: Context,
+    ) -> Any:
+        """Looks at the certificate, which gRPC has verified, before it receives the message, and
+        then at who speaks, and at what the message asks for.
         """
-
-        async def answer(message: bytes, context: _Context) -> Any:
-            why = self._unknown(context)
-            if not why:
-                try:
-                    request = method.request_deserializer(message)
-                except ConfigError as error:
-                    await _abort(context, error)
-                why = _another(request, secret)
-                why = why or _outside(request, caller, self._security.allowed_urls)
+        why = self._unknown(context)
+        if why:
+            await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
+        async with receive() as request:
+            why = _another(request, secret)
+            why = why or _outside(request, caller, self._security.allowed_urls)
             if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
-            answer = await method.unary_unary(_of_caller(request, caller), context)
-            return answer if caller.datasets is None else _of_datasets(answer, caller.datasets)
+            answered = await answer(_of_caller(request, caller), context)
+            if caller.datasets is None:
+                return answered
+            return _of_datasets(answered, caller.datasets)
 
-        return grpc.unary_unary_rpc_method_handler(
-            answer, response_serializer=method.response_serializer
-        )
-
-    def _unknown(self, context: _Context) -> str:
+    def _unknown(self, context: Context) -> str:
         """Why a peer with this certificate is refused, or ""."""
         if not self._security.peers:
             return ""
@@ -113,33 +111,20 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _refusing(self, path: str, why: str, code: grpc.StatusCode) -> grpc.RpcMethodHandler:
         """Answers without receiving the message: nobody asks for the first one of the stream."""
 
-        async def refuse(_: object, context: _Context) -> None:
+        async def refuse(_: object, context: Context) -> None:
             await _refuse(context, path, why, code)
 
         return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode) -> None:
+async def _refuse(context: Context, path: str, why: str, code: grpc.StatusCode) -> None:
     """Abort the call, with one line of the log."""
     call, peer = path.rpartition("/")[2][:_NAME_SHOWN_MAX], context.peer()
-    _trace.refused("call refused", by=_host_of(peer), peer=peer, call=call, why=why)
+    _trace.refused("call refused", by=host_of(peer), peer=peer, call=call, why=why)
     error: DataplaneError = AccessDenied(f"the call {call} was refused: {why}", call=call)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         error = VersionMismatch(f"the call {call} was refused: {why}")
-    await _abort(context, error, code)
-
-
-def _host_of(peer: str) -> str:
-    """Whose calls these are, from "ipv4:10.0.0.9:51234" or "ipv6:%5B2001:db8::1%5D:51234"."""
-    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
-    return network_of(host.removeprefix("[").removesuffix("]"))
-
-
-async def _abort(
-    context: _Context, error: DataplaneError, code: grpc.StatusCode | None = None
-) -> None:
-    code = code or status.code_of(error)
-    await context.abort(code, status.details_of(error), status.trailer_of(error))
+    await abort(context, error, code)
 
 
 def _another(request: Any, secret: str | bytes | None) -> str:

@@ -10,22 +10,29 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
 from dataplane.machine import connections_max
-from dataplane.rpc import status
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.connections import OpenConnections
 from dataplane.rpc.credentials import server_credentials
 from dataplane.rpc.guard import Guard
+from dataplane.rpc.receiving import (
+    HEALTH,
+    WINDOW,
+    Answer,
+    Call,
+    Context,
+    Health,
+    Inbox,
+    abort,
+)
 from dataplane.rpc.services import (
     COORDINATOR,
     REQUEST_BYTES_MAX,
@@ -56,9 +63,8 @@ _OPTIONS = (
     ("grpc.max_connection_idle_ms", 120_000),
     # One connection cannot have more calls in flight than this; a node has a few.
     ("grpc.max_concurrent_streams", 256),
+    *WINDOW,
 )
-
-Answer = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
 
 class GrpcServer:
@@ -69,11 +75,13 @@ class GrpcServer:
         self._security = security
         count_max = connections_max()
         most = ("grpc.max_allowed_incoming_connections", count_max)
-        guards = [] if isinstance(self._wanted, UnixAddress) else [Guard(security)]
+        self._calls: dict[str, Call] = {}
+        is_unix = isinstance(self._wanted, UnixAddress)
+        guards = [] if is_unix else [Guard(security, self._calls)]
         self._server = grpc.aio.server(interceptors=guards, options=(*_OPTIONS, most))
         # Whoever connects to a Unix socket is the same user.
         self._connections = OpenConnections(count_max) if guards else None
-        self._health = health.aio.HealthServicer()
+        self._health, self._inbox = Health(), Inbox()
         self._socket_file: tuple[Path, int] | None = None
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -101,27 +109,25 @@ class GrpcServer:
             self.address = self._bind_unix(self._wanted)
         else:
             self.address = self._bind_tcp(self._wanted)
-        methods = {
-            method.name: grpc.unary_unary_rpc_method_handler(
-                self._answer(method, service),
-                request_deserializer=method.read_request,
-                response_serializer=method.write,
-            )
-            for method in coordinator_methods()
-        }
-        generic = grpc.method_handlers_generic_handler(COORDINATOR, methods)
-        self._server.add_generic_rpc_handlers((generic,))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        methods = {}
+        for method in coordinator_methods():
+            call = Call(method, self._answer(method, service), self._inbox.receive)
+            self._calls[method.path] = call
+            methods[method.name] = call.for_grpc()
+        services = {COORDINATOR: methods, HEALTH: self._health.for_grpc()}
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(*one) for one in services.items()]
+        )
         await self._server.start()
         if self._connections is not None:
             self._connections.start(int(self.address.rpartition(":")[2]))
-        await self._health.set(COORDINATOR, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set(is_serving=True)
         return self.address
 
     async def stop(self, grace_s: float) -> None:
         """Reject new calls, give those in flight `grace_s`, then close; may be called twice."""
         self._draining = True
-        await self._health.enter_graceful_shutdown()
+        await self._health.set(is_serving=False)
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -130,6 +136,7 @@ class GrpcServer:
         if self._connections is not None:
             await asyncio.to_thread(self._connections.close)
         await self._server.stop(None)
+        self._inbox.close()
         if self._socket_file is not None:
             path, inode = self._socket_file
             self._socket_file = None
@@ -139,9 +146,9 @@ class GrpcServer:
     def _answer(self, method: Method, service: Coordination) -> Answer:
         serve = getattr(service, method.python_name)
 
-        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def answer(request: Any, context: Context) -> Any:
             if self._draining:
-                await _abort(context, PeerLost(f"{self.address} is stopping", peer=self.address))
+                await abort(context, PeerLost(f"{self.address} is stopping", peer=self.address))
             self._in_flight += 1
             self._idle.clear()
             if self._connections is not None:
@@ -149,13 +156,13 @@ class GrpcServer:
             try:
                 return await serve(request)
             except ClosedError:
-                await _abort(context, PeerLost(f"{self.address} has stopped", peer=self.address))
+                await abort(context, PeerLost(f"{self.address} has stopped", peer=self.address))
             except DataplaneError as error:
-                await _abort(context, error)
+                await abort(context, error)
             except Exception as error:  # noqa: BLE001 - a call is answered, whatever happens
                 _trace.broke("a defect", call=method.name)
                 sentence = f"a defect in {method.name}: {type(error).__name__}: {error}"
-                await _abort(context, DataplaneError(sentence))
+                await abort(context, DataplaneError(sentence))
             finally:
                 self._in_flight -= 1
                 if not self._in_flight:
@@ -182,7 +189,9 @@ class GrpcServer:
             if tls is None:
                 port = self._server.add_insecure_port(address.target)
             else:
-                port = self._server.add_secure_port(address.target, server_credentials(tls))
+                assert self._connections is not None, "it listens on TCP"
+                credentials = server_credentials(tls, self._connections.handshaking)
+                port = self._server.add_secure_port(address.target, credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen at {address.target}: {error}", address=address.target
@@ -205,10 +214,6 @@ class GrpcServer:
             os.umask(old)
         self._socket_file = (path, path.lstat().st_ino)
         return wanted.target
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: DataplaneError) -> None:
-    await context.abort(status.code_of(error), status.details_of(error), status.trailer_of(error))
 
 
 def _refuse_if_taken(address: TcpAddress) -> None:

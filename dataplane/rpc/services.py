@@ -14,6 +14,7 @@ from dataplane.rpc.v1 import coordinator_pb2
 
 REQUEST_BYTES_MAX = 4 << 20
 RESPONSE_BYTES_MAX = 64 << 20
+_ELEMENTS_MAX = 1 << 17
 
 
 class Method(Struct, frozen=True):
@@ -38,7 +39,9 @@ def coordinator_methods() -> tuple[Method, ...]:
             name=method.name,
             path=f"/{service.full_name}/{method.name}",
             python_name=re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
-            read_request=functools.partial(decode, value_class(method.input_type)),
+            read_request=functools.partial(
+                decode, value_class(method.input_type), elements_max=_ELEMENTS_MAX
+            ),
             read_response=functools.partial(decode, value_class(method.output_type)),
         )
         for method in service.methods

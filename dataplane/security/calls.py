@@ -39,7 +39,6 @@ CALLS: Mapping[str, frozenset[Role]] = {
     # Probes of Kubernetes cannot send a token, and learn only whether the service is ready.
     f"{_HEALTH}/Check": ANYBODY,
     f"{_HEALTH}/Watch": EVERYONE,
-    f"{_HEALTH}/List": EVERYONE,
 }
 
 

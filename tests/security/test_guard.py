@@ -39,7 +39,7 @@ LOCAL = "127.0.0.1:0"
 
 
 def test_the_table_names_every_call_and_no_other():
-    health = {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch", "List")}
+    health = {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")}
     assert set(CALLS) == {method.path for method in coordinator_methods()} | health
 
 
@@ -131,7 +131,9 @@ def test_what_a_node_sends_that_is_no_message_is_an_error_of_its_own_and_no_defe
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
     asyncio.run(main())
-    assert not caplog.records
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line.startswith("malformed message peer=ipv4:127.0.0.1:")
+    assert "call=Heartbeat" in line
 
 
 def test_a_probe_may_ask_whether_the_service_is_ready_and_nothing_more(caplog):

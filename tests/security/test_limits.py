@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import socket
@@ -12,7 +13,9 @@ import fleet
 import grpc
 import psutil
 import pytest
+from certificates import Authority
 from fleet import Service
+from grpc_health.v1 import health_pb2
 from membership import VERSION
 from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
 
@@ -22,7 +25,8 @@ from dataplane.log_limits import LINES_A_MINUTE
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.rpc.services import COORDINATOR, REQUEST_BYTES_MAX
-from dataplane.security.security import security_of
+from dataplane.security.security import Security, security_of
+from dataplane.security.tls import Certificates
 
 FLOOD = 10_000
 SMALL_FLOOD, SMALL_FILES = 600, 320
@@ -81,6 +85,93 @@ def test_a_token_of_a_megabyte_and_frames_of_nonsense_disturb_nobody(caplog):
 
     asyncio.run(main())
     caplog.clear()
+
+
+def test_a_health_check_needs_no_message_and_none_is_received(tmp_path, monkeypatch):
+    """Of 3 MiB each, so that a hundred would take 300 MiB; and what is no message is as good."""
+    served = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+
+    async def checked(address, process):
+        async with grpc.aio.insecure_channel(address, options=BIG) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            before = process.memory_info().rss
+            big = bytes(3 << 20)
+            answers = await asyncio.gather(*(check(big, timeout=60) for _ in range(100)))
+            answers += [await check(b"\xff" * 100, timeout=30)]
+            assert set(answers) == {served.SerializeToString()}
+            assert process.memory_info().rss - before < 64 << 20
+
+    log = tmp_path / "log"
+    with Service("--coordinator", "--listen", "127.0.0.1:0", log=log) as service:
+        asyncio.run(checked(service.address, psutil.Process(service.process.pid)))
+        assert service.stop() == 0
+    assert len(log.read_text().splitlines()) == 1  # it drains
+
+
+def test_messages_that_are_none_write_few_lines_that_name_the_peer(caplog):
+    """From peers with a token, too; and a message of a million empty parts takes no gigabyte."""
+
+    async def main():
+        async with (
+            serving() as address,
+            grpc.aio.insecure_channel(address, options=BIG) as channel,
+            client_of(address, TRUSTED) as owner,
+        ):
+            for name in ("Status", "Ledger", "Change", "Join"):
+                call = channel.unary_unary(f"/{COORDINATOR}/{name}")
+                for _ in range(50):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call(b"\xff" * 100, timeout=30, metadata=TRUSTED.metadata())
+                    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            lines = [one.getMessage() for one in caplog.records]
+            assert len(lines) == LINES_A_MINUTE
+            assert all(line.startswith("malformed message peer=ipv4:127.0.0.1:") for line in lines)
+            call = channel.unary_unary(f"/{COORDINATOR}/Heartbeat")
+            empty_members = b"\x12\x00" * (1 << 18)
+            with pytest.raises(grpc.aio.AioRpcError, match="more than 131072 elements"):
+                await call(empty_members, timeout=60, metadata=TRUSTED.metadata())
+            assert (await owner.status(StatusRequest())).version == VERSION
+
+    asyncio.run(main())
+    assert "Traceback" not in caplog.text
+
+
+def test_failed_tls_handshakes_are_told_with_their_peer_and_their_number(tmp_path, caplog):
+    tls = Certificates(Authority.made().write(tmp_path, "server"))
+
+    async def main():
+        async with serving(security=Security(TRUSTED.tokens, tls=tls)) as address:
+            host, _, port = address.rpartition(":")
+            ports = set()
+            for _ in range(60):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                ports.add(writer.get_extra_info("sockname")[1])
+                writer.write(b"no handshake at all " * 20)
+                with contextlib.suppress(ConnectionError):
+                    while await reader.read(1 << 16):
+                        pass
+                writer.close()
+            await asyncio.wait_for(line_written.wait(), 60)
+            return ports
+
+    class Written(logging.Handler):
+        def emit(self, _):
+            loop.call_soon_threadsafe(line_written.set)
+
+    with asyncio.Runner() as runner:
+        loop, line_written, written = runner.get_loop(), asyncio.Event(), Written()
+        logging.getLogger("dataplane.security").addHandler(written)
+        try:
+            ports = runner.run(main())
+        finally:
+            logging.getLogger("dataplane.security").removeHandler(written)
+    line = caplog.records[0].getMessage()
+    assert line.startswith("connection without a call peer=127.0.0.1:")
+    facts = dict(part.partition("=")[::2] for part in line.split())
+    assert int(facts["peer"].rpartition(":")[2]) in ports
+    assert 20 < int(facts["count"]) <= 60
+    assert "TLS handshake failed" in line
 
 
 def test_a_peer_that_is_refused_a_thousand_times_writes_few_lines(caplog):

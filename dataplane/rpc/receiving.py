@@ -1,0 +1,177 @@
+"""Messages of calls: received once their call is allowed, and in bounded number.
+
+gRPC hands a unary call to its method with the message, which it has received by then, whoever sent
+it. So to gRPC each method here takes a stream of messages, which nobody asks for before the call
+is allowed. Until then a call has no more memory than a stream's window (`WINDOW_BYTES`).
+
+Invariants:
+1. No byte of a message is received beyond the window, and none is parsed, before its call is
+   allowed. Of a health check nothing ever is: the answer is the same for all services.
+2. Of one host, at most `_MESSAGES_MAX` messages are in memory at once, for `_RECEIVE_S` each until
+   they have come.
+3. Large messages are parsed beside the event loop, one at a time.
+4. What is no message is an error of ours with a line of the log, and no traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from msgspec import Struct
+
+from dataplane.errors import ConfigError, DataplaneError
+from dataplane.rpc import status
+from dataplane.rpc.address import network_of
+from dataplane.rpc.services import Method
+from dataplane.trace import Trace
+
+WINDOW_BYTES = 1024
+WINDOW = (
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    # With a probe the windows of a connection grow with its speed.
+    ("grpc.http2.bdp_probe", 0),
+)
+HEALTH = "grpc.health.v1.Health"
+_MESSAGES_MAX = 16
+_RECEIVE_S = 10.0
+_LARGE_BYTES = 4 << 10
+
+_trace = Trace("security")
+
+Context = Any  # grpc.aio.ServicerContext, generic in what it carries
+Answer = Callable[[Any, Context], Awaitable[Any]]
+Receive = Callable[[Method, Context], "Receiving"]
+Receiving = Any  # an async context manager of the request
+Around = Callable[[Callable[[], Receiving], Answer, Context], Awaitable[Any]]
+
+
+def host_of(peer: str) -> str:
+    """Whose calls these are, from "ipv4:10.0.0.9:51234" or "ipv6:%5B2001:db8::1%5D:51234"."""
+    host = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[0]
+    return network_of(host.removeprefix("[").removesuffix("]"))
+
+
+async def abort(
+    context: Context, error: DataplaneError, code: grpc.StatusCode | None = None
+) -> None:
+    """End a call with an error of ours."""
+    code = code or status.code_of(error)
+    await context.abort(code, status.details_of(error), status.trailer_of(error))
+
+
+class Inbox:
+    """Receives the messages of a server."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._users: Counter[str] = Counter()
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="dataplane-messages")
+
+    def close(self) -> None:
+        """Parse no more large messages. May be called twice."""
+        self._parser.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def receive(self, method: Method, context: Context) -> AsyncIterator[Any]:
+        """The message of a call, which counts until it is answered. The call ends with an error
+        if none comes in time, or what comes is none.
+        """
+        host = host_of(context.peer())
+        self._users[host] += 1
+        places = self._places.setdefault(host, asyncio.Semaphore(_MESSAGES_MAX))
+        try:
+            async with places:
+                yield await self._received(method, context)
+        finally:
+            self._users[host] -= 1
+            if not self._users[host]:
+                del self._users[host], self._places[host]
+
+    async def _received(self, method: Method, context: Context) -> Any:
+        try:
+            async with asyncio.timeout(_RECEIVE_S):
+                wire = await context.read()
+            if not isinstance(wire, bytes):
+                raise ConfigError("it ended without a message")
+            if len(wire) <= _LARGE_BYTES:
+                return method.read_request(wire)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._parser, method.read_request, wire)
+        except TimeoutError:
+            error = ConfigError(f"no message came within {_RECEIVE_S:g} s")
+        except ConfigError as not_a_message:
+            error = not_a_message
+        peer = context.peer()
+        _trace.refused(
+            "malformed message", by=host_of(peer), peer=peer, call=method.name, why=str(error)
+        )
+        await abort(context, error)
+        raise error  # never reached: abort() raises
+
+
+class Call(Struct, frozen=True):
+    """A unary method, how it is answered, and how its message is received."""
+
+    method: Method
+    answer: Answer
+    receive: Receive
+
+    def for_grpc(self, around: Around | None = None) -> grpc.RpcMethodHandler:
+        """The method as gRPC calls it. `around` may look at the call and its message before it is
+        answered, and receives the message when it likes.
+        """
+        method, answer, receive = self.method, self.answer, self.receive
+
+        async def serve(_: object, context: Context) -> Any:
+            if around is not None:
+                return await around(lambda: receive(method, context), answer, context)
+            async with receive(method, context) as request:
+                return await answer(request, context)
+
+        return grpc.stream_unary_rpc_method_handler(serve, response_serializer=method.write)
+
+
+class Health:
+    """The standard health service, of which a probe needs no token. It has one answer, whatever
+    the message names.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+    def for_grpc(self) -> dict[str, grpc.RpcMethodHandler]:
+        """Its methods by name."""
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        return {
+            "Check": grpc.stream_unary_rpc_method_handler(self._check, response_serializer=write),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=write),
+        }
+
+    async def set(self, *, is_serving: bool) -> None:
+        """Change the answer."""
+        answers = health_pb2.HealthCheckResponse
+        async with self._changed:
+            self._status = answers.SERVING if is_serving else answers.NOT_SERVING
+            self._changed.notify_all()
+
+    async def _check(self, _: object, __: Context) -> health_pb2.HealthCheckResponse:
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def _watch(self, _: object, context: Context) -> None:
+        last = None
+        while True:
+            async with self._changed:
+                while self._status == last:
+                    await self._changed.wait()
+                last = self._status
+            await context.write(health_pb2.HealthCheckResponse(status=last))
