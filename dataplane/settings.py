@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,12 @@ OTHER_VARIABLES = frozenset(
         *("DATAPLANE_DEBUG", "DATAPLANE_TOKEN", "DATAPLANE_WORKERS"),
         units.IMPORT_PATH_VARIABLE,
     }
+)
+# Kubernetes sets these in every pod beside a Service whose name begins with "dataplane", and our
+# tests and their data have these.
+_OF_OTHERS = re.compile(
+    r"DATAPLANE_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)\w*)?)|"
+    r"DATAPLANE_TEST_\w+|DATAPLANE_FOREIGN"
 )
 MIB = 1 << 20
 GIB = 1 << 30
@@ -305,8 +312,33 @@ def read_file(path: Path) -> ConfigFile:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """DATAPLANE_* variables that nothing reads: most likely misspelt."""
-    known = OTHER_VARIABLES.union(setting.variable for setting in SETTINGS)
-    return sorted(name for name in environ if name.startswith(units.PREFIX) and name not in known)
+    known = _known_variables()
+    return sorted(
+        name
+        for name in environ
+        if name.startswith(units.PREFIX) and name not in known and not _OF_OTHERS.fullmatch(name)
+    )
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse variables that look like settings: one that limits what a service opens has no effect
+    if it is misspelt.
+
+    Raises:  ConfigError: one is unknown; says which is meant.
+    """
+    for name in unknown_variables(environ):
+        known = [one.removeprefix(units.PREFIX) for one in _known_variables()]
+        near = difflib.get_close_matches(name.removeprefix(units.PREFIX), known, n=1)
+        meant = f"did you mean {units.PREFIX}{near[0]}?" if near else "it limits nothing."
+        raise ConfigError(
+            f"{name} is set in the environment, and there is no such setting: {meant} Correct it, "
+            "or unset it; `dataplane config show` lists all",
+            key=name,
+        )
+
+
+def _known_variables() -> frozenset[str]:
+    return OTHER_VARIABLES.union(setting.variable for setting in SETTINGS)
 
 
 def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:

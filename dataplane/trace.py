@@ -26,10 +26,24 @@ from dataplane.redact import redacted
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+# Control characters, halves of surrogate pairs, separators of lines, and marks that change the
+# direction of what follows: a terminal acts on them, or cannot show them.
+UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
+_UNSAFE_IN_TEXT = re.compile(rf"(?![\n\t]){UNSAFE.pattern}")
 _FACT_LENGTH_MAX = 2000
 _PLAIN = re.compile(r"[^\s\"=]+")
 _traces: weakref.WeakSet[Trace] = weakref.WeakSet()
 _adding = threading.Lock()
+
+
+def printable(text: str, *, of_lines: bool = False) -> str:
+    """The text with whatever a terminal would act on written as JSON writes it; of several lines,
+    with line ends and tabs as they are.
+    """
+    unsafe = _UNSAFE_IN_TEXT if of_lines else UNSAFE
+    return unsafe.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class Trace:
@@ -153,7 +167,7 @@ class _Text(logging.Formatter):
         text = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}"
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
-        return redacted(text)
+        return printable(redacted(text), of_lines=True)
 
 
 class _Json(logging.Formatter):
@@ -169,7 +183,7 @@ class _Json(logging.Formatter):
             "room": record.name.removeprefix("dataplane."),
             "event": redacted(line.event),
         }
-        return json.dumps({**about, **facts, **about}, ensure_ascii=False)
+        return printable(json.dumps({**about, **facts, **about}, ensure_ascii=False))
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -188,7 +202,8 @@ def _plain(value: object) -> object:
 def _shown(value: object) -> str:
     """A value in a line of text, quoted if it is not a single word."""
     text = f"{value:.6g}" if isinstance(value, float) else _cut(redacted(str(value)))
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    is_plain = _PLAIN.fullmatch(text) and not UNSAFE.search(text)
+    return text if is_plain else printable(json.dumps(text, ensure_ascii=False))
 
 
 def _cut(text: str) -> str:

@@ -288,3 +288,21 @@ def test_a_stderr_that_is_gone_costs_nothing(
     for one in (gone, None):
         monkeypatch.setattr(sys, "stderr", one)
         Trace("node").failed("nobody reads this")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_line_has_what_a_terminal_acts_on(stderr: Stderr, form: str) -> None:
+    configure("info", form)
+    hostile = "a\x1b[2J\nb\x9b1m\u202ec\ud800\x7f"
+    Trace("test").noted("job opened", job=hostile, plain="é\u3000")
+    logging.getLogger("other").warning("%s", hostile)
+    text = stderr.text
+    assert not set(text) & set("\x1b\x9b\u202e\ud800\x7f")
+    assert "\\u001b[2J" in text
+    assert "\\ud800" in text
+    if form == "json":
+        assert json.loads(text.splitlines()[0])["job"] == hostile
+    else:
+        assert text.splitlines()[0].endswith(
+            'job="a\\u001b[2J\\nb\\u009b1m\\u202ec\\ud800\\u007f" plain="é\u3000"'
+        )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from dataplane.commands import output
 from dataplane.commands.options import Settings
 from dataplane.commands.traced import asked_coordinator
+from dataplane.rpc.bounds import NAME_LENGTH_MAX
+from dataplane.trace import printable
 
 if TYPE_CHECKING:
     from dataplane.ledger import LedgerEntry
@@ -43,7 +45,7 @@ def who() -> str:
         name = getpass.getuser()
     except (KeyError, OSError):
         name = "unknown"
-    return f"{name}@{socket.gethostname()}"[:256]
+    return printable(f"{name}@{socket.gethostname()}")[:NAME_LENGTH_MAX]
 
 
 def told_as_json(job: str, entry: LedgerEntry, answer: ChangeResponse) -> None:
@@ -65,7 +67,8 @@ def tell(
         told_as_json(job, entry, answer)
         return
     say = output.stdout().print
-    say(f"job {job}: {what} (entry {entry.seq})", markup=False, soft_wrap=True)
+    said = printable(f"job {job}: {what} (entry {entry.seq})")
+    say(said, markup=False, soft_wrap=True)
     step = -(-answer.cursor // answer.global_batch)
     at = f"epoch {answer.epoch}, step {step}"
     when = "when it is started the next time"

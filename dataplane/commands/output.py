@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dataplane import errors
 from dataplane.redact import redacted
+from dataplane.trace import printable
 
 EXIT_OK = 0
 EXIT_BAD_DATA = 1
@@ -44,6 +45,7 @@ Exit status:
 
 # The first class of an error's ancestry that is listed here decides.
 _EXIT_OF: dict[type[BaseException], int] = {
+    errors.AccessDenied: EXIT_UNREACHABLE,
     errors.ConfigError: EXIT_USAGE,
     errors.CorruptShard: EXIT_BAD_DATA,
     errors.DatasetChangedError: EXIT_BAD_DATA,
@@ -90,7 +92,8 @@ def stderr() -> Console:
 
 def write_json(value: object) -> None:
     """One JSON document on stdout. Values that JSON lacks are written as text."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
+    sys.stdout.write(printable(text, of_lines=True) + "\n")
 
 
 def write_table(
@@ -124,7 +127,7 @@ def show(cell: object) -> str:
         return f"{cell:,}"
     if isinstance(cell, float):
         return f"{cell:,.1f}"
-    return str(cell)
+    return printable(str(cell))
 
 
 def counted(count: int, noun: str) -> str:
@@ -158,18 +161,18 @@ def progress() -> Progress:
 
 def warn(message: str) -> None:
     """One line of warning on stderr."""
-    stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+    stderr().print(f"[yellow]warning:[/] {escape(printable(message))}", soft_wrap=True)
 
 
 def write_error(error: BaseException) -> None:
     """Print what was wrong, where, and what to do, as one block on stderr."""
     console = stderr()
-    what = redacted(str(error)) or type(error).__name__
+    what = printable(redacted(str(error)), of_lines=True) or type(error).__name__
     console.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True)
     if isinstance(error, errors.DataplaneError):
         for noun, value in error.nouns.items():
             if value is not None:
-                console.print(f"  {noun + ':':<12} {escape(str(value))}", soft_wrap=True)
+                console.print(f"  {noun + ':':<12} {escape(printable(str(value)))}", soft_wrap=True)
         console.print(f"  {'kind:':<12} {type(error).__name__}")
     advice = _first(_ADVICE, error)
     if advice:
@@ -188,13 +191,13 @@ def write_error_as_json(error: BaseException, status: int, *, with_traceback: bo
     }
     if with_traceback:
         told["traceback"] = redacted("".join(traceback.format_exception(error)))
-    sys.stderr.write(json.dumps(told, default=str, ensure_ascii=False) + "\n")
+    sys.stderr.write(printable(json.dumps(told, default=str, ensure_ascii=False)) + "\n")
 
 
 def write_traceback(error: BaseException) -> None:
     """Print the traceback on stderr, with secrets in urls removed."""
     told = "".join(traceback.format_exception(error))
-    stderr().print(redacted(told), markup=False, soft_wrap=True)
+    stderr().print(printable(redacted(told), of_lines=True), markup=False, soft_wrap=True)
 
 
 def exit_code(error: BaseException) -> int:

@@ -31,7 +31,7 @@ from dataplane.machine import raise_descriptor_limit
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
 from dataplane.security.environment import hide_secrets
-from dataplane.settings import node_config
+from dataplane.settings import check_variables, node_config
 from dataplane.trace import Trace, configure
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def serve(
     A cluster has one coordinator, and one node per host. Trainers pass the coordinator's address,
     and get their batches from the node on their own host. Lines on stdout say when each is ready.
 
-    SIGTERM or Ctrl-C drains: the process takes no new work and finishes work in flight. A second
-    signal stops it at once.
+    SIGTERM, SIGHUP or Ctrl-C drains: the process takes no new work and finishes work in flight. A
+    second signal stops it at once.
 
     Over TCP, nodes and commands show a token: the one in DATAPLANE_TOKEN or --token-file, or the
     one that the first coordinator creates in its state directory. Copy it to the other hosts.
@@ -93,6 +93,7 @@ def serve(
     """
     level = "debug" if context.find_root().params["debug"] else str(settings["log_level"].value)
     configure(level, str(settings["log_format"].value))
+    check_variables(os.environ)
     hide_secrets()
     service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
     context.exit(asyncio.run(_run(service)))
@@ -165,6 +166,8 @@ def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
+        if number == signal.SIGHUP and received:
+            return  # a shell that ends sends it, too, after the terminal
         received.append(number)
         if len(received) == 1:
             _trace.noted("draining; a second signal stops at once", by=signal.Signals(number).name)
@@ -173,12 +176,15 @@ def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
             task.cancel()
             loop.call_later(CANCEL_S, os._exit, _exit_status(received))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    ends = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        ends.append(signal.SIGHUP)
+    for number in ends:
         loop.add_signal_handler(number, on_signal, number)
     try:
         yield received
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ends:
             loop.remove_signal_handler(number)
 
 
@@ -246,10 +252,7 @@ async def _run_node(
     try:
         listener = sockets.listen(name)
     except FileExistsError as error:
-        raise ConfigError(
-            f"another node of yours already serves {named} on this host (@{name}): stop it first",
-            service=named,
-        ) from error
+        raise _taken(name, named) from error
     with listener:
         data_listener = await asyncio.to_thread(_data_listener, service, joined)
         ready = partial(_serving, named)
@@ -257,6 +260,32 @@ async def _run_node(
             config, listener, coordination, identity.node_id, stop, ready,
             data_listener=data_listener,
         )  # fmt: skip
+
+
+def _taken(name: str, named: str) -> ConfigError:
+    """The error that a process has the socket name of this node, with whose it is."""
+    from dataplane.rpc import sockets
+
+    holder, own = sockets.holder_of(name), os.getuid()
+    if holder is None:
+        words = (
+            f"a process that takes no connections has the socket name @{name}, by which trainers "
+            f"find the node for {named} on this host: end it (`ss -xlp` shows your own)"
+        )
+    elif holder[1] == own:
+        words = (
+            f"another node of yours (process {holder[0]}) already serves {named} on this host "
+            f"(@{name}): stop it first"
+        )
+    else:
+        pid, uid = holder
+        words = (
+            f"process {pid} of user {uid} has taken the socket name @{name}, by which trainers of "
+            f"user {own} find the node for {named} on this host; they refuse to talk to it. Have "
+            "it ended by that user or root, or give the service another name with --service, and "
+            "trainers the same"
+        )
+    return ConfigError(words, service=named)
 
 
 def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:

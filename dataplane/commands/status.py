@@ -29,6 +29,7 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
+from dataplane.trace import printable
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.
@@ -127,7 +128,7 @@ def render(found: StatusResponse) -> Group:
     for one in (jobs, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
         if one.row_count:
             parts += [one, Text()]
-    about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
+    about = printable(f"coordinator {found.coordinator_id}, dataplane {found.version}")
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)
 

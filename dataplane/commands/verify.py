@@ -22,6 +22,7 @@ from dataplane.commands.options import (
 from dataplane.errors import DataplaneError
 from dataplane.redact import redacted
 from dataplane.store.unreachable import UNREACHABLE
+from dataplane.trace import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -276,7 +277,7 @@ def _report(findings: Findings) -> None:
     faults = sorted(findings.errors, key=lambda fault: (fault.shard, fault.message))
     console = output.stdout()
     for fault in faults[:ERRORS_SHOWN]:
-        console.print(f"{fault.kind}: {fault.message}", markup=False, soft_wrap=True)
+        console.print(printable(f"{fault.kind}: {fault.message}"), markup=False, soft_wrap=True)
     if len(faults) > ERRORS_SHOWN:
         console.print(f"… and {len(faults) - ERRORS_SHOWN:,} more; --json has all of them")
     bad = len({fault.shard for fault in faults})

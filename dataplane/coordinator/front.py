@@ -170,7 +170,11 @@ class Coordinator:
 
     async def change(self, request: ChangeRequest) -> ChangeResponse:
         """As `Coordination.change`."""
-        return await self._ask(request, ChangeResponse)
+        answer = await self._ask(request, ChangeResponse)
+        if answer.entry is not None:
+            made, job = answer.entry, request.job_id
+            _audit.noted("job changed", job=job, by=made.by, kind=made.kind, entry=made.seq)
+        return answer
 
     async def tick(self) -> None:
         """Let time pass: end expired leases, and write progress that has waited long enough."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerPosition
-from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
+from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_length, check_name
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
 
@@ -35,7 +35,7 @@ def check_join(request: JoinRequest) -> None:
     check_name("pixels", request.pixels, needed=False, most=_PIXELS_LENGTH_MAX)
     if len(request.urls) > URLS_MAX:
         raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")
-    check_name("source", request.topology.source, needed=False, most=_TEXT_LENGTH_MAX)
+    check_length("source", request.topology.source, needed=False, most=_TEXT_LENGTH_MAX)
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
         raise ConfigError(
@@ -80,8 +80,8 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
             f"{len(request.stores_away)} stores_away: {_STORES_MAX} at most", field="stores_away"
         )
     for away in request.stores_away:
-        check_name("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
-        check_name("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
+        check_length("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
+        check_length("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
     if len(request.known) > _KNOWN_MAX:
         raise ConfigError(f"{len(request.known)} known: {_KNOWN_MAX} at most", field="known")
     for known in request.known:

@@ -8,6 +8,7 @@ import ipaddress
 
 from dataplane.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, parse
+from dataplane.trace import UNSAFE
 
 NAME_LENGTH_MAX = 256
 URLS_MAX = 64
@@ -17,6 +18,22 @@ _SHOWN_LENGTH = 40
 
 def check_name(field: str, name: str, *, needed: bool = True, most: int = NAME_LENGTH_MAX) -> None:
     """Check one name of a message.
+
+    Raises:  ConfigError: it is too long, or needed and not given, or has a character that is none
+    of a name; names the field.
+    """
+    check_length(field, name, needed=needed, most=most)
+    unsafe = UNSAFE.search(name)
+    if unsafe:
+        raise ConfigError(
+            f"{field} {name[:_SHOWN_LENGTH]!r} has the character {unsafe[0]!r}: a name has "
+            "no control characters, line ends, or halves of surrogate pairs",
+            field=field,
+        )
+
+
+def check_length(field: str, name: str, *, needed: bool, most: int) -> None:
+    """Check how long a text of a message is.
 
     Raises:  ConfigError: it is too long, or needed and not given; names the field.
     """

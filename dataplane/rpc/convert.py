@@ -70,11 +70,23 @@ _PAIRS = {"ColumnValue": "value", "ColumnLength": "length"}
 # Large messages that many receivers get: made once for all who get the same value.
 _FOR_MANY = {"JobNodes"}
 _FOR_MANY_MAX = 64
+_SHOWN_AROUND = 20
+"""Characters of a text beside one that cannot be sent."""
 
 
 def encode(value: object) -> bytes:
-    """The wire bytes of a value."""
-    return to_proto(value).SerializeToString()
+    """The wire bytes of a value.
+
+    Raises:  ConfigError: a text in it cannot be sent.
+    """
+    try:
+        return to_proto(value).SerializeToString()
+    except UnicodeEncodeError as error:
+        start = max(0, error.start - _SHOWN_AROUND)
+        raise errors.ConfigError(
+            f"{error.object[start : error.end + _SHOWN_AROUND]!r} has half of a surrogate pair, "
+            "which is not a character: pass text that UTF-8 can encode"
+        ) from error
 
 
 def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:

@@ -18,6 +18,7 @@ from dataplane.errors import AccessDenied, DataplaneError, VersionMismatch
 from dataplane.redact import redacted
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import (
+    ChangeRequest,
     HeartbeatRequest,
     HeartbeatResponse,
     JobNodes,
@@ -29,13 +30,14 @@ from dataplane.rpc.membership import (
 from dataplane.rpc.receiving import Answer, Call, Context, Receiving, abort, host_of
 from dataplane.rpc.sharing import ShareManifestRequest
 from dataplane.security import node_identity
-from dataplane.security.calls import ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
+from dataplane.security.calls import ADMIN_ONLY, ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
 from dataplane.security.security import NODE_PROOF, Security
 from dataplane.security.urls import are_under, is_under
 from dataplane.trace import Trace
 
 _trace = Trace("security")
 _NAME_SHOWN_MAX = 256
+_NAMELESS = "a JWT without sub"
 _UNKNOWN = "there is no such call here: both sides must be of one version"
 
 _Continue = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
@@ -67,7 +69,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if not caller.roles & (allowed or ANYBODY):
             why = f"its token is for {_named(caller)}, which may not make this call"
             return self._refusing(details.method, why, grpc.StatusCode.PERMISSION_DENIED)
-        is_limited = caller.job or caller.datasets is not None or allowed == NODE_ONLY
+        is_limited = caller.job or caller.datasets is not None or allowed in (NODE_ONLY, ADMIN_ONLY)
         call = self._calls.get(details.method)
         if call is not None and (self._security.peers or is_limited):
             check = partial(self._limited, details.method, caller, shown.get(NODE_PROOF))
@@ -173,10 +175,13 @@ def _jobs(request: Any) -> Iterable[str]:
 
 
 def _of_caller(request: Any, caller: Caller) -> Any:
-    """The request as the coordinator may know it: with the only job, and the only urls, that the
-    caller's token allows. If that is none at all, without an address: it gets no key, and others
-    would ask for what it cannot give.
+    """The request as the coordinator may know it. A change is by whom the caller's token says. A
+    node has the only job, and the only urls, that the token allows: if that is none at all, it has
+    no address, since it gets no key, and others would ask for what it cannot give.
     """
+    if isinstance(request, ChangeRequest) and caller.subject is not None:
+        # What the sender calls himself is no proof; without a name, at least the log says so.
+        return replace(request, by=caller.subject or _NAMELESS)
     if isinstance(request, HeartbeatRequest):
         return replace(request, node=_of_caller(request.node, caller))
     if not isinstance(request, RegisterNodeRequest):

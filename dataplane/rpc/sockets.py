@@ -11,6 +11,7 @@ import struct
 from dataplane.errors import PeerLost
 
 PACKET_BYTES_MAX = 192 * 1024
+_HOLDER_TIMEOUT_S = 1.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -43,6 +44,15 @@ def connect(name: str, timeout_s: float) -> socket.socket:
         sock.close()
         raise PeerLost(f"no node listens at @{name}: {error}", peer=f"@{name}") from error
     return sock
+
+
+def holder_of(name: str) -> tuple[int, int] | None:
+    """(pid, uid) of the process that listens under this name; None if it takes no connection."""
+    try:
+        with connect(name, _HOLDER_TIMEOUT_S) as sock:
+            return peer_credentials(sock)[:2]
+    except PeerLost:
+        return None
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -47,13 +47,14 @@ class WrongTokenError(Exception):
 
 
 class Caller(Struct, frozen=True):
-    """Who makes a call, as its token says: its roles, its only job ("" for all), and the prefixes
-    of its datasets (None for all).
+    """Who makes a call, as its token says: its roles, its only job ("" for all), the prefixes of
+    its datasets (None for all), and its name (None for the shared token, which has none).
     """
 
     roles: frozenset[Role]
     job: str = ""
     datasets: tuple[str, ...] | None = None
+    subject: str | None = None
 
 
 HOLDER_OF_SHARED = Caller(EVERYONE)

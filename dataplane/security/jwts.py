@@ -23,6 +23,7 @@ from dataplane.errors import ConfigError
 from dataplane.security.calls import Caller, Role, WrongTokenError
 from dataplane.security.tokens import TokenSource
 from dataplane.security.watched import Watched, content
+from dataplane.trace import UNSAFE
 
 AUDIENCE = "dataplane"
 LIFE_S_MAX = 24 * 3600
@@ -171,6 +172,9 @@ def _caller(claims: Mapping[str, Any], now: float) -> tuple[Caller, float]:
     job = claims.get("job", "")
     if not isinstance(job, str) or len(job) > _JOB_LENGTH_MAX:
         raise WrongTokenError("its claim `job` is not the name of a job")
+    subject = claims.get("sub", "")
+    if not isinstance(subject, str) or len(subject) > _JOB_LENGTH_MAX or UNSAFE.search(subject):
+        raise WrongTokenError("its claim `sub` is not a name")
     datasets = claims.get("datasets")
     if datasets is not None and not _are_prefixes(datasets):
         raise WrongTokenError(f"its claim `datasets` is not a list of up to {_PREFIXES_MAX} urls")
@@ -179,6 +183,7 @@ def _caller(claims: Mapping[str, Any], now: float) -> tuple[Caller, float]:
             frozenset(known[role] for role in roles),
             job,
             None if datasets is None else tuple(datasets),
+            subject,
         ),
         ends + _LEEWAY_S,
     )

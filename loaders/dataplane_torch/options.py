@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from dataplane.config import RAISE
 from dataplane.errors import ConfigError
-from dataplane.rpc.bounds import NAME_LENGTH_MAX
+from dataplane.rpc.bounds import NAME_LENGTH_MAX, check_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -192,6 +192,8 @@ def check_texts(options: UrlOptions) -> None:
             raise ConfigError(
                 f"{name}={given!r:.80}: pass {what}, of at most {most} characters", field=name
             )
+        if given is not None:
+            check_name(name, given, needed=False, most=most)
 
 
 def url_options(init: Callable[_P, None]) -> Callable[_P, None]:

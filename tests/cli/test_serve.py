@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from certificates import Authority
 from fleet import Service, free_address
@@ -70,7 +71,9 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
+)
 def test_a_signal_drains_a_coordinator(number, code, tmp_path):
     with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (process, address):
         found = ask("status", address, "--json")
@@ -82,16 +85,23 @@ def test_a_signal_drains_a_coordinator(number, code, tmp_path):
         assert "Traceback" not in told
 
 
-def test_draining_waits_for_the_last_trainer(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_draining_waits_for_the_last_trainer(tmp_path, number):
     with serving(tmp_path, "--listen", "127.0.0.1:0", *SMALL) as (process, address):
         assert process.stdout is not None
         assert process.stdout.readline() == f"ready: node {address}\n"
         with greeted(address) as sock:
             assert len(json.loads(ask("status", address, "--json").stdout)["nodes"]) == 1
-            process.send_signal(signal.SIGTERM)
+            before = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(number)
+            if number == signal.SIGHUP:  # a terminal that is closed sends it to all
+                for child in before:
+                    child.send_signal(number)
             assert process.stderr is not None
             assert "draining" in process.stderr.readline()
+            process.send_signal(signal.SIGHUP)  # no second one: a shell adds it
             greet(sock)
+            assert psutil.Process(process.pid).children(recursive=True) == before
         assert process.wait(60) == 0
 
 
@@ -175,7 +185,53 @@ def test_a_second_node_of_one_service_is_refused(tmp_path, capsys):
         assert process.stdout is not None
         process.stdout.readline()
         assert run(["serve", "--node", "--join", address, *SMALL]) == 2
-    assert "another node" in capsys.readouterr().err
+    assert "another node of yours (process" in capsys.readouterr().err
+
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
+    squatter.bind("\\0" + sys.argv[1])
+    if sys.argv[2] == "listens":
+        squatter.listen()
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("listens", "of user 65534 has taken the socket name"),
+        ("is silent", "a process that takes no connections has the socket name"),
+    ],
+)
+def test_a_squatter_of_the_nodes_name_is_named(how, words, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    address = free_address()
+    name = names.served_name(os.getuid(), address)
+    with subprocess.Popen(
+        [sys.executable, "-c", SQUATTER, name, how],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as squatter:  # fmt: skip
+        assert squatter.stdin is not None
+        assert squatter.stdout is not None
+        try:
+            assert squatter.stdout.readline() == "ready\n"
+            assert run(["serve", "--listen", address, *SMALL]) == 2
+        finally:
+            squatter.stdin.close()
+    told = " ".join(capsys.readouterr().err.split())
+    assert words in told
+    assert (f"process {squatter.pid} " in told) == (how == "listens")
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_ALLOWED_URL", "s3://bucket/train")
+    assert run(["serve", "--coordinator", "--listen", "127.0.0.1:0"]) == 2
+    assert "did you mean DATAPLANE_ALLOWED_URLS?" in capsys.readouterr().err
 
 
 def test_a_second_service_gets_an_error_about_its_port_or_the_database_owner(

@@ -12,10 +12,12 @@ from msgspec import structs
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
+from dataplane.commands import output
 from dataplane.commands.status import _job_row
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
@@ -239,3 +241,24 @@ def test_what_is_no_address_is_a_usage_error(address, capsys):
 def test_watching_is_for_people(capsys):
     assert run(["status", "--watch", "--json"]) == 2
     assert "choose one" in capsys.readouterr().err
+
+
+def test_a_refused_call_has_the_status_of_a_peer_that_refuses(monkeypatch, capsys):
+    async def main():
+        async with coordinator_with_one_of_two_ranks() as (address, _):
+            monkeypatch.setenv("DATAPLANE_TOKEN", "another-token-of-somebody")
+            return await asyncio.to_thread(run, ["status", address])
+
+    assert asyncio.run(main()) == 3
+    assert "AccessDenied" in capsys.readouterr().err
+
+
+def test_tables_and_errors_have_no_command_for_a_terminal(capsys):
+    hostile = "a\x1b[2J\nb\x9b\ud800"
+    output.write_table(("job",), [(hostile,)])
+    output.write_error(ConfigError(f"no {hostile}", field=hostile))
+    output.warn(hostile)
+    output.write_json({"job": hostile})
+    shown = capsys.readouterr()
+    assert not set(shown.out + shown.err) & set("\x1b\x9b\ud800")
+    assert "a\\u001b[2J\\nb\\u009b\\ud800" in shown.out

@@ -21,8 +21,9 @@ def examined(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("DATAPLANE_TOKEN", raising=False)
 
     def examine(*arguments):
-        assert run(["doctor", "--security", *arguments, "--json"]) == 0
+        status = run(["doctor", "--security", *arguments, "--json"])
         found = json.loads(capsys.readouterr().out)["checks"]
+        assert status == any(one["advice"] and not one["may_stay"] for one in found)
         return {one["name"]: (one["found"], one["advice"]) for one in found}
 
     return examine
@@ -41,6 +42,24 @@ def test_the_default_is_closed_and_nothing_is_made(examined, tmp_path):
     assert examined("--data-listen", "none")["neighbours"] == ("none", "")
     assert not (tmp_path / "state").exists()
     assert "of the same user" in examined("--listen", "unix:/run/x.sock")["coordinator"][0]
+    assert run(["doctor", "--security"]) == 0
+    assert run(["doctor", "--security", "--listen", "unix:/run/x.sock"]) == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--join", "10.0.0.1:7077"),
+        ("--listen", "10.0.0.1:7077", "--insecure"),
+        ("--data-listen", "10.0.0.1:7078"),
+    ],
+)
+def test_neighbours_in_plain_text_beyond_this_host_are_wrong(examined, given):
+    found, advice = examined(*given)["neighbours"]
+    assert found.endswith("in plain text")
+    assert "peer_tls" in advice
+    assert run(["doctor", "--security", *given]) == 1
+    assert run(["doctor", "--security", *given, "--allowed-functions", "os:"]) == 1
 
 
 def test_what_is_open_or_old_is_told_with_what_to_do(examined, tmp_path):

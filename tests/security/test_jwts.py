@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import time
 
 import jwt
@@ -20,7 +21,13 @@ from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.errors import AccessDenied, ConfigError
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.membership import HeartbeatRequest, KnownNodes, StatusRequest
+from dataplane.rpc.membership import (
+    ChangeRequest,
+    HeartbeatRequest,
+    KnownNodes,
+    StatusRequest,
+    StepsSkipped,
+)
 from dataplane.security.calls import Role, WrongTokenError
 from dataplane.security.jwts import Jwts
 from dataplane.security.security import Security
@@ -380,3 +387,39 @@ def test_a_maker_gets_keys_of_the_jobs_that_its_token_allows_and_of_no_others():
         "trainers": SECRET,
     }
     conversations(tokens, converse, **identities)
+
+
+def test_the_ledger_and_the_log_say_whose_token_made_a_change(caplog):
+    caplog.set_level(logging.INFO, "dataplane.security")
+    wanted = ChangeRequest("j", "root@elsewhere", skip=StepsSkipped(5, 6))
+    by = []
+
+    async def converse(clients):
+        await clients["node"].join(join(0))
+        for number, name in enumerate(("named", "nameless", "shared")):
+            skip = StepsSkipped(5 + number, 6 + number)
+            by.append((await clients[name].change(structs.replace(wanted, skip=skip))).entry.by)
+        await denied(clients["node"].change(wanted), "which may not make this call")
+
+    tokens = {
+        "node": made(roles=["node"]),
+        "named": made(roles=["admin"], sub="alice@example.com"),
+        "nameless": made(roles=["admin"]),
+        "shared": SHARED.first(),
+    }
+    conversations(tokens, converse)
+    assert by == ["alice@example.com", "a JWT without sub", "root@elsewhere"]
+    lines = [one.getMessage() for one in caplog.records if "job changed" in one.getMessage()]
+    assert [line.partition(" entry=")[0] for line in lines] == [
+        "job changed job=j by=alice@example.com kind=skip",
+        'job changed job=j by="a JWT without sub" kind=skip',
+        "job changed job=j by=root@elsewhere kind=skip",
+    ]
+
+
+@pytest.mark.parametrize("sub", [7, "x" * 300, "a\x1b[2J", "\u202e", ["a"]])
+def test_a_subject_is_a_name(sub):
+    async def converse(client):
+        await denied(client.status(StatusRequest()), "its claim `sub`|the token is not valid")
+
+    conversation(made(roles=["admin"], sub=sub), converse)

@@ -12,6 +12,9 @@ from msgspec import structs
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.node.mapped_reader import check_allowed
+from dataplane.rpc.bounds import check_name
+from dataplane.rpc.convert import encode
+from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import open_store
 from dataplane.store.policy import UrlPolicy
 from dataplane.store.urls import normalise
@@ -209,3 +212,16 @@ def test_no_spelling_of_a_url_leaves_the_prefixes(url: str) -> None:
         UrlPolicy(prefixes).check_names([url])
     with pytest.raises(DataplaneError):
         UrlPolicy(prefixes).check(normalise(url))
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\ud800", "\u202eb", "a\x00", "\x9b1m"])
+def test_a_name_has_nothing_that_a_terminal_acts_on(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"job_id .* has the character") as caught:
+        check_name("job_id", name)
+    assert name not in str(caught.value)
+    check_name("job_id", "größe 火 pretrain-7/é")
+
+
+def test_text_that_cannot_be_sent_is_refused_by_what_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"'where \\ud800 here' has half of a surrogate pair"):
+        encode(DatasetSource(("where \ud800 here",)))

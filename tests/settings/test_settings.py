@@ -245,6 +245,20 @@ def test_what_an_error_advises_to_set_is_enough_and_can_be_set(size, name):
 def test_misspelt_variables_are_found():
     environ = {"DATAPLANE_SLAB_BITES": "1", "DATAPLANE_SLAB_BYTES": "1", "DATAPLANE_DEBUG": "1"}
     assert settings.unknown_variables(environ) == ["DATAPLANE_SLAB_BITES"]
+    with pytest.raises(ConfigError, match="did you mean DATAPLANE_SLAB_BYTES"):
+        settings.check_variables(environ)
+    with pytest.raises(ConfigError, match=r"DATAPLANE_FOO .*: it limits nothing\."):
+        settings.check_variables({"DATAPLANE_FOO": ""})
+
+
+def test_variables_of_kubernetes_for_a_service_of_that_name_are_not_misspelt():
+    port = "tcp://10.0.0.1:7077"
+    settings.check_variables({
+        "DATAPLANE_SERVICE_HOST": "10.0.0.1", "DATAPLANE_SERVICE_PORT": "7077",
+        "DATAPLANE_SERVICE_PORT_GRPC": "7077", "DATAPLANE_PORT": port,
+        "DATAPLANE_PORT_7077_TCP": port, "DATAPLANE_PORT_7077_TCP_ADDR": "10.0.0.1",
+        "DATAPLANE_HEAD_SERVICE_HOST": "10.0.0.1", "DATAPLANE_HEAD_PORT": port,
+    })  # fmt: skip
 
 
 @given(st.integers(1, 1 << 60))

@@ -109,3 +109,10 @@ def test_a_dataset_where_urls_are_expected_says_where_it_goes():
     said = re.escape("expected the urls of shards, got a torch Dataset (TensorDataset)")
     with pytest.raises(ConfigError, match=said):
         ShardedIterableDataset(torch.utils.data.TensorDataset(torch.ones(2)))
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\ud800"])
+def test_names_of_jobs_are_plain_text(name):
+    for argument in ("name", "sharing"):
+        with pytest.raises(ConfigError, match=f"{argument} .* has the character"):
+            DataLoader("x.parquet", batch_size=1, **{argument: name})

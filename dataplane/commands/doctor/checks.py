@@ -45,11 +45,14 @@ _Place = tuple[Shard, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `advice` is empty if nothing is wrong."""
+    """The result of one check. `advice` is empty if nothing is wrong; if `may_stay`, it is about a
+    choice that can also be meant as it is.
+    """
 
     name: str
     found: str
     advice: str = ""
+    may_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

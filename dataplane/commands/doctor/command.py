@@ -99,7 +99,7 @@ class DoctorJob:
 @click.option("--steps", type=_POSITIVE, help="Stop after this many batches.")
 @format_option
 @workers_option
-@setting_options("listen", "state_dir", *SECURITY_SETTINGS, *NODE_SETTINGS)
+@setting_options("listen", "join", "state_dir", *SECURITY_SETTINGS, *NODE_SETTINGS)
 @json_option
 @interruptible
 def doctor(
@@ -114,7 +114,7 @@ def doctor(
     steps: int | None,
     only_security: bool,
     **asked: Any,
-) -> None:
+) -> int:
     """Find what limits a run of this dataset on this machine, and which setting would help.
 
     Checks the machine, reads a little from the storage, then runs one rank of the job with its own
@@ -126,7 +126,8 @@ def doctor(
     dataset's index, for storage and so on.
 
     With --security, it only looks at the settings of a service: who can reach it, with what, and
-    until when. Give it the options that `dataplane serve` gets.
+    until when. Give it the options that `dataplane serve` gets. The exit status is 1 if something
+    is wrong.
 
     In JSON, the keys are checks, bound (null if the run was too short), advice, first_batch, and
     statistics: what `DataLoader.statistics()` returns in a training run.
@@ -139,8 +140,7 @@ def doctor(
       dataplane doctor --security --listen 10.0.0.1:7077
     """
     if only_security:
-        _check_security(settings, as_json=as_json)
-        return
+        return _check_security(settings, as_json=as_json)
     if not urls:
         raise click.UsageError("Missing argument 'URL...'.")
     from dataplane.commands.doctor.trial import TrialLength
@@ -149,6 +149,7 @@ def doctor(
     _examine(
         urls, settings, format_name, workers, DoctorJob(**asked), step_ms, length, as_json=as_json
     )
+    return output.EXIT_OK
 
 
 def _examine(
@@ -194,7 +195,7 @@ def _examine(
         output.warn("the run saw only the first batches: use more --seconds")
 
 
-def _check_security(settings: Settings, *, as_json: bool) -> None:
+def _check_security(settings: Settings, *, as_json: bool) -> int:
     from dataplane.commands.doctor import checks, security
 
     found = security.checks(settings)
@@ -202,6 +203,8 @@ def _check_security(settings: Settings, *, as_json: bool) -> None:
         output.write_json({"checks": [dataclasses.asdict(one) for one in found]})
     else:
         output.write_table(("check", "found", "advice"), checks.lines(found), "security")
+    is_wrong = any(one.advice and not one.may_stay for one in found)
+    return output.EXIT_BAD_DATA if is_wrong else output.EXIT_OK
 
 
 def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob:

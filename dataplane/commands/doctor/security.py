@@ -39,11 +39,14 @@ def checks(settings: Settings) -> list[Check]:
     except ConfigError as error:
         return [Check("settings", "cannot be used", str(error))]
     listen = parse(str(values["listen"]))
-    is_open = isinstance(listen, TcpAddress) and not is_this_host(listen)
+    is_open = _is_far(str(values["listen"]))
+    is_far = is_open or any(_is_far(str(values[name])) for name in ("join", "data_listen"))
     return [
         _token(security, str(values["state_dir"])),
         _listener(security, listen, is_open=is_open),
-        _neighbours(security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"])),
+        _neighbours(
+            security, str(values["data_listen"]), peer_tls=bool(values["peer_tls"]), is_far=is_far
+        ),
         _neighbour_keys(Path(str(values["state_dir"]), neighbour_keys.OWN_NAME)),
         *_certificates(security),
         *_key(security),
@@ -90,7 +93,17 @@ def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: 
     return Check("coordinator", f"{listen.target}: does not start without TLS", advice)
 
 
-def _neighbours(security: Security, wanted: str, *, peer_tls: bool) -> Check:
+def _is_far(address: str) -> bool:
+    """Whether an address of the settings is beyond this host; one with a port alone is not known
+    to be.
+    """
+    if address in ("", NO_NEIGHBOURS) or address.startswith(":"):
+        return False
+    parsed = parse(address)
+    return isinstance(parsed, TcpAddress) and not is_this_host(parsed)
+
+
+def _neighbours(security: Security, wanted: str, *, peer_tls: bool, is_far: bool) -> Check:
     if wanted == NO_NEIGHBOURS:
         return Check("neighbours", "none")
     if peer_tls:
@@ -104,12 +117,18 @@ def _neighbours(security: Security, wanted: str, *, peer_tls: bool) -> Check:
             "since they would cross the network in plain text"
         )
         advice = "set peer_tls on all nodes, or data_listen to :0 to allow that, or to none"
-        return Check("neighbours", found, advice)
+        return Check("neighbours", found, advice, may_stay=True)
     where = "a free port" if wanted in ("", ":0") else wanted.removeprefix(":")
     found = f"a node that joins over TCP lends blocks at {where}: to nodes with the key of the job"
-    is_plain = security.tls is not None and not peer_tls
-    advice = "peer_tls, set on all nodes, encrypts them" if is_plain else ""
-    return Check("neighbours", f"{found}, {'with TLS' if peer_tls else 'in plain text'}", advice)
+    if peer_tls:
+        return Check("neighbours", f"{found}, with TLS")
+    if not is_far and security.tls is None:
+        return Check("neighbours", f"{found}, in plain text within this host")
+    advice = (
+        "anyone on the network can read blocks, and change them on their way: peer_tls, with "
+        "tls_cert, tls_key and tls_ca on all nodes, encrypts them"
+    )
+    return Check("neighbours", f"{found}, in plain text", advice)
 
 
 def _neighbour_keys(path: Path) -> Check:
@@ -130,7 +149,8 @@ def _certificates(security: Security) -> Iterator[Check]:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        yield Check("certificates", "not looked at", f"to see when they end: {INSTALL}")
+        advice = f"to see when they end: {INSTALL}"
+        yield Check("certificates", "not looked at", advice, may_stay=True)
         return
     pems: Pems = security.tls.current()[0]
     for name, pem in (("tls_cert", pems.cert), ("tls_ca", pems.ca)):
@@ -188,7 +208,7 @@ def _peers(security: Security, *, is_open: bool) -> Check:
         return Check("clients", f"certificates with {', '.join(security.peers)}, and a token")
     if security.tls is not None and security.tls.files.ca:
         advice = "tls_peers can name the URIs that may call" if is_open else ""
-        return Check("clients", "any certificate of tls_ca, and a token", advice)
+        return Check("clients", "any certificate of tls_ca, and a token", advice, may_stay=True)
     return Check("clients", "a token")
 
 
@@ -207,7 +227,8 @@ def _urls(security: Security) -> Check:
     if security.allowed_urls:
         return Check("allowed_urls", ", ".join(security.allowed_urls))
     advice = "list prefixes if trainers may not read all that the node's credentials can"
-    return Check("allowed_urls", "every url, but no address of a cloud's metadata", advice)
+    found = "every url, but no address of a cloud's metadata"
+    return Check("allowed_urls", found, advice, may_stay=True)
 
 
 def _functions(allowed: Sequence[str]) -> Check:
