@@ -1,8 +1,10 @@
 """Names that every rank of a run computes independently: run, incarnation, job.
 
-A *run* keeps its id over restarts if its launcher gives one. An *incarnation* is one launch of the
-run: equal on all ranks, and new after every restart if the launcher shows it. This module reads
-/proc, so it is Linux only.
+A *run* of several ranks keeps its id over restarts if its launcher gives one. A single rank is a
+run of its own: other processes may have the same variables, as those that a batch script starts
+side by side. Only torchrun tells these apart. An *incarnation* is one launch of the run: equal on
+all ranks, and new after every restart if the launcher shows it. This module reads /proc, so it is
+Linux only.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
         run_id = f"siblings-{short_hash(str(world_size), *_starter())}"
     if run_id is None:
         alone = _this_process()
-        return Launch(alone, alone, shared=False)
+        return Launch(alone, short_hash(alone, token) if token else alone, shared=False)
     signs = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     told = [f"{name}={environ[name]}" for name in signs if environ.get(name)]
     told += [*_torchrun_folder(environ), *([token] if token else [])]
@@ -95,11 +97,14 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
     ranked = world_size > 1 or ("RANK" in environ and "WORLD_SIZE" in environ)
     elastic = environ.get("TORCHELASTIC_RUN_ID", "none")
     if ranked and elastic != "none":
-        return f"elastic-{elastic}"
-    if "SLURM_JOB_ID" in environ and (ranked or "SLURM_PROCID" in environ):
+        own = () if world_size > 1 else map(short_hash, _torchrun_folder(environ))
+        return "-".join(("elastic", elastic, *own))
+    if world_size < 2:
+        return None
+    if "SLURM_JOB_ID" in environ:
         # torchrun under srun has one step on all nodes; a second srun is another run.
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
-    if ranked and environ.get("MASTER_PORT"):
+    if environ.get("MASTER_PORT"):
         return f"master-{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']}"
     if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
         for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):

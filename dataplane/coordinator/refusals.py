@@ -121,6 +121,11 @@ def spec_mismatch(
         sentence += f"; these differ too: {others}"
     if request.incarnation == job.incarnation and field == "pixels":
         sentence += f". {how_to_agree(expected, found)}"
+    elif request.incarnation == job.incarnation and rank == holder.topology.rank:
+        sentence += (
+            f". Both are rank {rank}: if these are two runs, give each a name= of its own, or "
+            "another MASTER_PORT; if they are one, give both the same arguments"
+        )
     elif request.incarnation == job.incarnation:
         sentence += ". Give every rank of the job the same arguments"
     else:

@@ -118,7 +118,8 @@ def test_two_launches_on_one_host_and_port_are_told_apart() -> None:
 
     def launched(folder: str, rank: int):
         error_file = f"/tmp/{folder}/none_{folder}/attempt_0/{rank}/error.json"
-        return launch_identity(static | {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file})
+        environ = static | {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
+        return launch_identity(environ, 2)
 
     assert launched("a", 0) == launched("a", 1)
     assert launched("a", 0).run_id == launched("b", 0).run_id
@@ -127,7 +128,7 @@ def test_two_launches_on_one_host_and_port_are_told_apart() -> None:
 
 def test_tokens_distinguish_launches_and_all_of_them_use_the_same_node() -> None:
     static = {"WORLD_SIZE": "2", "MASTER_PORT": "29501", "RANK": "0"}
-    before = launch_identity(static)
+    before = launch_identity(static, 2)
     first, second = (launch_identity(static, 2, token) for token in ("t1", "t2"))
     assert first == launch_identity(static | {"RANK": "1"}, 2, "t1")
     assert len({one.incarnation for one in (before, first, second)}) == 3
@@ -160,12 +161,14 @@ def test_ranks_without_a_launcher_are_one_run_by_their_token() -> None:
     ],
 )
 def test_every_launcher_gives_a_run_id(environ, run_id) -> None:
-    assert launch_identity(environ).run_id == run_id
+    assert launch_identity(environ, 2).run_id == run_id
 
 
 def test_a_slurm_requeue_is_another_launch_of_the_same_run() -> None:
     slurm = {"SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    first, second = launch_identity(slurm), launch_identity({**slurm, "SLURM_RESTART_COUNT": "1"})
+    first, second = (
+        launch_identity({**slurm, "SLURM_RESTART_COUNT": count}, 2) for count in ("0", "1")
+    )
     assert first.run_id == second.run_id
     assert first.incarnation != second.incarnation
 
@@ -196,14 +199,42 @@ sys.stdout.write(launch_identity(os.environ, int(sys.argv[1])).run_id)
 WRAPPED = ("sh", "-c", '"$@"; true', "sh")
 
 
-def run_of_a_rank(size: int, rank: str = "", within: tuple[str, ...] = ()) -> str:
+def run_of_a_rank(size: int, rank: str = "", within: tuple[str, ...] = (), **launcher: str) -> str:
     """The run of a rank that this process starts, with `rank` in its environment."""
     environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
     return subprocess.check_output(
         [*within, sys.executable, "-c", SAYS_ITS_RUN, str(size)],
-        env=environ | ({"RANK": rank} if rank else {}),
+        env=environ | launcher | ({"RANK": rank} if rank else {}),
         text=True,
     )
+
+
+SBATCH = {
+    "SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "ENVIRONMENT": "BATCH"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", [
+    SBATCH,
+    {**SBATCH, "SLURM_STEP_ID": "0"},
+    {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "p.1"},
+])  # fmt: skip
+def test_single_ranks_with_the_same_variables_are_two_runs(launcher) -> None:
+    first, second = (run_of_a_rank(1, **launcher) for _ in range(2))
+    assert first.startswith("process-")
+    assert first != second
+
+
+def test_a_single_rank_of_torchrun_is_one_run_over_restarts_and_not_that_of_another_torchrun():
+    def run_of(folder: str, attempt: int) -> str:
+        error_file = f"/tmp/x/100_{folder}/attempt_{attempt}/0/error.json"
+        return launch_identity({
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "100",
+            "TORCHELASTIC_ERROR_FILE": error_file,
+        }, 1).run_id  # fmt: skip
+
+    assert run_of("a", 0) == run_of("a", 1) != run_of("b", 0)
 
 
 def test_ranks_that_one_process_starts_are_one_run_without_a_launcher() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from contextlib import closing
 from pathlib import Path
 
@@ -100,6 +101,51 @@ def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
     assert len({(one["job"], one["incarnation"]) for one in found}) == loaders
     for nth in range(loaders):
         assert sorted(k for one in found[nth::loaders] for k in one["seen"]) == list(range(COUNT))
+
+
+ALONE = """
+import sys
+import dataplane_torch
+
+shards, seed = sys.argv[1:3]
+given = {"sharing": "both"} if "sharing" in sys.argv else {"dp_rank": 0, "dp_size": 1}
+with dataplane_torch.DataLoader(shards, 8, shuffle=True, seed=int(seed), **given) as loader:
+    print(*loader._shards._job.request.job_id, loader.schema is None, flush=True)
+    sys.stdin.readline()
+    seen = [k for batch in loader for k in batch["i"].tolist()]
+    assert sorted(seen) == list(range(240))
+    print(*seen, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "sharing"])
+def test_two_runs_in_one_batch_script_are_two_jobs(shards, tmp_path, how, warm_torch) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    launched = {
+        "SLURM_JOB_ID": uuid.uuid4().hex, "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
+        "ENVIRONMENT": "BATCH", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    if how == "alone":
+        launched |= {"RANK": "0", "WORLD_SIZE": "1"}
+    runs = [
+        warm_torch.run([str(script), shards, seed, how], os.environ | launched, sys.stderr.fileno())
+        for seed in "12"
+    ]
+    try:
+        jobs = [run.stdout.readline() for run in runs]
+        for run in runs:
+            run.stdin.write("go\n")
+            run.stdin.flush()
+        orders = [run.stdout.readline() for run in runs]
+        assert [run.wait(60) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+            run.stdin.close()
+            run.stdout.close()
+    assert len({*jobs, *orders}) == 4
 
 
 @pytest.fixture

@@ -128,18 +128,29 @@ class Crew:
             for worker_id in self._gone - self._ended:
                 process = self.processes[worker_id]
                 process.join(_END_S)
+                # An interrupt ends a worker with status 0. It is no reason to have no others.
+                self._has_raised = process.exitcode != 0
                 raise RuntimeError(_obituary(process.pid, process.exitcode))
         except BaseException:
             self._unwatch()
             raise
         self._has_raised = False
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether workers have ended that nobody let go, as an interrupt ends them, and no other
+        way.
+        """
+        codes = {process.exitcode for process in self.processes}
+        return not self._has_raised and codes <= {None, 0} and 0 in codes
+
     def is_to_be_replaced(self, was_torn: bool) -> bool:
         """Whether the next pass needs other workers: an exception interrupted a frame, or an
         interrupt ended these too. `look_after` reports workers that died.
         """
         codes = {process.exitcode for process in self.processes}
-        return not self._has_raised and codes <= {None, 0} and (was_torn or 0 in codes)
+        is_torn = was_torn and not self._has_raised and codes <= {None}
+        return is_torn or self.was_interrupted
 
     def close(self) -> None:
         """End all workers. May be called twice, and by a forked child, where it does nothing."""

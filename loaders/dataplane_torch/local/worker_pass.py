@@ -17,6 +17,7 @@ import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ class WorkerPass(WorkerPassBase):
         self._pass_id = 0
         self._tasks: dict[int, BatchTask] = {}
         self._target = target
+        self._loader, self._may_rehire = weakref.ref(loader), False
         self._in_order = loader.in_order
         if loader.prefetch_factor < 1:
             raise ValueError(
@@ -116,8 +118,29 @@ class WorkerPass(WorkerPassBase):
                 self._tasks.clear()
                 self._crew.close()
                 self._crew = hire(self, loader, self._target)
+            else:
+                self._may_rehire = True
             self._open_anew()
             self._is_torn = False
+
+    def _rehired(self) -> bool:
+        """Replace workers that were ended by an interrupt of the pass before, which this one saw
+        too late; False if they ended otherwise. The new ones get the same tasks.
+        """
+        crew, loader, may = self._crew, self._loader(), self._may_rehire
+        self._may_rehire = False
+        if crew is None or loader is None or not may or self._next_out or not crew.was_interrupted:
+            return False
+        crew.close()
+        self._crew = crew = hire(self, loader, self._target)
+        self._pass_id += 1
+        self._is_active, self._is_ready = [True] * self.worker_count, [False] * self.worker_count
+        for worker_id in range(self.worker_count):
+            crew.tell(worker_id, frames.Begin(self._pass_id, self.shared_seed, None, anew=False))
+        for task_id, task in self._tasks.items():
+            task.answer = task.make = None
+            crew.tell(task.worker_id, frames.Make(self._pass_id, task_id, task.index))
+        return True
 
     def _open_anew(self) -> None:
         self._pass_id += 1
@@ -357,6 +380,14 @@ class WorkerPass(WorkerPassBase):
 
         Raises:  RuntimeError: a worker died.
         """
+        try:
+            return self._heard(deadline, rests=rests)
+        except RuntimeError:
+            if not self._rehired():
+                raise
+            return True
+
+    def _heard(self, deadline: float | None, *, rests: bool) -> bool:
         assert self._crew is not None
         was_torn, self._is_torn = self._is_torn, not rests
         ready = self._crew.wait(deadline)

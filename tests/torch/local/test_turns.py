@@ -165,6 +165,32 @@ def test_workers_that_an_interrupt_ended_are_replaced_for_the_next_pass() -> Non
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
+def test_workers_that_an_interrupt_ends_when_the_next_pass_has_begun_are_replaced_in_it() -> None:
+    with DataLoader(Samples("int", 8), 2, num_workers=2, persistent_workers=True) as loader:
+        next(iter(loader))
+        first, _ = loader._iterator._workers
+        os.kill(first.pid, signal.SIGSTOP)  # as on a busy machine
+        os.kill(first.pid, signal.SIGINT)
+        iterator = iter(loader)
+        os.kill(first.pid, signal.SIGCONT)
+        first.join()
+        for batches in (iterator, loader, loader):
+            assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_pass_whose_workers_an_interrupt_ended_raises_and_later_ones_do_not() -> None:
+    with DataLoader(Samples("int", 400), 2, num_workers=2, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        for process in loader._iterator._workers:
+            os.kill(process.pid, signal.SIGINT)
+            process.join()
+        with pytest.raises(RuntimeError, match="exited unexpectedly with exit code 0"):
+            list(iterator)
+        for _ in range(2):
+            assert len(list(loader)) == 200
+
+
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"num_workers": 2, "in_order": False}])
 def test_threads_that_share_a_pass_get_each_batch_once(given) -> None:
     with DataLoader(Samples("int", 200), 2, **given) as loader:
