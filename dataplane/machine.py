@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import pwd
 import resource
 import signal
+import socket
+import sys
+import termios
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,6 +26,7 @@ _DESCRIPTORS_MAX = 1 << 16
 _DESCRIPTORS_KEPT = 256
 _CONNECTIONS_MIN = 16
 _OBJECTS_BEFORE_LOOK = 1 << 16
+_PULSE_PAUSE_S_MAX = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -303,6 +308,50 @@ class OwnTime:
         if own_s <= timeout_s:
             return False
         return own_s - (waited_for_processor_s(self._pid) - self._waited_s) > timeout_s
+
+
+class Pulse:
+    """Whether the process at the other end of a local socket still reads what it is sent: a message
+    that it has not read for `timeout_s` of its own time shows that it is stopped, or stuck in a
+    system call. The kernel tells how much is unread, so that nobody has to answer. Ask it about
+    twice a second.
+    """
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock, self._timeout_s = sock, timeout_s
+        self._unread = 0
+        self._own: OwnTime | None = None
+        self._looked = 0.0
+
+    def is_lost(self, pid: int, now: float, probe: Callable[[], object]) -> bool:
+        """Whether this process is to be replaced. `probe` sends it any message, if it has read all
+        others.
+        """
+        unread, before = _unread_bytes(self._sock), self._unread
+        # Also if this process was stopped itself.
+        if not unread or unread < before or now - self._looked > _PULSE_PAUSE_S_MAX:
+            self._own = None
+        self._looked = now
+        if not unread:
+            probe()
+            unread = _unread_bytes(self._sock)
+        self._unread = unread
+        if not unread:
+            return False
+        if self._own is None:
+            self._own = OwnTime(pid, now)
+        return self._own.exceeds(self._timeout_s, now)
+
+
+def _unread_bytes(sock: socket.socket) -> int:
+    """What the other end has not read, with the kernel's own bytes; 0 if that is not known."""
+    if sock.fileno() < 0:
+        return 0
+    try:
+        found = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

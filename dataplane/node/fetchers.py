@@ -10,7 +10,9 @@ Invariants:
    during the pause, and all others who have joined the same `Pauses`.
 4. Nothing on the event loop waits for a fetcher.
 5. Slabs are waited for beside the reads (`node/slab_orders.py`): they take no place of a read.
-6. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
+6. A fetcher that has something to do and reads none of its messages, being stopped or stuck, is
+   ended like one that has closed its connection: 2 applies.
+7. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
-from dataplane.worker.process import WorkerProcess, kill_all
+from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
 Report = Callable[[fetches.Outcome], None]
 
 _DEATHS_MAX = 3
 _MESSAGES_A_TURN = 32
 _NO_LIMIT = 0
+_HUNG_S_MIN = 3.0
+_PROBE = fetches.EndSlab(0)
+"""Has no effect: no slab has this number."""
 
 
 class _Read(Struct, eq=False):
@@ -189,6 +194,7 @@ class Fetchers:
         waiting = len(self._waiting) + self._slabs.waiting
         self._count = self._count.after(FetchLook(processors, reading, waiting))
         if self._loop is not None and self._fetchers:
+            self._end_hung(now)
             for each in self._fetchers:
                 each.has_room = True
             self.start()
@@ -216,7 +222,12 @@ class Fetchers:
     def _spawn(self) -> None:
         numa_node = least_used(self._numa_nodes, [each.numa_node for each in self._fetchers])
         process = WorkerProcess.start(
-            None, _NO_LIMIT, "fetcher", bound_to(self._numa_nodes, numa_node)
+            None,
+            _NO_LIMIT,
+            "fetcher",
+            bound_to(self._numa_nodes, numa_node),
+            # So soon that its reads can be made again before trainers report a stall.
+            min(HUNG_S, max(_HUNG_S_MIN, self._start.budget_s / 8)),
         )
         fetcher = _Fetcher(process, next(self._numbers), numa_node)
         self._fetchers.append(fetcher)
@@ -321,6 +332,14 @@ class Fetchers:
         for each in self._fetchers[:]:
             if each is not source:
                 self._send(each, pause)
+
+    def _end_hung(self, now: float) -> None:
+        for each in self._fetchers[:]:
+            is_busy = each.reads or each.slabs.orders or self._waiting
+            if is_busy and each.process.is_hung(now, partial(self._send, each, _PROBE)):
+                why = "it reads no messages: it is stopped, or stuck in a system call"
+                self._trace.failed("fetcher hung", pid=each.process.pid, why=why)
+                self._end(each)
 
     def _retire(self) -> None:
         for each in self._fetchers[::-1]:

@@ -7,7 +7,8 @@ Invariants:
 2. What a lender that has ended was asked for is forgotten: nobody waits for the answer.
 3. A lender that ends is started again, later and later if none is of use.
 4. Nothing on the event loop waits for it.
-5. A lender that is started knows all arenas that are lent.
+5. A lender that reads none of its messages, being stopped or stuck, is ended, and 3 applies.
+6. A lender that is started knows all arenas that are lent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -27,11 +29,13 @@ from dataplane.rpc import lending, local
 from dataplane.rpc.tasks import BLOCK_ARENA
 from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
-from dataplane.worker.process import WorkerProcess, kill_all
+from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
 _MESSAGES_A_TURN = 32
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0
 _NO_LIMIT = 0
+_PROBE = lending.ReturnArena((1 << 64) - 1)
+"""Has no effect: no arena has this number."""
 
 OnAsked = Callable[[lending.Asked], None]
 OnGiven = Callable[[int], None]
@@ -160,6 +164,14 @@ class Lending:
             self._asked.remove(number)
             self._send(lending.Refuse(number, is_unknown))
 
+    def look(self) -> None:
+        """Replace the lender if it hangs; call it about twice a second."""
+        process, now = self._process, time.monotonic()
+        if process is not None and process.is_hung(now, lambda: self._send(_PROBE)):
+            why = "it reads no messages: it is stopped, or stuck in a system call"
+            self._trace.failed("lender hung", pid=process.pid, why=why)
+            self._end()
+
     def close(self) -> None:
         """Kill the process and wait a few seconds for its end. May be called twice."""
         if self._closed:
@@ -180,7 +192,7 @@ class Lending:
     def _spawn(self) -> None:
         self._restart = None
         try:
-            process = self._process = WorkerProcess.start(None, _NO_LIMIT, "lender")
+            process = self._process = WorkerProcess.start(None, _NO_LIMIT, "lender", hung_s=HUNG_S)
         except OSError as error:  # out of descriptors
             self._trace.failed("no lender", why=error.strerror)
             self._spawn_later()

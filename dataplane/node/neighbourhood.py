@@ -102,6 +102,11 @@ class Neighbourhood:
         if self._lending is not None:
             self._lending.refuse(number)
 
+    def look(self) -> None:
+        """As `Lending.look`."""
+        if self._lending is not None:
+            self._lending.look()
+
     def reads(self) -> NodeReads:
         """What this node has read, found in memory, sent to neighbours, and made for them."""
         reads = replace(self._own_reads(), memory_bytes=self._engine.scheduler.found_bytes)

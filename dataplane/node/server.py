@@ -330,6 +330,7 @@ class NodeServer:
                 self.door.look()
                 self.engine.tick()
                 self.heartbeat.look()
+                self._neighbours.look()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
                     self.draining = True

@@ -8,7 +8,8 @@ Invariants:
    it is started again for the next request.
 2. The end of every requested process is recorded once: with its exit status, or as SIGKILL if the
    fork server died, since its children die with it.
-3. Only calls that need a process id or an exit status wait for the fork server.
+3. A fork server that reads none of its messages, being stopped or stuck, is killed, and 2 applies.
+4. Only calls that need a process id or an exit status wait for the fork server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from msgspec import Struct
@@ -42,6 +45,9 @@ _MODULE = "dataplane.node"
 Main = Callable[[int], None]
 _PAUSE_S, _PAUSE_S_MAX = 0.001, 0.5
 _CLOSE_S = 5.0
+_HUNG_S = 60.0
+"""Imports from a slow file server take that long."""
+_LOOK_S = 1.0
 
 
 class ForkedProcess:
@@ -107,6 +113,9 @@ class ForkedProcess:
 class _Process(Protocol):
     """The process of a fork server."""
 
+    @property
+    def pid(self) -> int: ...
+
     def kill(self) -> None: ...
 
     def wait(self) -> int: ...
@@ -151,6 +160,7 @@ class _Server:
             except BaseException:
                 self._sock.close()
                 raise
+        self._pulse = machine.Pulse(self._sock, _HUNG_S)
         self._thread = threading.Thread(
             target=self._receive, name="dataplane-fork-server", daemon=True
         )
@@ -197,8 +207,13 @@ class _Server:
         from dataplane.errors import DataplaneError
         from dataplane.rpc import local, tasks
 
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         try:
             while True:
+                if not poll.poll(_LOOK_S * 1000):
+                    self._check()
+                    continue
                 said, _ = local.receive(self._sock, tasks.FromForkServer)
                 body = said.body
                 with self._changing:
@@ -215,6 +230,19 @@ class _Server:
             pass
         finally:
             self._lose()
+
+    def _check(self) -> None:
+        """Kill the fork server if it hangs while somebody waits for it. In its thread."""
+        from dataplane.trace import Trace
+
+        with self._changing:
+            is_awaited = any(not one.has_started for one in self._processes.values())
+        # No child has the number 0: this only shows whether it is read.
+        probe = partial(self._kill, 0) if is_awaited else lambda: None
+        if self._pulse.is_lost(self._process.pid, time.monotonic(), probe):
+            why = "it reads no messages: it is stopped, or stuck in a system call"
+            Trace("worker").failed("fork server hung", pid=self._process.pid, why=why)
+            self._process.kill()
 
     def _lose(self) -> None:
         """Clean up after the fork server has died: wait until all of its children are gone."""

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self
 
+from dataplane.machine import Pulse
 from dataplane.rpc import sockets
 from dataplane.worker.forking import ForkedProcess, fork_server
 
 MEMORY_BYTES = 1 << 30
 """Default limit on a worker's private memory."""
+HUNG_S = 15.0
 WORDS_BYTES_MAX = 4096
 """Bytes at the end of its stderr that are kept, to report how it ended."""
 _PIECE_BYTES = 4096
@@ -34,11 +36,14 @@ class WorkerProcess:
     stderr, which is passed on.
     """
 
-    def __init__(self, process: ForkedProcess, sock: socket.socket, stderr: StderrCopy) -> None:
+    def __init__(
+        self, process: ForkedProcess, sock: socket.socket, stderr: StderrCopy, hung_s: float
+    ) -> None:
         self.sock = sock
         self._process = process
         self._stderr = stderr
         self._loop = asyncio.get_running_loop()
+        self._pulse = Pulse(sock, hung_s)
 
     @classmethod
     def start(
@@ -47,9 +52,11 @@ class WorkerProcess:
         memory_bytes: int = MEMORY_BYTES,
         role: str = "worker",
         processors: tuple[int, ...] = (),
+        hung_s: float = HUNG_S,
     ) -> Self:
         """Start a process of this role with this memory limit, bound to these processors if there
-        are any; its stderr goes to ours, or to the given one. The caller holds the fork server.
+        are any; its stderr goes to ours, or to the given one. The caller holds the fork server. It
+        is hung if it reads nothing for `hung_s` of its own time.
         """
         ours, theirs = sockets.pair()
         ours.setblocking(False)
@@ -63,7 +70,8 @@ class WorkerProcess:
             raise
         finally:
             os.close(says)
-        return cls(process, ours, StderrCopy(said, 2 if stderr_fd is None else stderr_fd))
+        stderr = StderrCopy(said, 2 if stderr_fd is None else stderr_fd)
+        return cls(process, ours, stderr, hung_s)
 
     @property
     def has_started(self) -> bool:
@@ -79,6 +87,12 @@ class WorkerProcess:
     def last_words(self) -> str:
         """The last few lines that it wrote to its stderr."""
         return self._stderr.tail.decode(errors="replace")
+
+    def is_hung(self, now: float, probe: Callable[[], object]) -> bool:
+        """Whether it is to be replaced, as `Pulse.is_lost` says; ask it about twice a second."""
+        if not self._process.has_started or self.sock.fileno() < 0:
+            return False
+        return self._pulse.is_lost(self._process.pid, now, probe)
 
     def on_readable(self, call: Callable[[], None]) -> None:
         """Call this whenever the worker has sent something or closed its connection."""

@@ -104,6 +104,38 @@ def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
     asyncio.run(play())
 
 
+def test_the_reads_of_a_stopped_fetcher_are_read_by_another(
+    awry: Awry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that it is given while nobody knows yet that it hangs."""
+    monkeypatch.setattr("dataplane.node.fetchers.HUNG_S", 0.2)
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.STALL)
+            reads = [asyncio.ensure_future(at.read(etag, n * LENGTH)) for n in range(4)]
+            await at.until(lambda: len(awry.seen) == 4)
+            (pid,) = at.fetchers.pids
+            awry.be()
+            os.kill(pid, signal.SIGSTOP)
+            reads.append(asyncio.ensure_future(at.read(etag, 4 * LENGTH)))
+            await at.until(lambda: at.fetchers.look() or pid not in at.fetchers.pids)
+            assert await asyncio.gather(*reads) == [None] * 5
+            for n in range(5):
+                assert at.bytes_at(n * LENGTH) == BODY[10 : 10 + LENGTH]
+            (another,) = at.fetchers.pids
+            # An idle one hangs unnoticed, until it gets something to do.
+            os.kill(another, signal.SIGSTOP)
+            at.fetchers.look()
+            read = asyncio.ensure_future(at.read(etag))
+            await at.until(lambda: at.fetchers.look() or another not in at.fetchers.pids)
+            assert await read is None
+
+    asyncio.run(play())
+    assert caplog.text.count("fetcher hung") == 2
+
+
 def test_parts_of_one_read_go_to_their_places_and_what_lies_between_nowhere(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

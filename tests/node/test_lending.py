@@ -158,6 +158,31 @@ def test_a_killed_lender_frees_its_regions_and_another_one_lends() -> None:
     asyncio.run(play())
 
 
+def test_a_stopped_lender_frees_its_regions_and_another_one_lends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dataplane.node.lending.HUNG_S", 0.2)
+
+    async def play() -> None:
+        async with lending_node() as node:
+            node.answer = lambda _: None
+            read = asyncio.ensure_future(node.ask(node.neighbour(1), 1000))
+            await node.until(lambda: node.asked)
+            (asked,) = node.asked
+            pid = node.lending.pid
+            os.kill(pid, signal.SIGSTOP)
+            node.give(asked)
+            await node.until(lambda: node.lending.look() or node.given)
+            assert node.given == [asked.number]
+            assert node.lending.pid != pid
+            with pytest.raises(NeighbourGone):
+                await read
+            node.answer = node.give
+            assert await node.ask(node.neighbour(5)) == node.block(5)
+
+    asyncio.run(play())
+
+
 def test_keys_follow_generations_and_leave_with_their_job() -> None:
     async def play() -> None:
         async with lending_node() as node:

@@ -106,6 +106,27 @@ def test_if_the_fork_server_dies_its_processes_end_and_it_is_started_again() -> 
         os.close(fd)
 
 
+def test_a_stopped_fork_server_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "_LOOK_S", 0.02)
+    process, sock, stderr = a_process()
+    server = server_of(process)
+    assert fork_server._server is not None
+    monkeypatch.setattr(fork_server._server._pulse, "_timeout_s", 0.2)
+    os.kill(server.pid, signal.SIGSTOP)
+    waiting, other_sock, other_stderr = a_process()
+    assert waiting.wait(WAIT_S)
+    assert process.wait(WAIT_S)
+    assert {waiting.status(), process.status()} == {-signal.SIGKILL}
+    again, third_sock, third_stderr = a_process()
+    assert server_of(again) != server
+    again.kill()
+    assert again.wait(WAIT_S)
+    for each in (sock, other_sock, third_sock):
+        each.close()
+    for fd in (stderr, other_stderr, third_stderr):
+        os.close(fd)
+
+
 def test_a_fork_server_outlives_a_sigterm_to_the_whole_service() -> None:
     process, sock, stderr = a_process()
     server = server_of(process)
