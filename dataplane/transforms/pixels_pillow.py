@@ -41,6 +41,14 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Formats of which Pillow opens 16 bits as 32.
+_SIXTEEN_BITS = frozenset({"PNG", "PPM"})
+# TIFF's BitsPerSample.
+_BITS = 0x0102
+_TWELVE_BITS = 12
+# Names of chunks of a PNG, and of what is in a TIFF, that may have an orientation.
+_PNG_WORDS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+_TIFF_WORD = b"tiff:Orientation"
 _TRANSPOSING = 5
 """Orientations from this one on exchange rows and columns."""
 # Errors of Pillow's decoders for invalid bytes.
@@ -75,9 +83,16 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
                     f"too large: {image.height} x {image.width} pixels, more than {PIXELS_MAX}",
                     row=row,
                 )
+            if image.mode == "F" or (image.mode == "I" and image.format not in _SIXTEEN_BITS):
+                kind = "floats" if image.mode == "F" else "signed or 32-bit numbers"
+                raise ImageError(
+                    f"its pixels are {kind}, of which none is white by definition: convert it to 8 "
+                    "or 16 bits before it is stored",
+                    row=row,
+                )
             # All bytes at once: libjpeg cannot pause in the middle of arithmetic codes.
             image.decodermaxblock = max(image.decodermaxblock, length)
-            yield image, _orientation(image)
+            yield image, _orientation(image, encoded)
     except UnidentifiedImageError:
         raise ImageError(said_of(encoded), row=row) from None
     except _FAULTS as fault:
@@ -86,12 +101,25 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
         raise ImageError(f"Pillow cannot decode it: {fault}", row=row) from fault
 
 
-def _orientation(image: Image.Image) -> int:
-    """The orientation, 1 if it is missing or invalid."""
-    exif = Image.Exif()
-    exif.load(image.info.get("exif", b""))
-    found = exif.get(_ORIENTATION)
-    return found if found in _TURNS else 1
+def _orientation(image: Image.Image, encoded: bytes) -> int:
+    """The orientation that Pillow's exif_transpose applies, of EXIF or else of XMP; 1 if it is
+    missing or invalid.
+    """
+    if image.format == "TIFF":
+        if _TIFF_WORD in encoded:
+            image.load()  # only then it has the size that is seen
+        return 1  # Pillow turns it when it loads it
+    if image.format == "PNG":
+        if not any(word in encoded for word in _PNG_WORDS):
+            return 1  # getexif() would decode the image
+        image.load()  # metadata may come after the pixels
+    try:
+        turn = image.getexif().get(_ORIENTATION)
+        return int(turn) if turn in _TURNS else 1
+    except _FAULTS as fault:
+        if is_out_of_memory(fault):
+            raise
+        return 1
 
 
 def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
@@ -102,13 +130,9 @@ def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
 
 def _rgb(image: Image.Image) -> Image.Image:
     """Decode an image, as it is stored."""
-    if image.mode.startswith(("I", "F")):
-        values = np.asarray(image)
-        # PNG's 16 bits were once opened as 32.
-        if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-            values = values.clip(0, 255)
-        else:
-            values = values.clip(0, 0xFFFF) >> 8
+    if image.mode.startswith("I"):
+        bits = _TWELVE_BITS if getattr(image, "tag_v2", {}).get(_BITS) == (_TWELVE_BITS,) else 16
+        values = np.asarray(image).clip(0, (1 << bits) - 1) >> (bits - 8)
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
 

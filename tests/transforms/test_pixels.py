@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import drawn, encoded, exif, expected, made, photographs, seen, sizes
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, ImageError
 from dataplane.transforms.pixels import TOLERANCE
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
 from dataplane.transforms.view import DTYPES, PixelView
@@ -230,6 +233,145 @@ def test_sixteen_bits_become_their_upper_eight(by: Maker) -> None:
     view = PixelView(40, 50, "HWC", "uint8", None, None)
     found = made([image], [(0, 0, 40, 50)], [0], view, by).reshape(40, 50, 3)
     assert (found == (values >> 8)[..., None]).all()
+
+
+def _tiff(bits: int, body: bytes, height: int, width: int) -> bytes:
+    """An uncompressed grey picture."""
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 1, 273: 8, 278: height, 279: len(body)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    entries = entries.replace(
+        struct.pack("<HHII", 273, 4, 1, 8), struct.pack("<HHII", 273, 4, 1, 110)
+    )
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    assert len(head) == 110
+    return head + body
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+def test_every_depth_of_grey_has_its_whole_range(by: Maker) -> None:
+    grey = np.arange(0, 256, 2, np.uint8).reshape(8, 16)
+    wide, view = grey.astype(np.uint16), PixelView(8, 16, "HWC", "uint8", None, None)
+    twelve = (wide << 4).reshape(-1, 2)
+    packed = np.stack(
+        [twelve[:, 0] >> 4, (twelve[:, 0] & 15) << 4 | twelve[:, 1] >> 8, twelve[:, 1] & 255], 1
+    ).astype(np.uint8)
+    images = [
+        encoded(Image.fromarray(grey), "TIFF"),
+        encoded(Image.fromarray(wide << 8), "TIFF"),
+        encoded(Image.fromarray(wide << 8), "JPEG2000"),
+        b"P5 16 8 65535\n" + (wide << 8).astype(">u2").tobytes(),
+        _tiff(12, packed.tobytes(), 8, 16),
+    ]
+    found = made(images, [(0, 0, 8, 16)] * 5, [0] * 5, view, by).reshape(5, 8, 16, 3)
+    assert (found == grey[..., None]).all()
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+@pytest.mark.parametrize("dtype", ["f4", "i4", "u4"])
+def test_grey_without_a_range_is_refused(dtype: str, by: Maker) -> None:
+    values = np.linspace(0, 1, 128, dtype="f4").reshape(8, 16)
+    image = encoded(Image.fromarray(values), "TIFF")
+    if dtype != "f4":
+        image = _tiff(32, (values * 2**30).astype(dtype).tobytes(), 8, 16)
+    with pytest.raises(ImageError, match="of which none is white by definition"):
+        sizes([image], by)
+    portable = b"Pf 16 8 -1.0\n" + values.tobytes()
+    with pytest.raises(ImageError, match="floats, of which none"):
+        sizes([portable], by)
+
+
+def _segment(content: bytes) -> bytes:
+    return b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content
+
+
+def _directory(order: str, kind: int, value: bytes, count: int = 1) -> bytes:
+    """EXIF with one entry, the orientation."""
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    entry = struct.pack(f"{order}HHI", 0x0112, kind, count) + value
+    return b"Exif\0\0" + start + struct.pack(f"{order}IH", 8, 1) + entry + bytes(4)
+
+
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_SIX = {order: struct.pack(f"{order}I", 6) for order in "<>"}
+_ATTRIBUTE, _ELEMENT = b'<x tiff:Orientation="%d"/>', b"<tiff:Orientation>%d</tiff:Orientation>"
+# Segments of a JPEG, and whether Pillow turns it.
+_SAID: tuple[tuple[bytes, bool], ...] = (
+    (_segment(_directory("<", 4, _SIX["<"])), True),  # LONG
+    (_segment(_directory(">", 4, _SIX[">"])), True),
+    (_segment(_directory(">", 9, _SIX[">"])), True),  # SLONG
+    (_segment(_directory(">", 3, b"\0\6\0\0")), True),
+    (_segment(_directory(">", 3, b"\0\6\0\1", count=2)), True),
+    (_segment(_directory(">", 6, b"\6\0\0\0")), True),  # SBYTE
+    (
+        _segment(_directory(">", 5, struct.pack(">I", 26)) + struct.pack(">II", 6, 1)),
+        True,
+    ),  # RATIONAL
+    (_segment(_directory(">", 1, b"\6\0\0\0")), False),  # BYTE
+    (_segment(b"Exif\0\0" + _directory(">", 4, _SIX[">"])), True),
+    (_segment(_XMP + _ATTRIBUTE % 6), True),
+    (_segment(_XMP + _ELEMENT % 6), True),
+    (_segment(_XMP + b"tiff:Orientation=6 " + _ATTRIBUTE % 6), True),
+    (_segment(_XMP + _ATTRIBUTE % 9), False),
+    (_segment(_XMP + _ATTRIBUTE % 6) + _segment(_XMP + b"<x/>"), False),
+    (_segment(_XMP + _ATTRIBUTE % 6) + _segment(_directory(">", 3, b"\0\1\0\0")), False),
+    (_segment(_XMP + _ATTRIBUTE % 6) + _segment(_directory(">", 3, b"\0\0\0\0")), False),
+    (_segment(_directory(">", 14, b"\0\6\0\0")) + _segment(_XMP + _ATTRIBUTE % 6), True),
+    (_segment(b"Exif\0\0junk") + _segment(b"http://ns.adobe.com/xap"), False),
+)
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+@pytest.mark.parametrize("place", ["first", "before the scan"])
+@pytest.mark.filterwarnings("ignore:Metadata Warning")  # Pillow's, of two values
+def test_jpegs_are_turned_as_pillow_turns_them(place: str, by: Maker) -> None:
+    base = encoded(drawn(40, 56), quality=95)
+    at = 2 if place == "first" else base.index(b"\xff\xda")
+    images = [base[:at] + said + base[at:] for said, _ in _SAID]
+    assert [found == [56, 40] for found in sizes(images, by).tolist()] == [
+        turns for _, turns in _SAID
+    ]
+    box = (3.0, 2.0, 30.0, 35.0)
+    found = made(images, [box] * len(images), [0] * len(images), VIEW, by)
+    for image, pixels in zip(images[:-1], found, strict=False):  # Pillow raises at the last
+        far = np.abs(pixels.reshape(24, 32, 3) - expected(image, box, flip=False, view=VIEW))
+        assert far.max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+def test_all_formats_are_turned_as_pillow_turns_them(by: Maker) -> None:
+    picture, turn = drawn(40, 56), exif(6)
+    chunk = b"eXIf" + turn[6:]
+    chunk = struct.pack(">I", len(turn) - 6) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    plain, text, raw = encoded(picture, "PNG"), PngInfo(), PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", (_ELEMENT % 6).decode(), zip=True)
+    raw.add_text("Raw profile type exif", f"\nexif\n{len(turn):8}\n{turn.hex()}\n", zip=True)
+    end = plain.index(b"IEND") - 4
+    images = [
+        plain[:end] + chunk + plain[end:],
+        encoded(picture, "PNG", pnginfo=text),
+        encoded(picture, "PNG", pnginfo=raw),
+        encoded(picture, "WEBP", xmp=_ATTRIBUTE % 6),
+        encoded(picture, "WEBP", exif=_directory(">", 4, _SIX[">"])),
+        encoded(picture, "TIFF", tiffinfo={0x0112: 6}),
+        encoded(picture, "TIFF", tiffinfo={700: _ATTRIBUTE % 6}),
+        encoded(picture, "TIFF", tiffinfo={0x0112: 3, 700: _ATTRIBUTE % 6}),
+    ]
+    assert sizes(images, by).tolist() == [[56, 40]] * 7 + [[40, 56]]
+    box = (3.0, 2.0, 30.0, 35.0)
+    found = made(images, [box] * 8, [0] * 8, VIEW, by)
+    for image, pixels in zip(images, found, strict=True):
+        far = np.abs(pixels.reshape(24, 32, 3) - expected(image, box, flip=False, view=VIEW))
+        assert far.max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+def test_a_jpeg_whose_orientation_is_only_in_xmp_is_turned(data_dir: Path, by: Maker) -> None:
+    image = (data_dir / "odd" / "orientation-6-in-xmp.jpg").read_bytes()
+    assert sizes([image], by).tolist() == [list(seen(image).size[::-1])]
+    found = made(
+        [image], [(0, 0, 128, 96)], [0], PixelView(128, 96, "HWC", "uint8", None, None), by
+    )
+    assert np.abs(found.reshape(128, 96, 3) - np.asarray(seen(image), np.int64)).max() <= TOLERANCE
 
 
 def test_threads_make_the_same_pixels_at_once() -> None:

@@ -11,7 +11,7 @@
 /* "Stored": as the rows lie in the file. "Seen": with the orientation applied. */
 struct header {
     int32_t height, width; /* as stored */
-    int orientation;       /* EXIF's, 1..8 */
+    int orientation;       /* EXIF's or XMP's, 1..8 */
 };
 
 /* Are the stored rows columns of what is seen? */
@@ -20,7 +20,8 @@ INLINE int is_transposing(int orientation)
     return orientation >= 5;
 }
 
-/* DONE and the header, FOR_PILLOW if it is not a JPEG, or FAILED and the reason. */
+/* DONE and the header, or FAILED and the reason. FOR_PILLOW: it is not a JPEG, or says how to turn it
+ * in an unusual way. */
 enum outcome jpeg_header(const struct image *image, struct header *header, char *reason);
 
 #endif
