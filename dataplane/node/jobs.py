@@ -51,6 +51,7 @@ from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.trace import Trace
+from dataplane.transforms.images import masks_advice
 
 _trace = Trace("node")
 
@@ -316,7 +317,10 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
     memory.
     """
     spec, place = member.spec, member.request.topology
-    told = [*map(said_of_folders, job.manifests), *_wasted(job, spec)] if place.rank == 0 else []
+    told = []
+    if place.rank == 0:
+        told = [*map(said_of_folders, job.manifests), *_wasted(job, spec)]
+        told.append(masks_advice(spec.transforms))
     if spec.shuffle:
         on_host = place.local_world_size * place.dp_size // place.world_size
         cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))

@@ -11,6 +11,7 @@ Names and arguments are torchvision's; each step has a file in steps/. A list of
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 
 from dataplane.config import RAISE, REPLACE
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Decoding, ImageSpec, Kind
+from dataplane.model import ColumnSpec, Cut, Decoding, ImageSpec, Kind
 from dataplane.transforms.image_steps import kind_of, kinds, may_follow, saved, steps_of
 from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.kind import StepGroup
@@ -27,6 +28,11 @@ from dataplane.transforms.steps.registry import Transform
 from dataplane.transforms.steps.resize import KEEPS_RATIO, Resize
 from dataplane.transforms.view import COLOURS
 
+# Names of columns with one class or distance a pixel: "mask", "seg.png", "instance_masks".
+_MASK = re.compile(
+    r"(?i)(^|[._-])(masks?|segs?|segmentations?|labels?|annotations?|instances?|panoptic|depth)"
+    r"($|[._-])"
+)
 # Transforms of torchvision that have another name here.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",
@@ -209,6 +215,30 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
         shape = (*size, COLOURS) if image.layout == "HWC" else (COLOURS, *size)
         pixels[image.column] = ColumnSpec(image.column, Kind.FIXED, image.dtype, shape)
     return tuple(pixels.get(spec.name, spec) for spec in specs)
+
+
+def masks_advice(images: Sequence[ImageSpec]) -> str:
+    """What to know of transforms that are wrong for masks; "" if they are of photographs alone,
+    as far as their names and steps say.
+    """
+    moved = [image.column for image in images if image.cut is Cut.RANDOM or 0 < image.flip < 1]
+    way = (
+        "leave it out of transforms=, and decode it together with its picture in a map= or in the "
+        "trainer, with one crop for both"
+    )
+    if len(moved) > 1:
+        return (
+            f"transforms= crops or flips the images of columns {_joined(moved, 'and')} "
+            "independently: two views of a sample may differ so, but a mask or depth map no longer "
+            f"fits its picture, and its values are mixed (bilinear, RGB). For such a column: {way}"
+        )
+    masks = [image.column for image in images if _MASK.search(image.column)]
+    if masks:
+        return (
+            f"transforms= of column {masks[0]!r}: its images become RGB and are resized "
+            f"bilinearly, which mixes the class numbers of a mask. If it is one: {way}"
+        )
+    return ""
 
 
 def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:

@@ -13,6 +13,8 @@ from dataplane.mixture import MixtureSpec, SourceSpec
 from dataplane.model import Topology, View
 from dataplane.node.jobs import _advice
 from dataplane.plan.defaults import GIB, BlockSizes
+from dataplane.transforms.images import image_specs
+from dataplane.transforms.steps.registry import RandomHorizontalFlip, RandomResizedCrop, Resize
 
 # 1.28 million photographs in blocks of 1,000: with one lane, whose window is 1.4 blocks, batches
 # come from few blocks, and every host reads all of them.
@@ -65,3 +67,23 @@ def test_one_rank_tells_of_the_job_and_one_a_host_of_its_memory(spec: JobSpec) -
 @pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dataset", "mixture"])
 def test_what_is_not_shuffled_needs_no_advice(spec: JobSpec) -> None:
     assert told(replace(spec, shuffle=False), 0, 1) == ()
+
+
+def test_masks_beside_pictures_are_told_of_and_single_pictures_are_not() -> None:
+    crop, flip, still = (
+        [RandomResizedCrop(8)],
+        [Resize((8, 8)), RandomHorizontalFlip()],
+        [Resize((8, 8))],
+    )
+
+    def of(**transforms: Any) -> tuple[str, ...]:
+        spec = replace(SPEC, shuffle=False, transforms=image_specs(transforms))
+        assert told(spec, 1) == ()
+        return told(spec, 0)
+
+    (both,) = of(jpg=crop, png=flip)
+    assert "columns jpg and png independently" in both
+    assert "map=" in both
+    (mask,) = of(jpg=crop, **{"seg.png": still})
+    assert "column 'seg.png'" in mask
+    assert of(jpg=crop) == of(jpg=crop, png=still) == of(left=still, labelled_photo=still) == ()
