@@ -340,14 +340,14 @@ def test_jpegs_are_turned_as_pillow_turns_them(place: str, by: Maker) -> None:
 @pytest.mark.parametrize("by", MAKERS, ids=str)
 def test_all_formats_are_turned_as_pillow_turns_them(by: Maker) -> None:
     picture, turn = drawn(40, 56), exif(6)
-    chunk = b"eXIf" + turn[6:]
-    chunk = struct.pack(">I", len(turn) - 6) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    late = b"eXIf" + turn[6:]
+    late = struct.pack(">I", len(turn) - 6) + late + struct.pack(">I", zlib.crc32(late))
     plain, text, raw = encoded(picture, "PNG"), PngInfo(), PngInfo()
     text.add_itxt("XML:com.adobe.xmp", (_ELEMENT % 6).decode(), zip=True)
     raw.add_text("Raw profile type exif", f"\nexif\n{len(turn):8}\n{turn.hex()}\n", zip=True)
     end = plain.index(b"IEND") - 4
     images = [
-        plain[:end] + chunk + plain[end:],
+        plain[:end] + late + plain[end:],
         encoded(picture, "PNG", pnginfo=text),
         encoded(picture, "PNG", pnginfo=raw),
         encoded(picture, "WEBP", xmp=_ATTRIBUTE % 6),
