@@ -2,12 +2,13 @@
 
 A sample is the run of members that share a key: the path up to the first dot of the file's name.
 The rest of the name, in lower case, is the field. Directories, names without a dot or that start
-with one, and names in double underscores are skipped, as the webdataset library does.
+with one, and names in double underscores are skipped, as the webdataset library does. A shard in
+which the members of a key do not follow one another is refused.
 
-Schema: `__key__`, then the fields of the first shard's first block in the order of occurrence. cls,
-cls2, index, inx and id are int64 where all of that block's values are integers (else string); txt,
-text, transcript, json and jsn are string; all others binary. A field that a sample lacks is null,
-and fields that the first block lacks are left out.
+Schema: `__key__`, then the fields of the first shard in the order of occurrence, images of several
+extensions as one column (see tarfields.py). cls, cls2, index, inx and id are int64 where all values
+in the first 4 MiB are integers (else string); txt, text, transcript, json and jsn are string; all
+others binary. A field that a sample lacks is null.
 
 Source:  https://github.com/webdataset/webdataset (tariterators.py)
 """
@@ -16,12 +17,10 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
 
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.columns import bytes_column, primitive_column
@@ -38,6 +37,13 @@ from dataplane.formats.source import (
     block_source,
     holds_compressed,
 )
+from dataplane.formats.tarfields import (
+    FieldReader,
+    FieldSurvey,
+    Sample,
+    refuse_scattered,
+    with_fields,
+)
 from dataplane.formats.tarheader import TarMember, members
 from dataplane.model import Region
 from dataplane.plan.null_counts import NEVER
@@ -52,20 +58,12 @@ _NAME = re.compile(r"((?:.*/)?([^./][^./]*))\.([^/]*)", re.DOTALL)
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 
 
-class Sample(Struct, frozen=True):
-    """The members of one key, by field."""
-
-    key: str
-    fields: dict[str, TarMember]
-    start: int
-    end: int
-
-
 class Tar:
     """The WebDataset tar format, plain and gzip."""
 
     name = "tar"
     suffixes = BY_FORMAT["tar"]
+    index_version = 1  # fields of the whole shard, images as one column
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: one pass over the headers."""
@@ -74,9 +72,8 @@ class Tar:
         compressed = is_compressed(bytes(window.view(0, 4)))
         source: ByteSource = Inflated(shard) if compressed else window
         head = Memory(shard.url, source.view(0, BLOCK_BYTES), 0)
-        fields: dict[str, bool] = {}
+        survey, integers = FieldSurvey(shard.url), dict[str, bool]()
         blocks: list[Block] = []
-        present: Counter[str] = Counter()
         start = end = rows = 0
         for sample in samples(source, 0, None):
             if rows and not compressed and sample.end - start > BLOCK_BYTES:
@@ -85,20 +82,27 @@ class Tar:
             if not rows:
                 start = sample.start
             rows, end = rows + 1, sample.end
-            # The fields of the first block, or of the first sample if that is larger.
-            if end <= BLOCK_BYTES or (rows == 1 and not blocks):
-                for field, member in sample.fields.items():
-                    fields[field] = fields.get(field, True) and _is_integer(head, member)
-            present.update(fields.keys() & sample.fields.keys())
+            survey.note(sample)
+            if not INTEGERS.isdisjoint(sample.fields):
+                for field in INTEGERS & sample.fields.keys():
+                    is_integer = _is_integer(head, sample.fields[field])
+                    integers[field] = integers.get(field, True) and is_integer
+        if hashes := survey.scattered():
+            again: ByteSource = Inflated(shard) if compressed else Window(shard)
+            refuse_scattered(shard.url, samples(again, 0, None), hashes)
         count = rows + sum(block.rows for block in blocks)
         if compressed and rows:
             place = Region(0, shard.size_bytes)
             blocks = [Block(rows, place, end + ROW_BYTES * rows)]
         elif rows:
             blocks.append(_block(rows, start, end))
-        columns = {KEY: pa.string()} | {f: _type(f, whole) for f, whole in fields.items()}
-        schema = inferred_schema(columns if fields else {})
-        nulls = array("q", [NEVER, *(count - present[field] for field in fields)] if fields else [])
+        columns = survey.columns()
+        types = {KEY: pa.string()} | {
+            name: _type(name, integers=integers.get(name, False)) for name in columns
+        }
+        schema = with_fields(inferred_schema(types if columns else {}), columns)
+        lacking = (count - survey.count(fields) for fields in columns.values())
+        nulls = array("q", [NEVER, *lacking] if columns else [])
         return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -109,7 +113,16 @@ class Tar:
         end = None if compressed else block.place.offset + block.place.length
         found = list(samples(source, source.base, end))
         check_rows(block.url, block.place.offset, block.rows, len(found))
-        arrays = {name: _column(source, found, schema.field(name)) for name in columns}
+        reader = FieldReader(block.url, schema, columns)
+        fields = [reader.fields_of(sample) for sample in found]
+        arrays = {
+            name: _column(source, [each.get(name) for each in fields], schema.field(name))
+            for name in columns
+            if name != KEY
+        }
+        if KEY in columns:
+            keys = [sample.key.encode() for sample in found]
+            arrays[KEY] = bytes_column(keys, schema.field(KEY).type, block.url, KEY)
         return batch_of(arrays, schema, columns, block.rows)
 
 
@@ -156,17 +169,14 @@ def _is_integer(head: Memory, member: TarMember) -> bool:
     return len(content) < member.size or bool(_INTEGER.fullmatch(bytes(content)))
 
 
-def _type(field: str, integers: bool) -> pa.DataType:
+def _type(field: str, *, integers: bool) -> pa.DataType:
     if field in INTEGERS:
         return pa.int64() if integers else pa.string()
     return pa.string() if field in TEXTS else pa.binary()
 
 
-def _column(source: Memory, found: Sequence[Sample], field: pa.Field) -> pa.Array:
+def _column(source: Memory, of_rows: Sequence[TarMember | None], field: pa.Field) -> pa.Array:
     url, name = source.url, field.name
-    if name == KEY:
-        return bytes_column([s.key.encode() for s in found], field.type, url, name)
-    of_rows = [s.fields.get(name) for s in found]
     pieces = [None if m is None else source.view(m.body, m.size) for m in of_rows]
     if not pa.types.is_int64(field.type):
         column = bytes_column(pieces, field.type, url, name)

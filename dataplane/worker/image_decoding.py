@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dataplane.worker.replacing import TriedImages
 
 _KEY_LENGTH_MAX = 300
+_NULL = "the image is null"
+_PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _PLAIN_KEY = re.compile(r"[\w./+=-]+", re.ASCII)
 
 
@@ -143,7 +145,7 @@ class SlabImages:
         try:
             nulls = np.flatnonzero(encoded.valid[some] == 0)
             if len(nulls):
-                raise ImageError("the image is null", row=int(nulls[0]))
+                raise ImageError(_NULL, row=int(nulls[0]))
             places = encoded.places[some]
             draw = self._draw_of(image.column, row_index, numbers)
             crops = image.crops(pixels.sizes(places), draw)
@@ -195,6 +197,10 @@ class SlabImages:
         other = "" if self._render.replaces else (
             'to go on with another row in its place: bad_images="replace"; '
         )  # fmt: skip
+        if error.nouns.get("reason", str(error)) == _NULL:
+            # Perhaps many are: in their places, others would come again and again.
+            name = image.column if _PLAIN_NAME.fullmatch(image.column) else f"`{image.column}`"
+            other = f'to train without all rows that have none: where="{name} is not null"; '
         return ImageError(
             f"{origin.url}: row {row}{named}, column {image.column!r}: {error}"
             f" ({other}to train without this row: {_without(origin, row, key)})",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import tarfile
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -13,6 +15,8 @@ from shards import MemoryShard, decoded, read_rows, tar_bytes, zipped
 
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.tar import Tar
+from dataplane.formats.tarfields import FieldSurvey, Sample
+from dataplane.formats.tarheader import TarMember
 
 TAR = Tar()
 FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
@@ -145,3 +149,121 @@ def test_bodies_of_large_members_are_not_read_by_indexing() -> None:
     shard = MemoryShard(tar_bytes([(f"{i}.bin", bytes(3_000_000)) for i in range(10)]))
     TAR.index(shard)
     assert shard.bytes_read < shard.size_bytes / 2
+
+
+def _bodies(*names: str) -> list[tuple[str, bytes]]:
+    return [(name, name.encode()) for name in names]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("apart", [1, 6])
+def test_halves_of_samples_are_refused_with_what_to_do(apart: int, *, compressed: bool) -> None:
+    large = [(f"x{i}.bin", bytes(1 << 20)) for i in range(apart)]  # 6: in another block
+    content = tar_bytes([*_bodies("a.jpg", "b.jpg"), *large, *_bodies("a.txt", "b.txt")])
+    at = 2 * 1024 + apart * (512 + (1 << 20))
+    said = (
+        rf"byte {at}: .*sample 'a' do not follow.*'a.jpg' is at byte 0 .*tar --sort=name.*sort -V"
+    )
+    with pytest.raises(CorruptShard, match=said):
+        TAR.index(MemoryShard(zipped(content) if compressed else content))
+
+
+def test_members_by_kind_as_tar_writes_them_are_refused(data_dir: Path) -> None:
+    content = (data_dir / "odd" / "members-by-kind.tar").read_bytes()
+    with pytest.raises(CorruptShard, match=r"'0000.jpg' is at byte 0 and '0000.txt' at byte 4608"):
+        TAR.index(MemoryShard(content))
+
+
+def test_a_key_that_comes_again_whole_is_another_sample() -> None:
+    content = tar_bytes(_bodies("a.jpg", "a.json", "b.jpg", "a.jpg", "folder/a.txt", "a.jpg"))
+    rows = read_rows(TAR, content, columns=["__key__", "jpg"])
+    assert [row["__key__"] for row in rows] == ["a", "b", "a", "folder/a", "a"]
+
+
+def test_keys_are_remembered_in_few_bytes_and_compared_without_a_pass_for_each() -> None:
+    survey = FieldSurvey("")
+    member = TarMember("", 0, 0, 0, 0)
+    for number in range(50_000):
+        survey.note(Sample(f"{number:09}", {"jpg": member, "cls": member}, 0, 0))
+    taken = sum(len(each) * each.itemsize for each in (survey._keys, survey._set_of))
+    assert taken == 12 * 50_000
+    assert survey.scattered() == frozenset()
+    survey.note(Sample("000000007", {"jpg": member}, 0, 0))
+    assert survey.scattered() == frozenset()
+    survey.note(Sample("000000009", {"txt": member}, 0, 0))
+    assert survey.scattered() == {hash("000000009")}
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [
+        (["1.jpg", "2.jpeg", "3.png", "4.webp"], {"jpg": ["1", "2", "3", "4"]}),
+        (["1.png", "2.JPG"], {"png": ["1", "2"]}),
+        # A mask beside its picture stays a column of its own.
+        (["1.jpg", "1.png", "2.jpeg", "2.png"], {"jpg": ["1", "2"], "png": ["1", "2"]}),
+        (["1.jpg", "1.jpeg", "2.png"], {"jpg": ["1"], "jpeg": ["1"], "png": ["2"]}),
+        (["1.a.jpg", "1.b.png", "2.a.png"], {"a.jpg": ["1", "2"], "b.png": ["1"]}),
+        (["1.txt", "2.json", "3.jpg"], {"txt": ["1"], "json": ["2"], "jpg": ["3"]}),
+    ],
+)
+@pytest.mark.parametrize("apart", [0, 6])
+def test_images_of_several_extensions_are_one_column_if_no_sample_has_two(
+    names: list[str], columns: dict[str, list[str]], apart: int
+) -> None:
+    first, *rest = _bodies(*names)
+    large = [(f"x{i}.bin", bytes(1 << 20)) for i in range(apart)]
+    # The rest of the first sample follows it.
+    key = first[0][0]
+    own = [each for each in rest if each[0][0] == key]
+    content = tar_bytes([first, *own, *large, *(each for each in rest if each not in own)])
+    index = TAR.index(MemoryShard(content))
+    assert sorted(index.schema.names) == sorted(["__key__", *columns, *(["bin"] * bool(apart))])
+    rows = read_rows(TAR, content)
+    found = {name: [row["__key__"] for row in rows if row[name] is not None] for name in columns}
+    assert found == columns
+    for name in columns:
+        said = [row[name] for row in rows if row[name] is not None]
+        assert all(
+            each in {body for _, body in [first, *rest]} or isinstance(each, str) for each in said
+        )
+    counts = dict(zip(index.schema.names, index.nulls, strict=True))
+    assert {name: len(rows) - counts[name] for name in columns} == {
+        name: len(keys) for name, keys in columns.items()
+    }
+
+
+def _schema(*names: str) -> pa.Schema:
+    return TAR.index(MemoryShard(tar_bytes(_bodies(*names)))).schema
+
+
+def test_images_of_other_shards_are_read_as_the_first_shard_says() -> None:
+    def rows(schema: pa.Schema, *names: str, columns: list[str] | None = None) -> list[dict]:
+        content = tar_bytes(_bodies(*names))
+        return read_rows(TAR, content, schema=schema, columns=columns)
+
+    pictures, mixed = _schema("1.jpg"), _schema("1.jpg", "2.png")
+    assert rows(pictures, "3.jpeg") == [{"__key__": "3", "jpg": b"3.jpeg"}]
+    assert rows(mixed, "3.png", "4.JPEG") == [
+        {"__key__": "3", "jpg": b"3.png"},
+        {"__key__": "4", "jpg": b"4.JPEG"},
+    ]
+    with pytest.raises(SchemaMismatch, match=r"'jpg'.*'3.png'; list a shard first that has images"):
+        rows(pictures, "3.png")
+    with pytest.raises(SchemaMismatch, match="list a shard first that has images of all kinds"):
+        rows(pictures, "3.png", columns=["jpg"])
+    assert rows(pictures, "3.png", columns=["__key__"]) == [{"__key__": "3"}]
+
+
+def test_fields_that_the_first_shard_lacks_are_an_error_unless_columns_are_chosen() -> None:
+    schema = _schema("1.jpg", "1.cls")
+    for late in ("2.txt", "2.png"):
+        content = tar_bytes(_bodies("2.jpg", "2.cls", late))
+        with pytest.raises(SchemaMismatch, match=rf"{late}'; list a shard first .*columns="):
+            read_rows(TAR, tar_bytes([("2.jpg", b""), ("2.cls", b"1"), (late, b"")]), schema=schema)
+        assert read_rows(TAR, content, schema=schema, columns=["jpg"]) == [{"jpg": b"2.jpg"}]
+
+
+def test_dots_in_keys_do_not_make_columns_without_end() -> None:
+    content = tar_bytes([(f"photo.{number}.jpg", b"") for number in range(1100)])
+    with pytest.raises(CorruptShard, match=r"member 'photo.1024.jpg'.*write keys without dots"):
+        TAR.index(MemoryShard(content))

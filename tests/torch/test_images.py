@@ -260,6 +260,9 @@ def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
         assert f"{error.shard}: row 17, column 'jpg': " in str(error)
         assert f"`dataplane tombstone --row {path.name}:17`" in str(error)
         assert "BytesIO" not in str(error)
+        if broken is None:
+            assert 'where="jpg is not null"' in str(error)
+        assert ('bad_images="replace"' in str(error)) == (broken is not None)
 
 
 def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
@@ -279,6 +282,23 @@ def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
     assert where is not None
     with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": CROP}, where=where[1]) as loader:
         assert next(iter(loader))["__key__"] == ["n00/cat-0", "n02/cat-2"]
+
+
+def test_images_of_several_extensions_are_one_column_of_a_tar_file(tmp_path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, suffix in enumerate(("jpg", "jpeg", "png")):
+            sink = io.BytesIO()
+            picture = Image.new("RGB", (8, 8), (50 * number,) * 3)
+            picture.save(sink, "PNG" if suffix == "png" else "JPEG")
+            for name, body in ((suffix, sink.getvalue()), ("cls", str(number).encode())):
+                member = tarfile.TarInfo(f"{number}.{name}")
+                member.size = len(body)
+                tar.addfile(member, io.BytesIO(body))
+    with DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": [Resize((8, 8))]}) as loader:
+        (batch,) = loader
+    assert set(batch) == {"__key__", "jpg", "cls"}
+    assert batch["cls"].tolist() == [0, 1, 2]
+    assert batch["jpg"][:, 0, 0, 0].tolist() == [0, 50, 100]
 
 
 BAD = {3: b"garbage", 14: None, 17: jpeg(17)[:200], 45: b""}
