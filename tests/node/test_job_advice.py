@@ -36,8 +36,9 @@ def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...
     )  # fmt: skip
     dataset = SimpleNamespace(kept_bytes=stored)
     job: Any = SimpleNamespace(
-        opened=(opened,) * count, datasets=(dataset,) * count, sample_count=count * PHOTOS.samples
-    )
+        opened=(opened,) * count, datasets=(dataset,) * count, manifests=(),
+        sample_count=count * PHOTOS.samples,
+    )  # fmt: skip
     place = Topology(
         dp_rank=rank, dp_size=8 * HOSTS, rank=rank, world_size=8 * HOSTS,
         local_rank=rank % 8, local_world_size=8,
