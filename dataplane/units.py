@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ _BYTES_OF = {"": 1, "b": 1}
 _BYTES_OF |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
 _BYTES_OF |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")}
 _SECONDS_OF = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+_MINUTE_S, _HOUR_S = 60.0, 3600.0
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 
@@ -44,6 +46,15 @@ def show_bytes(value: Value) -> str:
         if isinstance(value, int) and value and value % 1024**power == 0:
             return f"{value // 1024**power} {unit}"
     return f"{value} B"
+
+
+def show_time(seconds: float) -> str:
+    """About so long, for people: "40 s", "3 min" or "1.5 h"."""
+    if seconds < _MINUTE_S:
+        return f"{math.ceil(seconds)} s"
+    if seconds < _HOUR_S:
+        return f"{math.ceil(seconds / _MINUTE_S)} min"
+    return f"{seconds / _HOUR_S:.1f} h"
 
 
 def flag_of(setting: str) -> str:

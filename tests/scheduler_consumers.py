@@ -63,6 +63,7 @@ class Consumer:
         self.held: deque[tuple[messages.Slab, bytes]] = deque()
         self.error: DataplaneError | None = None
         self.stalled: list[events.Stalled] = []
+        self.advanced: list[events.Advanced] = []
         self.ready_at = 0.0
         """The time at which it acts next, if time decides the order of events."""
         self.pause = (0.0, 1.0)

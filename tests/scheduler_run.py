@@ -127,6 +127,8 @@ class Run:
                     consumer = self._consumer(effect.stream_id)
                     consumer.asked -= 1
                     consumer.stalled.append(effect)
+                case events.Advanced():
+                    self._consumer(effect.stream_id).advanced.append(effect)
                 case events.AllPlanned():
                     assert not self._consumer(effect.stream_id).planned
                     self._consumer(effect.stream_id).planned = not effect.has_failed

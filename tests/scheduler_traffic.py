@@ -175,6 +175,8 @@ class Traffic:
                 self._check_answered(event.stream_id)
             case events.Ticked():
                 for stream_id, asked in self._requests.items():
+                    if self._has_advanced(stream_id):
+                        continue
                     waits = [i for i in asked if self.times.waited_s(stream_id, i) > self._stall_s]
                     assert not waits, "a request waits, and nobody is told"
 
@@ -229,6 +231,8 @@ class Traffic:
                     self._busy["given", effect.number] = [effect.region]
                 case events.Send() | events.Stalled():
                     self._answer(effect)
+                case events.Advanced():
+                    assert self._requests[effect.stream_id][0] == effect.request_id, "stalls 2"
                 case events.DropDelivery():
                     self._drop(effect.delivery_id)
                 case events.ResizePool():
@@ -328,6 +332,15 @@ class Traffic:
         assert min(stages) >= 0, "account: a stage that took less than no time"
         self.told += [times.read_bytes, times.disk, times.neighbour_bytes, times.memory_bytes]
 
+    def _has_advanced(self, stream_id: int) -> bool:
+        """Whether something was done for a stream within the stall timeout."""
+        stream = self._scheduler._streams._streams.get(stream_id)
+        if stream is None:
+            return False
+        accounts = [each.account for each in stream.delivery.datasets.datasets]
+        latest = max(stream.advanced_at, *(account.advanced_at for account in accounts))
+        return self.times.now - latest <= self._stall_s
+
     def _check_stage(self, effect: events.Stalled) -> None:
         """A rank that waits too long gets an error that says what its next slab waits for."""
         stream = self._scheduler._streams._streams[effect.stream_id]
@@ -335,7 +348,7 @@ class Traffic:
         slab = None if task is None else self._scheduler._shared.find(task)
         elsewhere = None if task is None else stage_elsewhere(self._scheduler, task)
         if elsewhere is not None:
-            assert effect.stage.startswith(elsewhere)
+            assert effect.progress.stage.startswith(elsewhere)
             assert not effect.missing
             return
         if task is None:
@@ -348,7 +361,7 @@ class Traffic:
             expected = "waiting for blocks"
         else:
             expected = "waiting for room in the delivery arena"
-        assert effect.stage == expected
+        assert effect.progress.stage == expected
         assert bool(effect.missing) == (expected == "waiting for blocks")
 
     def _drop(self, delivery_id: int) -> None:

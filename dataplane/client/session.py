@@ -16,6 +16,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec import structs
 
@@ -198,6 +199,16 @@ class Session:
             self._opening = None
             self._first_batch = opening.first_batch(asked, time.monotonic(), times)
 
+    def first_slab_notice(self) -> Notice | None:
+        """What shows how far the node is with the first slab; None once that is here."""
+        place = self.request.topology
+        if self._opening is None or place.local_rank:
+            return None
+        about: dict[str, Any] = {
+            "job": self.request.job_id, "rank": place.rank, "dp_rank": place.dp_rank,
+        }  # fmt: skip
+        return Notice("the first batch", work_of="first batch", **about)
+
     def bound(self, now: float) -> str:
         """The stage that limited the last seconds; "" if not known yet."""
         return self._recent.stage(now)
@@ -267,7 +278,9 @@ class Session:
         patience = Patience(until, now + self._open_timeout_s)
         place, mixture = self.request.topology, self.request.mixture
         early = self.request.source if mixture is None else mixture.sources[0].source
-        about = {"job": self.request.job_id, "rank": place.rank, "dp_rank": place.dp_rank}
+        about: dict[str, Any] = {
+            "job": self.request.job_id, "rank": place.rank, "dp_rank": place.dp_rank,
+        }  # fmt: skip
         notice = Notice(self.endpoint.whom, **about)
         starts_left = 1 if self._job is None else _STARTS_MAX
         while True:
@@ -338,8 +351,11 @@ class Session:
     def _mounted(self, wire: Wire, welcome: Welcome, request: OpenJob, patience: Patience) -> Mount:
         urls, job, began = ", ".join(request.source.urls), request.job_id, time.monotonic()
         place, node_id = request.topology, welcome.node_id
-        about = {"node": node_id, "job": job, "rank": place.rank, "dp_rank": place.dp_rank}
-        notice = Notice(welcome.awaited or "a job to be opened", **about)
+        about: dict[str, Any] = {
+            "node": node_id, "job": job, "rank": place.rank, "dp_rank": place.dp_rank,
+        }  # fmt: skip
+        shows_work = not place.local_rank
+        notice = Notice(welcome.awaited or "a job to be opened", shows_work=shows_work, **about)
         try:
             body, fds = wire.call(request, patience.last, notice)
         except NoAnswer:
@@ -353,11 +369,12 @@ class Session:
                 shard=urls,
                 node=node_id,
             ) from None
-        except PeerLost as error:
+        except BaseException as error:
             notice.over(str(error))
             raise
         finally:
             patience.extend(time.monotonic() - began)
+            patience.worked(max(wire.worked_at - began, 0.0))
         notice.over()
         if not isinstance(body, JobOpened) or len(fds) != 1:
             for fd in fds:

@@ -29,6 +29,7 @@ from dataplane.rpc.messages import (
     Batch,
     Column,
     EndOfStream,
+    FromNodeBody,
     Layout,
     NextSlab,
     OpenStream,
@@ -166,6 +167,7 @@ class SlabStream:
                 return self._step_of(mount, step, deadline), mount
             except PeerLost as error:
                 losses, last_error = losses + 1, str(error)
+                deadline = max(deadline, mount.wire.worked_at + stall_s)
                 self._session.lost(mount)
                 self._leave()
             except NoAnswer:
@@ -198,7 +200,7 @@ class SlabStream:
             mount.flush()
             if self._pending is None:
                 self._pending = self._ask(mount, deadline)
-            body, _ = mount.wire.wait(self._pending, deadline)
+            body = self._answer(mount, self._pending, deadline)
             self._pending = None
             if self._stream_id is not None:
                 mount.asked_ahead.discard(self._stream_id)
@@ -221,6 +223,14 @@ class SlabStream:
             mount.asked_ahead.add(self._stream_id)
             self._pending = self._ask(mount, deadline)
         return body
+
+    def _answer(self, mount: Mount, request_id: int, deadline: float) -> FromNodeBody:
+        notice = self._session.first_slab_notice()
+        try:
+            return mount.wire.wait(request_id, deadline, notice)[0]
+        finally:
+            if notice is not None:
+                notice.over()
 
     def _may_ask_ahead(self, mount: Mount) -> bool:
         """A slab that waits in the socket takes memory that other streams of this rank may need."""

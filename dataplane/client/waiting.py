@@ -6,26 +6,39 @@ that drains, one that does not exist yet. The requests themselves are in session
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 import threading
 import time
 
 from dataplane.errors import PeerLost
+from dataplane.rpc.messages import Working
 from dataplane.trace import Trace
+from dataplane.units import show_time
 
 TELL_AFTER_S = 3.0
+_LINES_S = 10.0
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 1.0
+_CLEAR_LINE = "\r\x1b[2K"
 
 _trace = Trace("client")
 
 
 class Notice:
-    """The log lines of one wait: one after a few seconds, and one when it is over."""
+    """The log lines of one wait: one after a few seconds, and one when it is over. If the node says
+    how far it is, this is shown instead, if it `shows_work`: on a terminal in a line that changes,
+    and elsewhere in a line of the log every ten seconds.
+    """
 
-    def __init__(self, what: str, **facts: object) -> None:
-        self._what, self._facts = what, facts
+    def __init__(
+        self, what: str, *, shows_work: bool = True, work_of: str = "", **facts: object
+    ) -> None:
+        self._what, self._facts, self._shows_work = what, facts, shows_work
+        self._work_of = f"{work_of}: " if work_of else ""
         self._since = time.monotonic()
-        self._is_told = False
+        self._is_told = self._is_shown = self._is_working = False
+        self._shown_at = self._since + TELL_AFTER_S - _LINES_S
 
     def due(self, deadline: float) -> float:
         """When to call `tell`, in time.monotonic(), if it was not called yet; else the deadline."""
@@ -35,20 +48,48 @@ class Notice:
         """Log what the process waits for, if a few seconds have passed and it was not logged
         yet.
         """
-        if self._is_told or time.monotonic() < self._since + TELL_AFTER_S:
+        if self._is_told or self._is_working or time.monotonic() < self._since + TELL_AFTER_S:
             return
         self._is_told = True
         last = {"error": error} if error else {}
         _trace.failed(f"waiting for {self._what}", **self._facts, **last)
 
+    def working(self, work: Working) -> None:
+        """The node does this for the answer."""
+        now, self._is_working = time.monotonic(), True
+        if not self._shows_work or now < self._since + TELL_AFTER_S:
+            return
+        line = self._work_of + _words(work)
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._show(f"dataplane: {line}")
+        elif now >= self._shown_at + _LINES_S:
+            self._shown_at = now
+            _trace.failed(line, **self._facts)
+
+    def _show(self, line: str) -> None:
+        self._is_shown = bool(line)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{_CLEAR_LINE}{line}")
+            sys.stderr.flush()
+
     def over(self, error: str = "") -> None:
         """The wait is over: log that, if its beginning was logged."""
+        if self._is_shown:
+            self._show("")
         if self._is_told:
             waited_s = round(time.monotonic() - self._since, 1)
             last = {"error": error} if error else {}
             what = f"no longer waiting for {self._what}"
             _trace.failed(what, waited_s=waited_s, **self._facts, **last)
         self._is_told, self._since = False, time.monotonic()
+
+
+def _words(work: Working) -> str:
+    """How far a node is: "counting packs: 12 of 40 blocks, 1 min left"."""
+    if not work.total:
+        return work.what
+    left = f", {show_time(work.left_s)} left" if work.left_s else ""
+    return f"{work.what}: {work.done:,} of {work.total:,} {work.unit}{left}"
 
 
 class Patience:
@@ -78,6 +119,10 @@ class Patience:
         """A node has worked for us for this long."""
         self._until += seconds
         self.worked_s += seconds
+
+    def worked(self, seconds: float) -> None:
+        """A node has said for this long that it works for us: the limit moves, too."""
+        self.last += seconds
 
     def pause(self, notice: Notice, error: PeerLost) -> bool:
         """After a loss: wait a little, longer each time. False if there is no time left."""

@@ -9,6 +9,8 @@ Invariants:
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
 5. A waiting thread first sets `is_waiting` and then calls `waits`. So data that another thread
    queues for the next message is sent either by that thread, which sees the flag, or by `waits`.
+6. While the node says that it is working for a request, that request has no deadline: one begins
+   anew whenever the node says so.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Callable
 from dataplane.client.waiting import Notice
 from dataplane.errors import DataplaneError, PeerLost
 from dataplane.rpc import local
-from dataplane.rpc.messages import FromNode, FromNodeBody, ToNode, ToNodeBody
+from dataplane.rpc.messages import FromNode, FromNodeBody, ToNode, ToNodeBody, Working
 
 Descriptors = tuple[int, ...]
 Answer = tuple[FromNodeBody, Descriptors]
@@ -46,6 +48,8 @@ class Wire:
         self._ids = itertools.count(1)
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
+        self._working: dict[int, tuple[float, Working]] = {}
+        """What the node has said last that it does for a request, and when."""
         self._forgotten: set[int] = set()
         self._receiver: int | None = None
         self._waiters: set[int] = set()
@@ -54,6 +58,8 @@ class Wire:
         )
         self._closed = False
         self.peer_gone = False
+        self.worked_at = 0.0
+        """When the node has said last that it works for a request, in time.monotonic()."""
 
     @property
     def is_waiting(self) -> bool:
@@ -88,14 +94,19 @@ class Wire:
             raise
         raise self._loss()
 
-    def wait(self, request_id: int, deadline: float) -> Answer:
-        """The answer to a request, once. An answer that is an error is returned, not raised.
+    def wait(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
+        """The answer to a request, once. An answer that is an error is returned, not raised. The
+        `notice` hears what the node is doing.
 
         Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
         """
-        me = threading.get_ident()
+        me, patience_s = threading.get_ident(), deadline - time.monotonic()
         while True:
             mine = False
+            if (said := self._working.pop(request_id, None)) is not None:
+                deadline = max(deadline, said[0] + patience_s)
+                if notice is not None:
+                    notice.working(said[1])
             self._waiters.add(me)
             try:
                 self.waits()
@@ -103,6 +114,7 @@ class Wire:
                     answer = self._slots.get(request_id)
                     if answer is not None:
                         del self._slots[request_id]
+                        self._working.pop(request_id, None)
                         return answer
                     if request_id not in self._slots and self._lost is None:
                         # An interrupt came after this answer was received and before it was used.
@@ -157,12 +169,13 @@ class Wire:
         """
         try:
             try:
-                return self.wait(request_id, deadline if notice is None else notice.due(deadline))
+                due = deadline if notice is None else notice.due(deadline)
+                return self.wait(request_id, due, notice)
             except NoAnswer:
                 if notice is None:
                     raise
                 notice.tell()
-                return self.wait(request_id, deadline)
+                return self.wait(request_id, deadline, notice)
         except BaseException:
             self.forget(request_id)
             raise
@@ -171,6 +184,7 @@ class Wire:
         """The answer is no longer needed: treat it as a stray, now or when it comes."""
         if self._lost is None:
             self._forgotten.add(request_id)
+        self._working.pop(request_id, None)
         answer = self._slots.pop(request_id, None)
         if answer is not None:
             self._dispose(answer)
@@ -258,6 +272,11 @@ class Wire:
             raise
 
     def _dispatch(self, request_id: int, answer: Answer) -> None:
+        if isinstance(answer[0], Working):
+            self.worked_at = time.monotonic()
+            if request_id in self._slots:
+                self._working[request_id] = self.worked_at, answer[0]
+            return
         if request_id not in self._slots:
             self._forgotten.discard(request_id)
             self._dispose(answer)

@@ -30,6 +30,7 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 from dataplane.trace import printable
+from dataplane.units import show_time
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.
@@ -125,7 +126,8 @@ def render(found: StatusResponse) -> Group:
     )
     parts: list[Table | Text] = []
     nodes, blocks, away = _of_nodes(found.nodes)
-    for one in (jobs, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
+    work = _work(found.nodes)
+    for one in (jobs, work, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
         if one.row_count:
             parts += [one, Text()]
     about = printable(f"coordinator {found.coordinator_id}, dataplane {found.version}")
@@ -177,6 +179,22 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
         "stores that do not answer",
     )
     return nodes, blocks, away
+
+
+def _work(found: tuple[NodeStatus, ...]) -> Table:
+    """What nodes do before they can open jobs, and how far they are."""
+    rows = [
+        (
+            node.node_id,
+            one.what,
+            one.dataset,
+            f"{one.done:,} of {one.total:,} {one.unit}" if one.total else None,
+            show_time(one.left_s) if one.left_s else None,
+        )
+        for node in found
+        for one in node.work
+    ]
+    return output.table(("node", "work", "dataset", "done", "left"), rows, "jobs being opened")
 
 
 def _held(found: tuple[NodeStatus, ...]) -> Table:

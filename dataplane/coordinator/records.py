@@ -25,6 +25,7 @@ from dataplane.rpc.membership import (
     LedgerResponse,
     MemberProgress,
     NodeReads,
+    NodeWork,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
@@ -152,6 +153,7 @@ class NodeRecord(Struct, frozen=True):
     known: tuple[KnownNodes, ...] = ()
     is_short: bool = False
     held: HeldBlocks = field(default_factory=HeldBlocks)
+    work: tuple[NodeWork, ...] = ()
 
 
 Record = Job | Member | Incarnation | LedgerRecord

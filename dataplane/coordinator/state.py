@@ -260,6 +260,7 @@ class CoordinatorState:
             request.known,
             is_short=request.is_short or not request.node.worker_count,
             held=request.held,
+            work=request.work,
         )
         self._nodes.heard(node, self._clock)
         verdicts = tuple(self._renew(node_id, one) for one in request.members)

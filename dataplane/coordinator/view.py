@@ -121,5 +121,5 @@ def _node(node: NodeRecord, now: float) -> NodeStatus:
     return NodeStatus(
         asked.node_id, asked.host, asked.pid, asked.version, silent_s, away,
         node.loop_holds, node.longest_hold_s, node.reads, asked.data_address, node.known,
-        asked.worker_count, node.is_short, node.held,
+        asked.worker_count, node.is_short, node.held, node.work,
     )  # fmt: skip

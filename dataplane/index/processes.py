@@ -36,7 +36,7 @@ from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
-from dataplane.index.slow import SlowProgress
+from dataplane.index.slow import LongWork
 from dataplane.machine import this_machine
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
@@ -272,13 +272,14 @@ def open_manifest(
     Raises:  as `open_dataset`.
     """
     is_policed = not config.embedded
-    with IndexProcesses.of(config, keep, stores.pauses, is_policed=is_policed) as processes:
+    indexers = IndexProcesses.of(config, keep, stores.pauses, is_policed=is_policed)
+    with indexers as processes, LongWork("indexing", source.urls, "shards", _ADVICE) as work:
         return open_dataset(
             source.urls,
             format_name=source.format,
             cache_dir=config.cache_dir,
             workers=_INDEXED_AT_ONCE,
-            progress=SlowProgress("still indexing", source.urls, "shards", _ADVICE),
+            progress=work,
             connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,

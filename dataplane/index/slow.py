@@ -1,50 +1,110 @@
-"""Tells the log how far an opening has come that takes long: somebody waits for it."""
+"""Work on a dataset before a job can be opened that may take long: how far it is, for the log, for
+the trainers that wait, and for `dataplane status`.
+
+Invariants:
+1. What is listed here is under way: whoever lists it takes it off the list, also when it fails.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import Self
 
 from dataplane.index.run import IndexProgress
 from dataplane.plan.shard import named
+from dataplane.rpc.membership import NodeWork
 from dataplane.trace import Trace
 
-_FIRST_S = 10.0
-_THEN_S = 30.0
+_LINES_S = 10.0
+_RATED_S = 1.0
+"""How long the rest takes is not said sooner: the first parts of the work say too little."""
 
 _trace = Trace("node")
+_listed: dict[int, LongWork] = {}
+_listing = threading.Lock()
 
 
-class SlowProgress:
-    """A `Progress` that logs how far the work on a dataset is: `event`, and how many of its shards
-    or blocks, called `unit` there, are done. The first line comes after ten seconds and has the
-    `advice`, the next ones come every half minute.
+class LongWork:
+    """Work on the dataset with these urls, such as "indexing", in so many `units`. The log has a
+    line every ten seconds, the first one with the `advice`. Use it as a
+    context, in which the work is done; a `Progress`, too. Thread-safe.
     """
 
     def __init__(
         self,
-        event: str,
+        what: str,
         urls: Sequence[str],
         unit: str,
-        advice: str,
+        advice: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._event, self._dataset, self._unit = event, named(urls), unit
-        self._advice, self._clock = advice, clock
+        self.what, self.urls = what, frozenset(urls)
+        self._dataset, self._unit, self._advice, self._clock = named(urls), unit, advice, clock
         self._began = clock()
-        self._next = self._began + _FIRST_S
+        self._next = self._began + _LINES_S
+        self._first: tuple[float, int] | None = None
+        self._done = self._total = 0
+
+    def __enter__(self) -> Self:
+        with _listing:
+            _listed[id(self)] = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _listing:
+            _listed.pop(id(self), None)
 
     def __call__(self, done: IndexProgress) -> None:
+        """So many shards, or groups of blocks, are done."""
+        self.advance(done.shards_done, done.shard_count)
+
+    def advance(self, done: int, total: int) -> None:
         """So much is done."""
         now = self._clock()
+        self._done, self._total = done, total
+        self._first = self._first or (now, done)
         if now < self._next:
             return
-        self._next = now + _THEN_S
+        self._next = now + _LINES_S
         facts: dict[str, object] = {
             "dataset": self._dataset,
-            self._unit: f"{done.shards_done:,} of {done.shard_count:,}",
+            self._unit: f"{done:,} of {total:,}",
             "elapsed_s": round(now - self._began),
         }
+        if left_s := self._left_s(now):
+            facts["left_s"] = round(left_s)
         if self._advice:
             facts["help"], self._advice = self._advice, ""
-        _trace.failed(self._event, **facts)
+        _trace.noted(f"still {self.what}", **facts)
+
+    @property
+    def now(self) -> NodeWork:
+        """How far it is."""
+        left_s = self._left_s(self._clock())
+        return NodeWork(self.what, self._dataset, self._done, self._total, self._unit, left_s)
+
+    def _left_s(self, now: float) -> float:
+        began, before = self._first or (now, 0)
+        took_s, done = now - began, self._done - before
+        return took_s / done * (self._total - self._done) if done and took_s > _RATED_S else 0.0
+
+
+def work_on(urls: Collection[str]) -> NodeWork | None:
+    """The work on datasets that have one of these urls; the last that was begun."""
+    with _listing:
+        mine = [each for each in _listed.values() if not each.urls.isdisjoint(urls)]
+    return mine[-1].now if mine else None
+
+
+def all_work() -> list[NodeWork]:
+    """All that this process does now."""
+    with _listing:
+        return [each.now for each in _listed.values()]

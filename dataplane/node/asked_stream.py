@@ -28,7 +28,7 @@ from dataplane.node.served import ServedStream
 from dataplane.rpc import tasks
 from dataplane.rpc.convert import encode
 from dataplane.rpc.making import StepRange
-from dataplane.rpc.messages import FromNodeBody, Slab
+from dataplane.rpc.messages import FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import Walk
 
 PATIENCE_S = 25.0
@@ -310,6 +310,8 @@ class AskedStream:
         self._requested = 0
 
         def hear(_request_id: int, body: FromNodeBody) -> None:
+            if isinstance(body, Working):
+                return
             if self._walk is walk and not self._is_closed:
                 self._hear(body)
             elif isinstance(body, Slab):

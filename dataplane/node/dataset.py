@@ -159,6 +159,25 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return self.manifest.block_shard.item(block)
 
 
+def heritage(heir: Dataset, former: Dataset) -> Ints | None:
+    """The number in `former` of each block of `heir`, if both have equal blocks once decoded: what
+    is made of them may differ, and `former` may have more. None if they differ.
+    """
+    if heir.manifest.fingerprint != former.manifest.fingerprint:
+        return None
+    if _decoded_form(heir.message) != _decoded_form(former.message):
+        return None
+    mine, its = heir.manifest.kept, former.manifest.kept
+    if mine is None or its is None:
+        return None
+    return np.searchsorted(its, mine)
+
+
+def _decoded_form(message: tasks.OpenDataset) -> tasks.OpenDataset:
+    view = structs.replace(message.view, pack=None)
+    return replace(message, dataset_id=0, memory_bytes=0, view=view)
+
+
 def _digest(manifest: Manifest, message: tasks.OpenDataset) -> bytes:
     options = encode(replace(message, dataset_id=0, memory_bytes=0))
     text = manifest.fingerprint.encode() + options

@@ -26,7 +26,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.errors import BudgetTooSmall, DataplaneError, NeighbourGone
 from dataplane.node.block_read import BlockRead
-from dataplane.node.dataset import Dataset
+from dataplane.node.dataset import Dataset, heritage
 from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
@@ -38,7 +38,7 @@ from dataplane.node.pool_worker import PoolTask
 from dataplane.node.replaced import ReplacedRows
 from dataplane.node.served import Send, ServedStream
 from dataplane.node.sources import BlockSources
-from dataplane.node.stall import stall_error
+from dataplane.node.stall import Called, stall_error, working
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import HeldDecoded, NeighbourGave, Outcome, PartlyGiven
@@ -49,6 +49,7 @@ from dataplane.scheduler.walk import Walk
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
 
+_INHERITED_AT_ONCE = 256
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
 
 
@@ -83,6 +84,8 @@ class Engine:
         self._events: deque[events.Event] = deque()
         self._reads: list[BlockRead] = []
         """Blocks that are read in one request, until the last of them is known."""
+        self._holder = (0, 0)
+        """The key of a block that was larger than its room, and the worker that still has it."""
         self._is_deciding = False
         self._is_due = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -95,7 +98,8 @@ class Engine:
             events.ExtractRows: self._extract,
             events.CopyKept: self._copy,
             events.Send: self._send,
-            events.Stalled: self._tell_stalled,
+            events.Advanced: self._send_progress,
+            events.Stalled: self._send_stalled,
             events.AllPlanned: self._all_planned,
             events.ForgetBlock: self._forget_block,
             events.DropDelivery: self._drop_delivery,
@@ -129,6 +133,20 @@ class Engine:
         self._tell(events.DatasetForgotten(dataset.blocks))
         self._pool.forget_dataset(dataset.dataset_id)
 
+    async def inherit(self, heir: Dataset, former: Dataset) -> None:
+        """Forget the former dataset. What is in memory of its blocks is the heir's from now on, if
+        that has equal ones.
+        """
+        formers = heritage(heir, former)
+        if formers is not None:
+            known = np.flatnonzero(former.blocks.marks.is_exact[formers])
+            for at in range(0, len(known), _INHERITED_AT_ONCE):
+                some = known[at : at + _INHERITED_AT_ONCE]
+                told = events.BlocksInherited(heir.blocks, former.blocks, some, formers[some])
+                self._tell(told)
+                await asyncio.sleep(0)
+        self.forget_dataset(former)
+
     def open_stream(
         self,
         delivery: DeliveryArena,
@@ -140,7 +158,9 @@ class Engine:
         """Open a consumer's stream; `holder` will hold its slabs. Until the stream `after` is
         closed, it has the lowest priority: it gets only resources that the other leaves.
         """
-        stream = ServedStream(next(self._stream_ids), walk, send)
+        maps = dict.fromkeys(dataset.message.view.map for dataset in delivery.datasets)
+        number, named = next(self._stream_ids), ", ".join(filter(None, maps))
+        stream = ServedStream(number, walk, send, maps=named)
         self._streams[stream.stream_id] = stream
         before = None if after is None else after.stream_id
         self._tell(
@@ -188,7 +208,7 @@ class Engine:
         """Time has passed; call it about twice a second."""
         self._fetcher.look()
         busy, bytes_per_s = self._pool.look()
-        self._tell(events.Ticked(busy, bytes_per_s))
+        self._tell(events.Ticked(busy, bytes_per_s, self._pool.at_work))
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -269,15 +289,20 @@ class Engine:
             body=tasks.Decode(dataset.dataset_id, raw, effect.into),
             dataset=dataset.message,
             arenas=((tasks.BLOCK_ARENA, self._arena.fd), *arenas),
-            report=lambda result: self._on_decoded(key, result, task.started),
+            report=lambda result: self._on_decoded(key, task, result),
             place=partial(dataset.place, effect.block),
         )
-        self._pool.submit(task, _DECODE_URGENCY)
+        holder, self._holder = self._holder, (0, 0)
+        self._pool.submit(task, _DECODE_URGENCY, worker=holder[1] if holder[0] == key else 0)
 
-    def _on_decoded(self, key: int, result: tasks.ResultBody, started: float) -> None:
-        if isinstance(result, tasks.Decoded) and result.stored:
-            self._fetcher.let_go(key)
-        self._tell(events.BlockDecoded(key, result, started))
+    def _on_decoded(self, key: int, task: PoolTask, result: tasks.ResultBody) -> None:
+        if isinstance(result, tasks.Decoded):
+            if result.stored:
+                self._fetcher.let_go(key)
+            else:
+                self._holder = key, task.worker
+        self._tell(events.BlockDecoded(key, result, task.started))
+        self._holder = (0, 0)
 
     def _clear_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
         region = effect.region
@@ -390,10 +415,20 @@ class Engine:
     def _send(self, effect: events.Send) -> None:
         self._streams[effect.stream_id].answer(effect.request_id, effect.body)
 
-    def _tell_stalled(self, effect: events.Stalled) -> None:
+    def _send_progress(self, effect: events.Advanced) -> None:
+        stream = self._streams[effect.stream_id]
+        stream.send(effect.request_id, working(effect.progress, self._called(stream)))
+
+    def _send_stalled(self, effect: events.Stalled) -> None:
+        stream = self._streams[effect.stream_id]
         urls = [self._datasets[name].url(block) for name, block in effect.missing]
-        error = stall_error(effect, urls, self._node_id, self._fetcher.trouble)
-        self._streams[effect.stream_id].send(effect.request_id, error)
+        called = self._called(stream)
+        error = stall_error(effect, urls, called, self._node_id, self._fetcher.trouble)
+        stream.send(effect.request_id, error)
+
+    def _called(self, stream: ServedStream) -> Called:
+        collate = stream.walk.collate
+        return Called(stream.maps, "" if collate is None else collate.function)
 
     def _note(self, effect: events.Note) -> None:
         say = self._trace.failed if effect.is_failure else self._trace.noted

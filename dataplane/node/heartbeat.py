@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
+from dataplane.index.slow import all_work
 from dataplane.node.changes import refusal_of
 from dataplane.node.data_port import reaches_other_hosts
 from dataplane.node.engine import Engine
@@ -202,7 +203,7 @@ class Heartbeat:
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
             self._node, progress, away, holds.count, holds.longest_s, self._reads(), known,
-            self._engine.scheduler.is_short, self._engine.scheduler.held,
+            self._engine.scheduler.is_short, self._engine.scheduler.held, _work(),
         )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
@@ -303,3 +304,7 @@ def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
         )
         for one in outages.now(now)[:_OUTAGES_MAX]
     )
+
+
+def _work() -> tuple[membership.NodeWork, ...]:
+    return tuple(replace(one, dataset=one.dataset[:_TEXT_MAX]) for one in all_work()[:_OUTAGES_MAX])

@@ -213,6 +213,7 @@ class DatasetOpener:
         categories = await self._category_reader.of_job(manifest, spec, self.datasets.check)
         dataset = await self.datasets.open(manifest, spec, categories, mapped)
         try:
+            await self._inherit(opened, dataset)
             first = FirstSource(manifest, spec, mapped, categories)
             collated = await self._collated_reader.of_job(spec, dp_size, first)
         except BaseException:
@@ -239,8 +240,9 @@ class DatasetOpener:
         packed = await self.datasets.can_pack_all(manifests, specs, mapped)
         datasets = list[Dataset]()
         try:
-            for pair, made in zip(pairs, mapped, strict=True):
+            for each, pair, made in zip(opened, pairs, mapped, strict=True):
                 datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
+                await self._inherit(each, datasets[-1])
             check_columns([each.name for each in request.mixture.sources], datasets)
             spec = mixed_spec(request, specs, datasets)
             self._check_digest(request, spec, digest)
@@ -257,6 +259,13 @@ class DatasetOpener:
             raise
         identity = mixed_identity([one.identity for one in opened])
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
+
+    async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
+        """The dataset gets the blocks that were decoded to count its packs."""
+        counted = opened.packed.counted
+        former = None if counted is None else counted.take()
+        if former is not None:
+            await self._engine.inherit(dataset, former)
 
     def _check_digest(self, request: messages.OpenJob, spec: JobSpec, digest: str) -> None:
         found = changes_of(request.entries).job_digest(spec.slabs_digest)
@@ -297,7 +306,12 @@ class DatasetOpener:
             self._forget(key)
 
     def _forget(self, key: Wanted) -> None:
-        del self._manifests[key]
+        future = self._manifests.pop(key)
+        if future.done() and not future.cancelled() and future.exception() is None:
+            counted = future.result().packed.counted
+            former = None if counted is None else counted.take()
+            if former is not None:
+                self._engine.forget_dataset(former)
         if self.shared is not None:
             self.shared.forget(key)
 
@@ -309,7 +323,7 @@ class DatasetOpener:
     async def _open(self, key: Wanted) -> Opened:
         async def make(given: Manifest | None) -> Opened:
             rows = await asyncio.to_thread(self._open_manifest, key.source, key.view, given)
-            packed = await self._pack_counter.packed(rows, key.view, key.seed)
+            packed = await self._pack_counter.packed(rows, key.view, key.seed, key.source.urls)
             return await asyncio.to_thread(_opened, rows, key.view, packed)
 
         return await (make(None) if self.shared is None else self.shared.opened(key, make))

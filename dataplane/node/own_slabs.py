@@ -19,7 +19,7 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.order import SampleOrder
-from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab
+from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import Walk
 
 _SLAB_BYTES = 1 << 20
@@ -36,10 +36,17 @@ class OwnReads:
         self.new_dataset_id = new_dataset_id
 
     async def slabs(
-        self, dataset: Dataset, spec: JobSpec, order: SampleOrder
+        self,
+        dataset: Dataset,
+        spec: JobSpec,
+        order: SampleOrder,
+        *,
+        cursor: int = 0,
+        keeps_blocks: bool = False,
     ) -> AsyncGenerator[tuple[Slab, bytes], None]:
-        """All slabs of a job with this spec, in this order, and a copy of each. The dataset is
-        forgotten at the end.
+        """All slabs of a job with this spec, in this order from the cursor on, and a copy of each.
+        The dataset is forgotten at the end, unless it `keeps_blocks`: then those that are read
+        first stay in memory, as far as it has room, until the caller forgets it.
 
         Raises:  DataplaneError: as any job that reads it.
         """
@@ -54,12 +61,16 @@ class OwnReads:
         engine.open_delivery(delivery)
         holder = delivery.delivery_id
         inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
-        walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
+        walk = Walk(spec, order, Stream(0, cursor, 0, 1), sizes)
         stream = engine.open_stream(delivery, walk, lambda _, body: inbox.put_nowait(body), holder)
+        if keeps_blocks:
+            engine.expect_next(stream, order)
         try:
             while True:
                 engine.request(stream, 1)
                 body = await inbox.get()  # the engine answers by its stall timeout
+                while isinstance(body, Working):
+                    body = await inbox.get()
                 if isinstance(body, DataplaneError):
                     raise body
                 if isinstance(body, EndOfStream):
@@ -72,7 +83,12 @@ class OwnReads:
             engine.close_stream(stream)
             engine.release_all(delivery, holder)
             engine.close_delivery(delivery)
-            engine.forget_dataset(dataset)
+            if not keeps_blocks:
+                engine.forget_dataset(dataset)
+
+    def forget(self, dataset: Dataset) -> None:
+        """Let go of the blocks that were kept."""
+        self._engine.forget_dataset(dataset)
 
     async def first_slab(
         self, dataset: Dataset, spec: JobSpec, order: SampleOrder

@@ -5,7 +5,10 @@ says of each block what becomes of its tokens. Fetching, decoding and budgets ar
 
 Invariants:
 1. What was counted is stored in the cache folder, by dataset, view, and the code of its map. A
-   manifest may have it, too.
+   manifest may have it, too. Every few seconds, so is what is counted of a dataset so far: a node
+   that was killed goes on from there.
+2. Blocks that were decoded to be counted stay in memory, as far as it has room, for the job that
+   made the node count: no map is called again over them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +24,11 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, publish, written_at
+from dataplane.index.slow import LongWork
 from dataplane.model import PackSpec, View
-from dataplane.node.dataset import dataset_of
+from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.node.mapped_reader import MappedReader
 from dataplane.node.own_slabs import OwnReads
@@ -41,7 +46,9 @@ from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.limits import WorkerBytes
 
 _FILES_KEPT = 256
-_TOLD_S = 10.0
+_WRITTEN_S = 5.0
+_WHOLE, _PART = ".counts", ".part"
+_ADVICE = "`dataplane index … --pack … -o FILE` does this once for all runs"
 
 _trace = Trace("packs")
 
@@ -57,6 +64,19 @@ class PackedManifest(Struct, frozen=True):
     packing: Packing | None = None
     name: str = ""
     counts: Int64 | None = None
+    counted: CountedBlocks | None = None
+
+
+class CountedBlocks:
+    """The dataset of a pass that has counted packs, whose blocks may still be in memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset: Dataset | None = dataset
+
+    def take(self) -> Dataset | None:
+        """The dataset, for who takes over its blocks, or forgets it; None if it was taken."""
+        dataset, self._dataset = self._dataset, None
+        return dataset
 
 
 class PackCounter:
@@ -70,38 +90,57 @@ class PackCounter:
     ) -> None:
         self._config, self._reads, self._mapped_reader = config, reads, mapped_reader
 
-    async def packed(self, manifest: Manifest, view: View, seed: int) -> PackedManifest:
+    async def packed(
+        self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]
+    ) -> PackedManifest:
         """The manifest of the packs of a view, from that of its rows; the same manifest if the view
-        has no packs.
+        has no packs. These are the `urls` that were asked for.
 
         Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
         any job that reads them.
         """
         if view.pack is None:
             return PackedManifest(manifest)
-        name, counts = await self._counts(manifest, view, view.pack, seed)
-        if not counts[:, 1].any():
-            raise _no_packs(manifest, view.pack, packing_in(counts))
-        of_blocks = np.ascontiguousarray(counts[:, 1])
-        of_packs = await asyncio.to_thread(packed, manifest, of_blocks)
-        return PackedManifest(of_packs, packing_in(counts), name, counts)
+        name = await self._name(manifest, view, seed)
+        counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
+        dataset: Dataset | None = None
+        if counts is None:
+            counts, dataset = await self._counted(manifest, view, view.pack, seed, name, urls)
+        try:
+            if not counts[:, 1].any():
+                raise _no_packs(manifest, view.pack, packing_in(counts))
+            of_blocks = np.ascontiguousarray(counts[:, 1])
+            of_packs = await asyncio.to_thread(packed, manifest, of_blocks)
+        except BaseException:
+            if dataset is not None:
+                self._reads.forget(dataset)
+            raise
+        counted = None if dataset is None else CountedBlocks(dataset)
+        return PackedManifest(of_packs, packing_in(counts), name, counts, counted)
 
-    async def _counts(
-        self, manifest: Manifest, view: View, pack: PackSpec, seed: int
-    ) -> tuple[str, Int64]:
-        """The name of the counts, and the Packing of each block.
-
-        Shapes:  result: int64[K, NUMBERS].
-        """
+    async def _name(self, manifest: Manifest, view: View, seed: int) -> str:
+        """The name of the counts."""
         name = counts_name(manifest, view, 0, "")
         if view.map:
             spec = JobSpec(manifest.fingerprint, seed, view=view)
             found = await self._mapped_reader.of_job(manifest, spec)
             assert found is not None
             name = counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
-        counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
-        if counts is not None:
-            return name, counts
+        return name
+
+    async def _counted(
+        self,
+        manifest: Manifest,
+        view: View,
+        pack: PackSpec,
+        seed: int,
+        name: str,
+        urls: Sequence[str],
+    ) -> tuple[Int64, Dataset]:
+        """The Packing of each block, and the dataset that was read.
+
+        Shapes:  result: int64[K, NUMBERS].
+        """
         if not self._config.has_workers:
             raise ConfigError(
                 "a node counts the packs of a dataset with its own workers, and this one has none"
@@ -109,47 +148,65 @@ class PackCounter:
                 f" {pack.column},length={pack.length} -o …`, or give it workers",
                 field="pack",
             )
-        counts = await self._counted(manifest, view, pack, seed)
-        await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
-        return name, counts
-
-    async def _counted(self, manifest: Manifest, view: View, pack: PackSpec, seed: int) -> Int64:
-        """Shapes:  result: int64[K, 4], the Packing of each block."""
         spec = JobSpec(
             manifest.fingerprint,
             seed,
             column_options=only((pack.column, *pack.carry)),
             view=replace(view, pack=replace(pack, outputs=(PACKING,))),
         )
-        blocks = manifest.block_count
         mapped = await self._mapped_reader.of_job(manifest, spec)
         dataset = await asyncio.to_thread(
             dataset_of,
             self._reads.new_dataset_id(),
-            packed(manifest, np.ones(blocks, np.int64)),
+            packed(manifest, np.ones(manifest.block_count, np.int64)),
             spec,
             worker_bytes=WorkerBytes.of(self._config),
+            arena_bytes=self._config.block_arena_bytes,
             known=await asyncio.to_thread(columns_of, manifest, spec, mapped),
         )
         delivered_columns(dataset.columns.specs, spec)
-        told = {"column": pack.column, "rows": manifest.sample_count, "blocks": blocks}
-        _trace.noted("counting packs", **told)
-        found = np.zeros((blocks, NUMBERS), np.int64)
-        done, said = 0, time.monotonic()
+        try:
+            with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
+                counts = await self._read(dataset, spec, name, work)
+            await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
+        except BaseException:
+            self._reads.forget(dataset)
+            raise
+        told = {"column": pack.column, "rows": manifest.sample_count, "blocks": len(counts)}
+        _trace.noted("counted packs", **told, **asdict(packing_in(counts)))
+        return counts, dataset
+
+    async def _read(self, dataset: Dataset, spec: JobSpec, name: str, work: LongWork) -> Int64:
+        """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
+        blocks, folder = dataset.manifest.block_count, self._config.cache_dir
+        counts = np.zeros((blocks, NUMBERS), np.int64)
+        before = await asyncio.to_thread(_remembered, folder, name, _PART)
+        done = 0
+        if before is not None:
+            done = min(len(before), blocks)
+            counts[:done] = before[:done]
+        work.advance(done, blocks)
+        if done == blocks:
+            return counts
+        written = time.monotonic()
         order = await asyncio.to_thread(order_of, spec, dataset.manifest, 0)
-        whole = self._reads.slabs(dataset, spec, order)
-        async with contextlib.aclosing(whole) as slabs:
-            async for slab, content in slabs:
-                count = sum(batch.rows for batch in slab.batches)
-                at = decode(Layout, slab.layout).columns[0].values[0]
-                numbers = np.frombuffer(content, np.int64, count * NUMBERS, at)
-                found[done : done + count] = numbers.reshape(-1, NUMBERS)
-                done += count
-                if time.monotonic() > said + _TOLD_S:
-                    said = time.monotonic()
-                    _trace.noted("counting packs", **told, done=done)
-        _trace.noted("counted packs", **told, **asdict(packing_in(found)))
-        return found
+        whole = self._reads.slabs(dataset, spec, order, cursor=done, keeps_blocks=True)
+        try:
+            async with contextlib.aclosing(whole) as slabs:
+                async for slab, content in slabs:
+                    count = sum(batch.rows for batch in slab.batches)
+                    at = decode(Layout, slab.layout).columns[0].values[0]
+                    numbers = np.frombuffer(content, np.int64, count * NUMBERS, at)
+                    counts[done : done + count] = numbers.reshape(-1, NUMBERS)
+                    done += count
+                    work.advance(done, blocks)
+                    if time.monotonic() > written + _WRITTEN_S:
+                        await asyncio.to_thread(_remember, folder, name, counts[:done], _PART)
+                        written = time.monotonic()
+        except DataplaneError:
+            await asyncio.to_thread(_remember, folder, name, counts[:done], _PART)
+            raise
+        return counts
 
 
 def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:
@@ -159,7 +216,9 @@ def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | Non
     Shapes:  result: int64[blocks, NUMBERS].
     """
     known = known_counts(manifest, name)
-    return _remembered(cache_dir, name, manifest.block_count) if known is None else known
+    if known is None:
+        known = _remembered(cache_dir, name)
+    return known if known is not None and len(known) == manifest.block_count else None
 
 
 def _no_packs(manifest: Manifest, pack: PackSpec, found: Packing) -> ConfigError:
@@ -176,11 +235,11 @@ def _no_packs(manifest: Manifest, pack: PackSpec, found: Packing) -> ConfigError
     )
 
 
-def _remembered(cache_dir: str, name: str, blocks: int) -> Int64 | None:
-    path = _path(cache_dir, name)
+def _remembered(cache_dir: str, name: str, suffix: str = _WHOLE) -> Int64 | None:
+    path = _path(cache_dir, name, suffix)
     try:
         body = unsealed(path.read_bytes(), str(path))
-        return np.frombuffer(body, "<i8").reshape(blocks, NUMBERS)
+        return np.frombuffer(body, "<i8").reshape(-1, NUMBERS)
     except FileNotFoundError:
         return None
     except (CorruptShard, OSError, ValueError):
@@ -188,15 +247,18 @@ def _remembered(cache_dir: str, name: str, blocks: int) -> Int64 | None:
         return None
 
 
-def _remember(cache_dir: str, name: str, counts: Int64) -> None:
-    folder = _path(cache_dir, name).parent
-    with cache_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        publish(_path(cache_dir, name), sealed(counts.astype("<i8").tobytes()))
-        paths = sorted(folder.glob("*.counts"), key=written_at)
+def _remember(cache_dir: str, name: str, counts: Int64, suffix: str = _WHOLE) -> None:
+    """Write the counts, or a part of them, which the whole replaces."""
+    path, part = _path(cache_dir, name, suffix), _path(cache_dir, name, _PART)
+    with cache_faults(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        publish(path, sealed(counts.astype("<i8").tobytes()))
+        if path != part:
+            part.unlink(missing_ok=True)
+        paths = sorted(path.parent.glob(f"*{suffix}"), key=written_at)
         for old in paths[:-_FILES_KEPT]:
             old.unlink(missing_ok=True)
 
 
-def _path(cache_dir: str, name: str) -> Path:
-    return Path(cache_dir) / "packs" / f"{name}.counts"
+def _path(cache_dir: str, name: str, suffix: str) -> Path:
+    return Path(cache_dir) / "packs" / f"{name}{suffix}"

@@ -10,7 +10,7 @@ from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.processes import open_manifest
-from dataplane.index.slow import SlowProgress
+from dataplane.index.slow import LongWork
 from dataplane.index.viewing import viewed
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
@@ -79,7 +79,8 @@ def opening(
 
     def opened(source: messages.DatasetSource, view: View, given: Manifest | None) -> Manifest:
         """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
-        told = SlowProgress("still counting rows", source.urls, "groups of blocks", _ADVICE)
-        return viewed(whole(source, given), view, stores.connect, config, told)
+        manifest = whole(source, given)
+        with LongWork("counting rows", source.urls, "groups of blocks", _ADVICE) as work:
+            return viewed(manifest, view, stores.connect, config, work)
 
     return opened

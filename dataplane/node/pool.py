@@ -134,10 +134,25 @@ class WorkerPool:
         seconds = max(now - then, 1e-6)
         return (busy_s - before_s) / seconds, (made - made_before) / seconds
 
-    def submit(self, task: PoolTask, urgency: int) -> None:
-        """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
-        see TaskQueue.
+    @property
+    def at_work(self) -> frozenset[int]:
+        """Numbers of datasets with tasks that end in time: those of workers, which are killed if
+        they hang, and all that wait for one of these. A worker that is being ended may hang in the
+        kernel for ever.
         """
+        tasks_now = [one.task for one in self._workers if one.task and not one.is_ending]
+        found = {task.dataset.dataset_id for task in tasks_now}
+        return frozenset(found | self._queue.waiting) if found else frozenset()
+
+    def submit(self, task: PoolTask, urgency: int, worker: int = 0) -> None:
+        """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
+        see TaskQueue. The worker of this number, if it is idle now, begins at once: it has done
+        most of the work.
+        """
+        able = next((one for one in self._workers if one.number == worker and one.is_idle), None)
+        if able is not None:
+            self._give(able, task)
+            return
         self._queue.add(task, urgency, time.monotonic())
         self._refill()
         self._dispatch()

@@ -55,6 +55,8 @@ class PoolTask(Struct, eq=False):
     """How workers ended during this task."""
     started: float = 0.0
     """When a worker started the task."""
+    worker: int = 0
+    """The number of the worker that has it, or had it last."""
     numa_node: int | None = None
     """Where the trainer runs that gets the result; None if that does not matter."""
 
@@ -125,6 +127,7 @@ class PoolWorker(Struct, eq=False):
     def prepare(self, task: PoolTask) -> None:
         """Queue the packets that prepare a task, and then the task."""
         self.task, self.reading, task.started = task, None, time.monotonic()
+        task.worker = self.number
         for arena_id, fd in task.arenas:
             if arena_id not in self.arenas:
                 self.arenas.add(arena_id)

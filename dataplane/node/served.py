@@ -17,6 +17,7 @@ class ServedStream(Struct, eq=False):
     """`send` answers a request of its consumer, which was sent its steps before `steps_sent`.
     `on_begun` is called once, after its next slab was sent. `on_planned` is called once, when its
     last step is planned; `is_planned` says that this happened, `has_failed` that planning failed.
+    `maps` names the functions that workers call over its blocks.
     """
 
     stream_id: int
@@ -28,6 +29,7 @@ class ServedStream(Struct, eq=False):
     is_planned: bool = False
     has_failed: bool = False
     is_closed: bool = False
+    maps: str = ""
 
     def answer(self, request_id: int, body: FromNodeBody) -> None:
         """Answer a request of its consumer."""

@@ -12,12 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.index.slow import work_on
 from dataplane.node.data_port import data_address
 from dataplane.node.described import describe
 from dataplane.node.door import Door
@@ -42,6 +44,7 @@ from dataplane.trace import Trace
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
+_WORK_S = 1.0
 
 
 class TrainerConnection:
@@ -203,13 +206,31 @@ class TrainerConnection:
         old = self._members.pop(body.job_id, None)
         if old is not None:
             self._server.jobs.close(old)
-        member, opened = await self._server.jobs.open(body, sockets.peer_credentials(self._sock)[0])
+        working = self._loop.create_task(self._send_work(request_id, body))
+        try:
+            pid = sockets.peer_credentials(self._sock)[0]
+            member, opened = await self._server.jobs.open(body, pid)
+        finally:
+            working.cancel()
         if self.closed or body.job_id in self._members:
             self._server.jobs.close(member)
             raise ConfigError(f"job {body.job_id!r} was opened twice at once", field="job_id")
         self._members[body.job_id] = member
         wire = await asyncio.to_thread(encode, messages.FromNode(request_id, opened))
         self._post(request_id, wire, (member.delivery.arena.fd,))
+
+    async def _send_work(self, request_id: int, body: messages.OpenJob) -> None:
+        """Say how far the work on the job's datasets is, whenever it has advanced."""
+        sources = () if body.mixture is None else body.mixture.sources
+        urls = {*body.source.urls, *chain.from_iterable(each.source.urls for each in sources)}
+        last: tuple[str, int] | None = None
+        while True:
+            await asyncio.sleep(_WORK_S)
+            work = work_on(urls)
+            if work is not None and (work.what, work.done) != last:
+                last = work.what, work.done
+                told = messages.Working(work.what, work.done, work.total, work.unit, work.left_s)
+                self.send(request_id, told)
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
         member, ready = self._member(body.job_id), self._server.heartbeat.wait_gathered

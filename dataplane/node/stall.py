@@ -1,21 +1,47 @@
-"""The error for a rank that has waited for a batch until its deadline: why it gets none."""
+"""What a rank hears that waits for a batch: how far its slab is, and why it gets none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from dataplane.errors import DataplaneError, DataStallError
 from dataplane.node.fetch import Trouble
-from dataplane.scheduler.events import Stalled
+from dataplane.rpc.messages import Working
+from dataplane.scheduler.block import BlockPhase
+from dataplane.scheduler.events import SlabProgress, Stalled
+from dataplane.scheduler.records import SlabPhase
 
 _URLS_ASKED_MAX = 64
+_RAISE = "or raise stall_timeout_s"
+_STORE = f"check that the store answers (`dataplane doctor URL` tries it), {_RAISE}"
+_MEMORY = (
+    "raise block_arena_bytes, or close other jobs of this node (`dataplane status` shows how full"
+    " its memory is)"
+)
+_WORKERS = "check in the node's log and with `top` what its workers wait for: a disk may not answer"
+_TRAINER = "let go of batches that are no longer needed, or raise delivery_bytes_per_rank"
+_NODE = "see the node's log"
+
+
+class Called(Struct, frozen=True):
+    """The functions of a job that workers call: names, "" without."""
+
+    map: str = ""
+    collate: str = ""
+
+
+def working(progress: SlabProgress, called: Called) -> Working:
+    """How far a slab is, for the trainer that waits for it."""
+    return Working(_words(progress, called)[0], progress.done, progress.total)
 
 
 def stall_error(
-    stalled: Stalled, urls: Sequence[str], node_id: str, trouble: Trouble
+    stalled: Stalled, urls: Sequence[str], called: Called, node_id: str, trouble: Trouble
 ) -> DataplaneError:
     """The store's error, if the next slab lacks blocks that the store does not deliver; else a
-    DataStallError that names the stage. `urls` are those of the blocks' shards.
+    DataStallError that names the stage and the function. `urls` are those of the blocks' shards.
     """
     waited_s, shard = stalled.waited_s, urls[0] if urls else None
     for url in [*dict.fromkeys(urls)][:_URLS_ASKED_MAX]:
@@ -26,14 +52,42 @@ def stall_error(
                 f"(node {node_id}). Repair the store, or raise stall_timeout_s",
                 **{**error.nouns, "shard": url, "node": node_id},
             )
+    progress = stalled.progress
+    words, function, advice = _words(progress, called)
+    ready = f", {progress.done} of {progress.total} blocks are ready" if progress.phase else ""
     return DataStallError(
-        f"no batch for {waited_s:.0f} s: the slab is {stalled.stage}"
-        + (f", first of {shard}" if shard else "")
-        + f" (node {node_id}); check the store, or raise stall_timeout_s",
-        stage=stalled.stage,
+        f"no batch for {waited_s:.0f} s, and no progress: the node is {words}{ready}"
+        + (f", the first missing one of {shard}" if shard else "")
+        + f" (node {node_id}); {advice}",
+        stage=progress.stage,
         shard=shard,
         node=node_id,
+        function=function or None,
+        done=progress.done,
+        total=progress.total,
     )
+
+
+def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
+    """What the node is doing, the function that it calls for that, and what helps if it hangs."""
+    stage = progress.stage
+    if stage == SlabPhase.WAITING.value and progress.phase is BlockPhase.FETCHING:
+        return "reading blocks", "", _STORE
+    if stage == SlabPhase.WAITING.value and progress.phase is BlockPhase.DECODING:
+        if called.map:
+            return f"calling map={called.map!r} over blocks", called.map, _WORKERS
+        return "decoding blocks", "", _WORKERS
+    if stage == SlabPhase.WAITING.value:
+        return "waiting for memory for blocks", "", _MEMORY
+    if stage == SlabPhase.ASSEMBLING.value and called.collate:
+        return f"calling collate={called.collate!r}", called.collate, _WORKERS
+    if stage == SlabPhase.ASSEMBLING.value:
+        return "making the batch", "", _WORKERS
+    if stage == "waiting for room in the delivery arena":
+        return stage, "", f"{_TRAINER}, {_RAISE}"
+    if stage == "plan":
+        return "planning the batch", "", _NODE
+    return stage, "", f"`dataplane status` shows the nodes of the job, {_RAISE}"
 
 
 def undecided(waited_s: float, job: str, coordinator: str, node_id: str) -> DataStallError:

@@ -82,6 +82,11 @@ class TaskQueue:
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
 
+    @property
+    def waiting(self) -> set[int]:
+        """The numbers of the datasets that have waiting tasks."""
+        return {dataset_id for dataset_id, line in self._lines.items() if line.by_urgency}
+
     def forget(self, dataset_id: int) -> None:
         """The dataset has no readers left: it counts as active only while it has tasks."""
         line = self._lines.get(dataset_id)

@@ -178,6 +178,19 @@ class StoreOutage(Struct, frozen=True):
     error: str
 
 
+class NodeWork(Struct, frozen=True):
+    """How far long work on a dataset is, before a job is open: so many of the `total` units are
+    done, and the rest takes about `left_s`; 0 if that is unknown.
+    """
+
+    what: str
+    dataset: str
+    done: int
+    total: int
+    unit: str
+    left_s: float = 0.0
+
+
 class NodeReads(Struct, frozen=True):
     """Where a node's blocks have come from: object stores (with how many fetchers now, and how much
     was asked for a second time, since the first answer was late), neighbours, memory, where another
@@ -211,6 +224,7 @@ class HeartbeatRequest(Struct, frozen=True):
     known: tuple[KnownNodes, ...] = ()
     is_short: bool = False
     held: HeldBlocks = field(default_factory=HeldBlocks)
+    work: tuple[NodeWork, ...] = ()
 
 
 class MemberVerdict(Struct, frozen=True):
@@ -309,6 +323,7 @@ class NodeStatus(Struct, frozen=True):
     worker_count: int = 0
     is_short: bool = False
     held: HeldBlocks = field(default_factory=HeldBlocks)
+    work: tuple[NodeWork, ...] = ()
 
 
 class StatusResponse(Struct, frozen=True):

@@ -48,6 +48,19 @@ class Welcome(Struct, frozen=True):
     awaited: str = ""
 
 
+class Working(Struct, frozen=True):
+    """Something was done for a request, whose answer comes later: `what`, for people, and how much
+    of it is `done`, of a `total` of these units, 0 if unknown. The rest may take `left_s`, 0 if
+    unknown.
+    """
+
+    what: str
+    done: int = 0
+    total: int = 0
+    unit: str = "blocks"
+    left_s: float = 0.0
+
+
 class DatasetSource(Struct, frozen=True):
     """A dataset as the user names it."""
 
@@ -353,6 +366,7 @@ FromNodeBody = (
     | StreamOpened
     | Slab
     | EndOfStream
+    | Working
     | ColumnsDescribed
     | CategoriesRead
     | EpochDescribed

@@ -60,9 +60,15 @@ class Account(Struct, eq=False):
     """Of the bytes read, those that neighbours gave."""
     memory_bytes: int = 0
     """What was needed and not read, since it was in memory."""
+    advanced_at: float = 0.0
+    """When something was done for the dataset last."""
     _reading_s: float = 0.0
     _reads: int = 0
     _reading_since: float = 0.0
+
+    def advanced(self, now: float) -> None:
+        """Something was done: a block was read or decoded, or a worker is at work on one."""
+        self.advanced_at = now
 
     def read_began(self, now: float) -> None:
         """One more read from storage is under way."""

@@ -32,6 +32,7 @@ from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
+    BlocksInherited,
     ClearRestartIndexes,
     DecodeBlock,
     Effect,
@@ -189,6 +190,28 @@ class BlockTable:
         for block in [each for each in own if each.is_evictable]:
             self.evict(block)
 
+    def inherit(self, event: BlocksInherited) -> None:
+        """Blocks of a dataset are those of another one from now on, under new keys: workers know
+        the former ones as blocks of the former dataset.
+        """
+        heir, former = event.heir, event.former
+        self.forgotten.discard(heir.dataset_id)
+        for index, number in zip(event.blocks.tolist(), event.formers.tolist(), strict=True):
+            if former.marks.is_exact[number]:
+                heir.was_decoded(index, former.marks.decoded.item(number))
+            block = self._blocks.get((former.dataset_id, number))
+            is_known = (heir.dataset_id, index) in self._blocks
+            if block is None or is_known or not block.is_evictable or block.lent:
+                continue
+            if block.phase is not BlockPhase.READY or block.raw is not None:
+                continue
+            region, block.decoded = block.decoded, None
+            self._remove(block)
+            own = self._new(heir, index)
+            own.decoded, own.phase = region, BlockPhase.READY
+            self._add(own)
+            self._become_ready(own)
+
     def _drop_forgotten(self, block: CachedBlock) -> bool:
         """Drop a block that finished loading if its dataset was forgotten; whether it was. One that
         is being sent is dropped later.
@@ -265,7 +288,13 @@ class BlockTable:
             self.evict(block)  # and it is fetched again, for as long as trainers wait
         elif event.error is not None:
             self._fail(block, event.error)
-        elif block.raw is None or not dataset.needs_decode(block.index):
+        else:
+            dataset.account.advanced(self._time.now)
+            self._go_on(block)
+
+    def _go_on(self, block: CachedBlock) -> None:
+        """It was read."""
+        if block.raw is None or not block.dataset.needs_decode(block.index):
             self._become_ready(block)
         else:
             self._wait_for_room(block)
@@ -299,6 +328,7 @@ class BlockTable:
             self._fail(block, result)
             return
         assert isinstance(result, tasks.Decoded)
+        account.advanced(self._time.now)
         if not result.stored:
             self._grown(block, result.bytes)
             return
@@ -318,6 +348,9 @@ class BlockTable:
             return
         self._allocator.free(block.decoded.offset)
         block.decoded = None
+        # At once if there is room: the worker that has decoded it still has it.
+        if self._decode(block, greedy=False, away=0):
+            return
         if block.raw is None:
             self._drop(block)
             self._changed(BlockOutcome.GONE, block)

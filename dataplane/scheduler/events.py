@@ -21,6 +21,7 @@ from dataplane.plan.order import SampleOrder
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Collation, Render, ResultBody
+from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
 from dataplane.scheduler.disk_events import DiskEvent, KeepBlock, ScanDisk
 from dataplane.scheduler.giving_up import GiveUpSlab
@@ -52,6 +53,19 @@ class DatasetForgotten(Struct, frozen=True):
     """A dataset has no readers left."""
 
     dataset: DatasetBlocks
+
+
+class BlocksInherited(Struct, frozen=True):
+    """A dataset has blocks that are equal to those of a `former` one, which nobody reads any more:
+    what is known of these, and what is in memory of them, is the heir's from now on.
+
+    Shapes:  blocks, formers: int64[n], their numbers in both.
+    """
+
+    heir: DatasetBlocks
+    former: DatasetBlocks
+    blocks: npt.NDArray[np.int64]
+    formers: npt.NDArray[np.int64]
 
 
 class StreamStarted(Struct, frozen=True):
@@ -193,11 +207,13 @@ class SendingEnded(Struct, frozen=True):
 
 class Ticked(Struct, frozen=True):
     """Time has passed. Gives the average number of busy workers, and the bytes of slabs made per
-    second, since the last tick.
+    second, since the last tick; and the numbers of datasets that have tasks `at_work`: with a
+    worker, or waiting for one that is busy.
     """
 
     busy: float
     bytes_per_s: float
+    at_work: frozenset[int] = frozenset()
 
 
 class Settled(Struct, frozen=True):
@@ -205,10 +221,10 @@ class Settled(Struct, frozen=True):
 
 
 Event = (
-    DeliveryOpened | DeliveryClosed | DatasetForgotten | StreamStarted | StreamAdopted
-    | NextOrderKnown | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned
-    | BlockFetched | BlockDecoded | RowsExtracted | SlabAssembled | MakersKnown | NeighbourAsked
-    | SendingEnded | Ticked | Settled | DiskEvent
+    DeliveryOpened | DeliveryClosed | DatasetForgotten | BlocksInherited | StreamStarted
+    | StreamAdopted | NextOrderKnown | StreamClosed | StreamRefused | Requested | Released
+    | HolderGone | Planned | BlockFetched | BlockDecoded | RowsExtracted | SlabAssembled
+    | MakersKnown | NeighbourAsked | SendingEnded | Ticked | Settled | DiskEvent
 )  # fmt: skip
 
 # -- effects -----------------------------------------------------------------------------------
@@ -347,15 +363,34 @@ class Send(Struct, frozen=True):
     body: FromNodeBody
 
 
+class SlabProgress(Struct, frozen=True):
+    """How far a slab is: its stage, for people, and how many of its blocks are ready. If it waits
+    for blocks, `phase` is that of some of them; None if they wait for memory.
+    """
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    phase: BlockPhase | None = None
+
+
+class Advanced(Struct, frozen=True):
+    """Tell the consumer how far the slab is that this request waits for; the answer comes later."""
+
+    stream_id: int
+    request_id: int
+    progress: SlabProgress
+
+
 class Stalled(Struct, frozen=True):
-    """Answer a request that has waited too long with the stage of the next slab, and its missing
-    blocks in the order in which they are read.
+    """Answer a request for which nothing was done for too long with how far the next slab is, and
+    its missing blocks in the order in which they are read.
     """
 
     stream_id: int
     request_id: int
     waited_s: float
-    stage: str
+    progress: SlabProgress
     missing: Sequence[BlockName]
 
 
@@ -394,6 +429,7 @@ class Note(Struct, frozen=True):
 
 Effect = (
     PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | MakeElsewhere
-    | ExtractRows | CopyKept | LendBlock | OnlyDecoded | RefuseAsk | Send | Stalled | AllPlanned
-    | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock | ScanDisk | GiveUpSlab
+    | ExtractRows | CopyKept | LendBlock | OnlyDecoded | RefuseAsk | Send | Advanced | Stalled
+    | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note | KeepBlock | ScanDisk
+    | GiveUpSlab
 )  # fmt: skip

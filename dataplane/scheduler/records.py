@@ -322,6 +322,10 @@ class StreamState(Struct, eq=False):
     next_order: SampleOrder | None = None
     seen: npt.NDArray[np.bool_] | None = None
     """Which blocks its slabs have had rows of."""
+    advanced_at: float = 0.0
+    """When one of its slabs was planned or made last."""
+    heard_at: float = 0.0
+    """When its consumer heard last how far its slab is."""
 
     @property
     def is_ahead(self) -> bool:

@@ -47,7 +47,7 @@ from dataplane.scheduler.records import Loan, Moment, SlabPhase, SlabTask, Strea
 from dataplane.scheduler.reuse import Reuse
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
-from dataplane.scheduler.stalls import stalled
+from dataplane.scheduler.stalls import Stalls
 from dataplane.scheduler.streams import StreamTable
 from dataplane.scheduler.waiting import WaitingTasks
 
@@ -69,7 +69,6 @@ class Scheduler:
         cache_bytes: int = 0,
     ) -> None:
         self._workers = workers
-        self._stall_timeout_s = stall_timeout_s
         self._time = Moment()
         self._effects: list[events.Effect] = []
         allocator = self._allocator = Allocator(arena_bytes)
@@ -84,6 +83,7 @@ class Scheduler:
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
         self._elsewhere = Elsewhere(workers, self._time)
+        self._stalls = Stalls(self._blocks, self._shared, self._elsewhere, stall_timeout_s)
         self._reuse = Reuse()
         self._tasks = SlabTasks(
             self._blocks, self._shared, waiting, self._excerpts, self._elsewhere, self._do,
@@ -101,6 +101,7 @@ class Scheduler:
         self._on: dict[type, Callable[[Any], None]] = {
             events.DeliveryOpened: self._deliveries.opened,
             events.DeliveryClosed: self._close_delivery,
+            events.BlocksInherited: self._blocks.inherit,
             events.StreamStarted: self._open_stream,
             events.StreamAdopted: self._adopt_stream,
             events.NextOrderKnown: self._streams.expect_next,
@@ -221,9 +222,7 @@ class Scheduler:
             self._do(events.Note("workers", {"count": count, "before": before}))
             self._do(events.ResizePool(count))
         for stream in self._streams:
-            for effect in stalled(
-                stream, self._shared, self._elsewhere, self._time.now, self._stall_timeout_s
-            ):
+            for effect in self._stalls.of_stream(stream, event.at_work, self._time.now):
                 self._do(effect)
 
     # -- what comes next -------------------------------------------------------------------------

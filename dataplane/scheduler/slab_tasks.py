@@ -112,6 +112,7 @@ class SlabTasks:
         """Add a slab task at the end of a stream."""
         task = self._new(stream, plan)
         stream.tasks.append(task)
+        stream.advanced_at = self._time.now
         self._wait(task)
         if self._elsewhere.has_workers:  # they may have to make it, now or later
             self._fit(task)
@@ -369,6 +370,7 @@ class SlabTasks:
             self.fail(task, result)
         else:
             assert isinstance(result, tasks.Assembled)
+            task.stream.advanced_at = self._time.now
             self._keep(task, result)
         self._close_if_idle(task.delivery)
 

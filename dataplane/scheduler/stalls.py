@@ -1,35 +1,98 @@
-"""Requests that have waited too long, and what for."""
+"""Requests that wait: how far their slab is, and whether they have waited too long.
+
+Invariants:
+1. A request waits too long if nothing was done for its slab for the whole timeout: no block of its
+   datasets was read or decoded, no slab planned or made, and no worker was at work on any of them.
+   What a worker or a read may take has limits of its own, so that a request never waits for ever.
+2. A consumer hears at least every few seconds that something was done for it, if it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 
+from dataplane.scheduler.block import BlockPhase
+from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.elsewhere import Elsewhere
-from dataplane.scheduler.events import Stalled
+from dataplane.scheduler.events import Advanced, SlabProgress, Stalled
 from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.shared import SharedSlabs
 
 _NO_ROOM = "waiting for room in the delivery arena"
+_EXAMINED_MAX = 64
+"""So many missing blocks show what a slab waits for."""
+_HEARD_S_MAX, _HEARD_SHARE = 5.0, 1 / 8
 
 
-def stalled(
-    stream: StreamState, shared: SharedSlabs, elsewhere: Elsewhere, now: float, timeout_s: float
-) -> Iterator[Stalled]:
-    """The answers to requests of a stream that have waited for too long; they wait no longer."""
-    while stream.requests and now - stream.requests[0][1] > timeout_s:
-        request_id, since = stream.requests.popleft()
+class Stalls:
+    """Watches the requests of all streams of a node."""
+
+    def __init__(
+        self, blocks: BlockTable, shared: SharedSlabs, elsewhere: Elsewhere, timeout_s: float
+    ) -> None:
+        self._blocks, self._shared, self._elsewhere = blocks, shared, elsewhere
+        self._timeout_s = timeout_s
+        self._heard_s = min(_HEARD_S_MAX, timeout_s * _HEARD_SHARE)
+
+    def of_stream(
+        self, stream: StreamState, at_work: Collection[int], now: float
+    ) -> Iterator[Advanced | Stalled]:
+        """Answers to requests that have waited too long, which wait no longer; or how far the slab
+        is that the first of them waits for. Workers are `at_work` on datasets of these numbers.
+        """
+        if not stream.requests:
+            return
+        datasets = stream.delivery.datasets.datasets
+        if at_work:
+            for dataset in datasets:
+                if dataset.dataset_id in at_work:
+                    dataset.account.advanced(now)
+        advanced = max(stream.advanced_at, *(each.account.advanced_at for each in datasets))
+        while stream.requests and now - max(stream.requests[0][1], advanced) > self._timeout_s:
+            request_id, since = stream.requests.popleft()
+            progress = self._progress(stream)
+            names = [stream.delivery.datasets.name(number) for number in self._missing(stream)]
+            yield Stalled(stream.stream_id, request_id, now - since, progress, names)
+        if stream.requests and advanced > stream.heard_at and now - stream.heard_at > self._heard_s:
+            stream.heard_at = now
+            yield Advanced(stream.stream_id, stream.requests[0][0], self._progress(stream))
+
+    def _missing(self, stream: StreamState) -> list[int]:
         task = stream.tasks[0] if stream.tasks else None
-        stage, missing = ("plan", []) if task is None else _stage(task, shared, elsewhere)
-        names = [stream.delivery.datasets.name(number) for number in missing]
-        yield Stalled(stream.stream_id, request_id, now - since, stage, names)
+        if task is None or self._elsewhere.why_none(task) or not self._waits_for_blocks(task):
+            return []
+        return sorted(task.missing)
 
+    def _waits_for_blocks(self, task: SlabTask) -> bool:
+        if task.phase is not SlabPhase.WAITING or self._shared.find(task) is not None:
+            return False
+        return bool(task.missing)
 
-def _stage(task: SlabTask, shared: SharedSlabs, elsewhere: Elsewhere) -> tuple[str, list[int]]:
-    """What a task waits for, and which blocks."""
-    if why := elsewhere.why_none(task):
-        return why, []
-    slab = shared.find(task)
-    if task.phase is not SlabPhase.WAITING or (task.missing and slab is None):
-        return task.phase.value, sorted(task.missing)
-    is_made_now = slab is not None and slab.made is None
-    return "being made for another job of its group" if is_made_now else _NO_ROOM, []
+    def _progress(self, stream: StreamState) -> SlabProgress:
+        """What the next slab of a stream waits for."""
+        if not stream.tasks:
+            return SlabProgress("plan")
+        task = stream.tasks[0]
+        if why := self._elsewhere.why_none(task):
+            return SlabProgress(why)
+        total = len(task.plan.blocks)
+        if self._waits_for_blocks(task):
+            done = total - len(task.missing)
+            return SlabProgress(task.phase.value, done, total, self._phase(task))
+        if task.phase is not SlabPhase.WAITING:
+            return SlabProgress(task.phase.value, total, total)
+        slab = self._shared.find(task)
+        is_made_now = slab is not None and slab.made is None
+        stage = "being made for another job of its group" if is_made_now else _NO_ROOM
+        return SlabProgress(stage, total, total)
+
+    def _phase(self, task: SlabTask) -> BlockPhase | None:
+        """How far the missing blocks of a task are: a block that is being read comes first, and
+        then one that workers decode. None: they all wait for memory.
+        """
+        some = itertools.islice(task.missing, _EXAMINED_MAX)
+        blocks = [self._blocks.find(*task.datasets.find(number)) for number in some]
+        phases = {block.phase for block in blocks if block is not None}
+        going = (BlockPhase.FETCHING, BlockPhase.DECODING)
+        return next((phase for phase in going if phase in phases), None)

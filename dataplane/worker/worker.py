@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +59,22 @@ class _State(Struct):
     blocks: dict[int, OpenBlock] = field(default_factory=dict)
     shards: MappedShards = field(default_factory=MappedShards)
     packs: KnownPacks = field(default_factory=KnownPacks)
+    outgrown: _Outgrown | None = None
+
+
+class _Outgrown(NamedTuple):
+    """A decoded block that was larger than its room: the next task may be to store it elsewhere."""
+
+    dataset_id: int
+    raw: tasks.RawBlockRef
+    batch: pa.RecordBatch
+    places: Ints | None
+
+    def is_of(self, body: tasks.Decode) -> bool:
+        """Whether this task is about the same block; its bytes may lie elsewhere in the arena."""
+        mine, its = self.raw, body.raw
+        same = (mine.url, mine.index, mine.etag) == (its.url, its.index, its.etag)
+        return same and self.dataset_id == body.dataset_id
 
 
 def run(sock: socket.socket, memory_bytes: int) -> None:
@@ -114,9 +131,10 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
 def _done(
     state: _State, body: tasks.Assemble | tasks.Decode | tasks.Extract
 ) -> tasks.Assembled | tasks.Decoded | tasks.Extracted:
-    if isinstance(body, tasks.Assemble):
-        return _assemble(state, body)
-    return _decode(state, body) if isinstance(body, tasks.Decode) else _extract(state, body)
+    if isinstance(body, tasks.Decode):
+        return _decode(state, body)
+    state.outgrown = None  # the memory is needed for other work
+    return _assemble(state, body) if isinstance(body, tasks.Assemble) else _extract(state, body)
 
 
 def _unexpected(body: tasks.TaskBody, error: Exception) -> DataplaneError:
@@ -141,10 +159,16 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
 
 
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
-    dataset = state.datasets[body.dataset_id]
-    batch, places = canonical_batch(dataset, body.raw, state.arenas, state.shards)
+    dataset, kept = state.datasets[body.dataset_id], state.outgrown
+    state.outgrown = None
+    if kept is not None and kept.is_of(body):
+        batch, places = kept.batch, kept.places
+    else:
+        del kept  # before another block is decoded, so that memory is not needed for two
+        batch, places = canonical_batch(dataset, body.raw, state.arenas, state.shards)
     size = row_layout.stored_bytes(batch, dataset.row_layout)
     if size > body.into.length:
+        state.outgrown = _Outgrown(body.dataset_id, body.raw, batch, places)
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
     state.arenas[0].prepare(body.into.offset, size)

@@ -12,10 +12,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.client.wire import Wire
+from dataplane.client.waiting import Notice
+from dataplane.client.wire import NoAnswer, Wire
 from dataplane.errors import PeerLost
 from dataplane.rpc import local
-from dataplane.rpc.messages import EndOfStream, FromNode, NextSlab, Release, ToNode
+from dataplane.rpc.messages import (
+    EndOfStream,
+    FromNode,
+    NextSlab,
+    Release,
+    ToNode,
+    Working,
+)
 
 Pair = tuple[Wire, socket.socket]
 
@@ -94,3 +102,30 @@ def test_slabs_freed_before_a_wait_are_reported_before_it(pair) -> None:
     assert seen[0] is True
     assert local.receive(node, ToNode)[0].body == NextSlab(1, 0, 0.0, "")
     assert local.receive(node, ToNode)[0].body == Release("job", (7,))
+
+
+def test_a_request_waits_on_while_the_node_says_that_it_works_for_it(pair) -> None:  # [6]
+    wire, node = pair
+    first, second = ask(wire), ask(wire)
+    local.send(node, FromNode(first, Working("counting packs", 1, 4)))
+    with pytest.raises(NoAnswer):  # it is not about this one
+        wire.wait(second, time.monotonic() + 0.01)
+    assert wire.arrived(first) is None
+    with pytest.raises(NoAnswer):
+        wire.wait(first, time.monotonic() + 0.01)
+    waits, said = threading.Event(), []
+    notice = Notice("a test")
+    notice.working = said.append  # type: ignore[method-assign]
+
+    def work() -> None:
+        for done in range(2, 5):
+            local.send(node, FromNode(first, Working("counting packs", done, 4)))
+            waits.wait(0.02)
+        local.send(node, FromNode(first, EndOfStream(1)))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    assert wire.wait(first, time.monotonic() + 20, notice)[0] == EndOfStream(1)
+    worker.join(60)
+    assert [work.done for work in said] == sorted({work.done for work in said})
+    assert not wire._working

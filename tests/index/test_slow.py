@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dataplane.index import slow
 from dataplane.index.run import IndexProgress
-from dataplane.index.slow import SlowProgress
+from dataplane.index.slow import LongWork
 from dataplane.model import View
 from dataplane.node.policy import opening
 from dataplane.rpc.messages import DatasetSource
@@ -20,25 +20,26 @@ from dataplane.store.connect import Stores
 
 
 def test_only_what_takes_long_is_told_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dataplane.node")
     now = [100.0]
-    told = SlowProgress(
-        "still indexing", ["s3://bucket/a/"], "shards", "index once", lambda: now[0]
-    )
+    told = LongWork("indexing", ["s3://bucket/a/"], "shards", "index once", lambda: now[0])
     for shards in range(100):  # two seconds each
         told(IndexProgress(100_000, 1000 * shards, 0, 0))
         now[0] += 2.0
     lines = [one.getMessage() for one in caplog.records]
     begin = "still indexing dataset=s3://bucket/a/ shards="
-    assert lines[0] == f'{begin}"5,000 of 100,000" elapsed_s=10 help="index once"'
-    assert lines[1] == f'{begin}"20,000 of 100,000" elapsed_s=40'
-    assert len(lines) == 7
+    end = 'left_s=190 help="index once"'
+    assert lines[0] == f'{begin}"5,000 of 100,000" elapsed_s=10 {end}'
+    assert lines[1] == f'{begin}"10,000 of 100,000" elapsed_s=20 left_s=180'
+    assert len(lines) == 19
     caplog.clear()
 
 
 def test_a_node_tells_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slow, "_FIRST_S", 0.0)
+    caplog.set_level("INFO", "dataplane.node")
+    monkeypatch.setattr(slow, "_LINES_S", 0.0)
     pq.write_table(pa.table({"id": range(100)}), tmp_path / "a.parquet")
     config = replace(default_node_config(), cache_dir="", embedded=True)
     opened = opening(config, Stores(), lambda *_: None)

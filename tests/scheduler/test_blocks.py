@@ -24,6 +24,7 @@ from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
+    BlocksInherited,
     DecodeBlock,
     Effect,
     Fetch,
@@ -320,6 +321,13 @@ def test_a_block_that_is_larger_than_its_index_says_is_decoded_again_unless_no_a
         assert isinstance(decode, DecodeBlock)
         table.blocks.take_changes()
         table.blocks.decoded(BlockDecoded(decode.key, tasks.Decoded(size, stored=False), 0.0))
+        if not is_remote and not is_refused:  # at once, since there is room
+            again = table.effects[-1]
+            assert isinstance(again, DecodeBlock)
+            assert (again.key, again.into.length) == (decode.key, size)
+            assert not table.blocks.take_changes()
+            assert table.blocks.in_flight_count == 1
+            continue
         (change,) = table.blocks.take_changes()
         assert (change.error is not None) == is_refused
         if isinstance(change.error, BudgetTooSmall):
@@ -330,6 +338,33 @@ def test_a_block_that_is_larger_than_its_index_says_is_decoded_again_unless_no_a
         assert table.allocator.free_bytes == arena_bytes - GRANULE_BYTES * (
             is_remote and not is_refused
         )
+
+
+def test_an_heir_has_what_is_in_memory_of_equal_blocks_under_new_keys() -> None:
+    table = Table(4, is_remote=False, decoded_bytes=GRANULE_BYTES)
+    former, marks = table.dataset, table.dataset.marks
+    for index in (1, 2, 5):
+        assert table.blocks.start(former, index, greedy=False)
+        decode = table.effects[-1]
+        assert isinstance(decode, DecodeBlock)
+        done = tasks.Decoded(GRANULE_BYTES // 2, stored=True)
+        table.blocks.decoded(BlockDecoded(decode.key, done, 0.0))
+    table.blocks.pin(former, np.array([5]))  # it is in use
+    keys, free = set(marks.keys.tolist()), table.allocator.free_bytes
+    heir = replace(
+        former, dataset_id=2, marks=Marks.of(marks.raw, marks.decoded.copy(), marks.raw > 0)
+    )
+    blocks = np.array([0, 3, 4])
+    table.blocks.inherit(BlocksInherited(heir, former, blocks, np.array([1, 5, 2])))
+    assert np.flatnonzero(heir.marks.keys).tolist() == [0, 4]
+    assert keys.isdisjoint(heir.marks.keys[[0, 4]].tolist())
+    assert table.resident == [5]
+    assert heir.marks.is_exact[blocks].all()
+    assert table.allocator.free_bytes == free
+    table.blocks.unpin(former, np.array([5]))
+    table.blocks.forget_dataset(former)
+    table.blocks.forget_dataset(heir)
+    assert table.allocator.free_bytes == table.allocator.size_bytes
 
 
 def _planned(table: Table, *counts: int) -> list[SlabTask]:

@@ -120,17 +120,19 @@ def test_nobody_is_asked_while_all_makers_fail_and_all_goes_on_once_one_answers(
 def test_a_stall_says_that_a_slab_waits_for_a_node_and_what_that_said_last() -> None:
     node = Node({"a": 0.0}, stall_s=5.0)
     node.run(20)
-    assert {stall.stage for stall in node.stalls} == {
+    assert {stall.progress.stage for stall in node.stalls} == {
         "waiting for a node that makes slabs: a is gone"
     }
     node.known()
     node.stalls.clear()
     node.tell(events.Requested(1, 1000))
     node.run(40)
-    assert {stall.stage for stall in node.stalls} == {"waiting for a node that makes slabs"}
+    assert {stall.progress.stage for stall in node.stalls} == {
+        "waiting for a node that makes slabs"
+    }
     late = Node({"a": 100.0}, stall_s=5.0)
     late.run(20)
-    assert {stall.stage for stall in late.stalls} == {"being made by node a"}
+    assert {stall.progress.stage for stall in late.stalls} == {"being made by node a"}
 
 
 def test_a_maker_is_told_of_its_next_slabs_of_the_stream() -> None:

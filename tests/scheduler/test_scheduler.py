@@ -146,7 +146,28 @@ def test_a_rank_that_waited_too_long_gets_an_error_with_the_stage_and_what_is_mi
     run.tell(events.Ticked(0.0, 0.0))
     stalled = consumer.stalled[0]
     assert stalled.waited_s > STALL_S
-    assert stalled.stage == "plan"
+    assert stalled.progress.stage == "plan"
+    run.end()
+
+
+def test_a_rank_for_which_something_is_done_waits_on_and_hears_of_it() -> None:
+    run = Run(random.Random(1), tight=False)
+    several(run)
+    run.settle()
+    consumer = run.consumers[0]
+    consumer.ask()
+    run.settle()
+    stream = run.scheduler._streams.find(consumer.number)
+    assert stream is not None
+    dataset = stream.delivery.datasets.datasets[0].dataset_id
+    for _ in range(12):  # a worker needs four timeouts for a block
+        run.now += STALL_S / 3
+        run.tell(events.Ticked(1.0, 0.0, frozenset((dataset,))))
+        assert not consumer.stalled
+    assert len(consumer.advanced) > 4
+    run.now += STALL_S * 1.1
+    run.tell(events.Ticked(1.0, 0.0, frozenset((dataset + 100,))))
+    assert consumer.stalled
     run.end()
 
 

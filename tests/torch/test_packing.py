@@ -15,7 +15,7 @@ from dataplane_torch import DataLoader, Mixture, Pack, Source
 from plan import plain
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import ConfigError, CorruptShard, SpecMismatch
+from dataplane.errors import ConfigError, CorruptShard, FunctionError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 SIZE, BLOCK = 32, 60
@@ -387,3 +387,54 @@ def test_packs_of_more_blocks_than_fit_into_memory_are_the_same(
     for whole, in_passes in zip(*found, strict=True):
         assert whole.keys() == in_passes.keys()
         assert all(torch.equal(whole[name], in_passes[name]) for name in whole)
+
+
+def noted(folder: Path, texts: list[str]) -> str:
+    """Two shards of blocks of 100 rows for user_functions.noted."""
+    folder.mkdir()
+    for shard in range(2):
+        rows = range(shard * len(texts) // 2, (shard + 1) * len(texts) // 2)
+        some = [texts[row] for row in rows]
+        files = [str(folder / "calls")] * len(rows)
+        table = pa.table({"row": list(rows), "txt": some, "file": files})
+        (folder / f"{shard}.parquet").write_bytes(parquet_bytes(table, row_group_size=100))
+    return f"{folder}/*.parquet"
+
+
+def calls(folder: Path) -> Counter[int]:
+    """How often the function was called over each block, by its first row; not over the first rows
+    alone, which says what columns there are. The next call starts from zero.
+    """
+    notes = [line.split() for line in (folder / "calls").read_text().splitlines()]
+    (folder / "calls").unlink()
+    return Counter(int(first) for first, count in notes if int(count) == 100)
+
+
+def test_a_map_is_called_once_over_each_block_for_counting_and_all_epochs(tmp_path: Path) -> None:
+    # Later blocks are much larger than the first rows let expect.
+    url = noted(tmp_path / "d", [f"{row}" * (1 + row // 40) for row in range(800)])
+    once = Counter(dict.fromkeys(range(0, 800, 100), 1))
+    asked = {"shuffle": True, "map": "user_functions:noted"}
+    with DataLoader(url, 4, pack=Pack("tokens", 64), **asked) as loader:
+        tokens = [sum(int((b["document_ids"] >= 0).sum()) for b in loader) for _ in range(2)]
+    assert tokens == [sum(len(f"{row}") * (1 + row // 40) for row in range(800))] * 2
+    assert calls(tmp_path / "d") == once
+    with DataLoader(url, 4, **asked) as loader:
+        assert sum(len(batch["tokens"]) for batch in loader) == 800
+    assert calls(tmp_path / "d") == once
+
+
+def test_a_count_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.touch()
+    url = noted(tmp_path / "d", ["some text" if row != 777 else str(bad) for row in range(800)])
+    loader = DataLoader(url, 4, map="user_functions:noted", pack=Pack("tokens", 64))
+    with pytest.raises(FunctionError, match="is a file"):
+        len(loader)
+    assert calls(tmp_path / "d")[0] == 1
+    bad.unlink()
+    with loader:
+        assert len(loader)
+        left = calls(tmp_path / "d")
+        assert left[700] == 1
+        assert not left[0]

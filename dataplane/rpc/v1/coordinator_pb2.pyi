@@ -169,7 +169,7 @@ class StoreOutage(_message.Message):
     def __init__(self, store: _Optional[str] = ..., away_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s", "reads", "known", "is_short", "held")
+    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s", "reads", "known", "is_short", "held", "work")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class HeartbeatRequest(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     IS_SHORT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     node: RegisterNodeRequest
     members: _containers.RepeatedCompositeFieldContainer[MemberProgress]
     stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
@@ -188,7 +189,24 @@ class HeartbeatRequest(_message.Message):
     known: _containers.RepeatedCompositeFieldContainer[KnownNodes]
     is_short: bool
     held: HeldBlocks
-    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ...) -> None: ...
+    work: _containers.RepeatedCompositeFieldContainer[NodeWork]
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[NodeWork, _Mapping]]] = ...) -> None: ...
+
+class NodeWork(_message.Message):
+    __slots__ = ("what", "dataset", "done", "total", "unit", "left_s")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    dataset: str
+    done: int
+    total: int
+    unit: str
+    left_s: float
+    def __init__(self, what: _Optional[str] = ..., dataset: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "disk_blocks")
@@ -357,7 +375,7 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads", "data_address", "known", "worker_count", "is_short", "held")
+    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads", "data_address", "known", "worker_count", "is_short", "held", "work")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +390,7 @@ class NodeStatus(_message.Message):
     WORKER_COUNT_FIELD_NUMBER: _ClassVar[int]
     IS_SHORT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
@@ -386,7 +405,8 @@ class NodeStatus(_message.Message):
     worker_count: int
     is_short: bool
     held: HeldBlocks
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ...) -> None: ...
+    work: _containers.RepeatedCompositeFieldContainer[NodeWork]
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[NodeWork, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("version", "coordinator_id", "jobs", "nodes")

@@ -48,7 +48,7 @@ class ToNode(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ..., read_categories: _Optional[_Union[ReadCategories, _Mapping]] = ..., describe_epoch: _Optional[_Union[DescribeEpoch, _Mapping]] = ..., change_weights: _Optional[_Union[ChangeWeights, _Mapping]] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read", "epoch_described", "weights_changed", "weights_asked")
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read", "epoch_described", "weights_changed", "weights_asked", "working")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class FromNode(_message.Message):
     EPOCH_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    WORKING_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     error: _types_pb2.Error
     welcome: Welcome
@@ -73,7 +74,8 @@ class FromNode(_message.Message):
     epoch_described: EpochDescribed
     weights_changed: WeightsChanged
     weights_asked: WeightsAsked
-    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ..., epoch_described: _Optional[_Union[EpochDescribed, _Mapping]] = ..., weights_changed: _Optional[_Union[WeightsChanged, _Mapping]] = ..., weights_asked: _Optional[_Union[WeightsAsked, _Mapping]] = ...) -> None: ...
+    working: Working
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ..., epoch_described: _Optional[_Union[EpochDescribed, _Mapping]] = ..., weights_changed: _Optional[_Union[WeightsChanged, _Mapping]] = ..., weights_asked: _Optional[_Union[WeightsAsked, _Mapping]] = ..., working: _Optional[_Union[Working, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "protocol", "pid")
@@ -96,6 +98,20 @@ class Welcome(_message.Message):
     node_id: str
     awaited: str
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., node_id: _Optional[str] = ..., awaited: _Optional[str] = ...) -> None: ...
+
+class Working(_message.Message):
+    __slots__ = ("what", "done", "total", "unit", "left_s")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    done: int
+    total: int
+    unit: str
+    left_s: float
+    def __init__(self, what: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class DatasetSource(_message.Message):
     __slots__ = ("urls", "format")
