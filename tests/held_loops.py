@@ -17,7 +17,7 @@ UNKNOWN_MS_MAX = 250.0
 MAY_HOLD = "may_hold_loop"
 """Marks tests of what holds a loop."""
 
-_LINE = re.compile(r"event loop held ran_ms=(?P<ran_ms>[0-9.e+]+) .*")
+_LINE = re.compile(r"a step of this node took long.* ran_ms=(?P<ran_ms>[0-9.e+]+) .*")
 _UNKNOWN = "at=unknown"
 
 

@@ -42,7 +42,8 @@ seen_of(lambda: compute_for(0.06))
 
 def test_a_hold_of_which_nobody_saw_the_place_has_a_higher_limit() -> None:
     def line(ran_ms: float, at: str) -> str:
-        return f"WARNING dataplane.node: event loop held ran_ms={ran_ms} waited_ms=0 at={at}\n"
+        event = "a step of this node took long: please report this line"
+        return f"WARNING dataplane.node: {event} took_ms=1 ran_ms={ran_ms} waited_ms=0 at={at}\n"
 
     assert held_loops.longest_hold([line(64.8, "unknown"), line(40.0, "walk:96")]) is None
     found = held_loops.longest_hold([line(260.0, "unknown"), line(64.8, "walk:96")])

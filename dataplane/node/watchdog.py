@@ -13,7 +13,10 @@ HOLD_S is a *hold* of the loop.
    have to wait too. The watching thread is then late as well; that counts as `waited`.
 4. It costs the loop some 0.6 us a turn. A separate thread checks the loop every LOOK_S while it is
    busy, and records where it is if the turn is late; it sleeps while the loop is idle.
-5. At most one line every LINE_S, with the longest hold since the previous line.
+5. At most one line every LINE_S, with the longest hold since the previous line. People hear of it
+   only if a batch may have been late for it: if the loop's own code ran for LATE_RAN_S (more if
+   nobody saw where: then another virtual machine may have had the processor), or if it took
+   LATE_S in all. Other holds are for developers.
 
 Source:  Documentation/scheduler/sched-stats.rst (schedstat of a thread)
 """
@@ -37,11 +40,17 @@ from dataplane.trace import Trace
 HOLD_S = 0.02
 LOOK_S = 0.01
 LINE_S = 10.0
+LATE_RAN_S, LATE_UNKNOWN_S, LATE_S = 0.05, 0.25, 0.5
 _STILL_S = 0.001
 """A thread that used less CPU than this between two looks was idle."""
 _FRESH_S = 0.001
 """Maximum age of the reading of the thread's processor time when a turn begins."""
 _OTHERS_MAX = 3
+_UNKNOWN = "unknown"
+_SLOW = (
+    "a step of this node took long, and batches may have been late: harmless if rare; if often,"
+    " please report this line"
+)
 _WAITING = frozenset({"concurrent.futures.thread", "queue", "selectors", "threading", __name__})
 """Modules in which idle threads wait."""
 
@@ -60,6 +69,12 @@ class Hold(Struct, frozen=True):
     def held_s(self) -> float:
         """The sum of both, in seconds."""
         return self.ran_s + self.waited_s
+
+    @property
+    def matters(self) -> bool:
+        """Whether a batch may have been late for it."""
+        late_ran_s = LATE_UNKNOWN_S if self.at == _UNKNOWN else LATE_RAN_S
+        return self.ran_s >= late_ran_s or self.held_s >= LATE_S
 
 
 class LoopHolds(Struct, frozen=True):
@@ -167,7 +182,7 @@ class Watchdog:
             hold = Hold(
                 ran_s,
                 waited_s,
-                at=self._places.most_common(1)[0][0] if is_known else "unknown",
+                at=self._places.most_common(1)[0][0] if is_known else _UNKNOWN,
                 others=self._others if is_known and waited_s > ran_s else "",
             )
             self._keep(hold)
@@ -262,6 +277,7 @@ class Watchdog:
             return
         longest = max(holds, key=lambda hold: hold.held_s)
         facts: dict[str, object] = {
+            "took_ms": round(longest.held_s * 1e3, 1),
             "ran_ms": round(longest.ran_s * 1e3, 1),
             "waited_ms": round(longest.waited_s * 1e3, 1),
             "at": longest.at,
@@ -270,7 +286,10 @@ class Watchdog:
             facts["others"] = longest.others
         if len(holds) > 1:
             facts["count"] = len(holds)
-        self._trace.failed("event loop held", **facts)
+        if longest.matters:
+            self._trace.failed(_SLOW, **facts)
+        else:
+            self._trace.started("event loop held", **facts)
 
 
 def _place(frame: FrameType) -> str:

@@ -29,6 +29,7 @@ from dataplane.rpc.membership import (
     MemberProgress,
     MemberStatus,
     NodeReads,
+    NodeWork,
     RegisterNodeRequest,
     StoreOutage,
 )
@@ -58,7 +59,10 @@ async def coordinator_with_one_of_two_ranks():
         ]
         await join_one(server.coordinator, "m-1")
         known = (KnownNodes("job-1", joined.nodes.version),)
-        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, READS, known, held=HELD)
+        work = NodeWork("counting packs", "mem://text", 12, 40, "blocks", 61.0)
+        beat = HeartbeatRequest(
+            NODE, tuple(told), AWAY, 3, 0.0414, READS, known, held=HELD, work=(work,)
+        )
         await server.coordinator.heartbeat(beat)
         yield address, server.coordinator
     finally:
@@ -110,6 +114,8 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     )
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
     assert "ranks from" in out
+    work = next(line for line in out.splitlines() if "mem://text" in line).split()
+    assert " ".join(work) == "node-1 counting packs mem://text 12 of 40 blocks 2 min"
     away = next(line for line in out.splitlines() if "s3://lab" in line)
     assert away.split()[:2] == ["node-1", "s3://lab"]
     assert "refused the connection" in away

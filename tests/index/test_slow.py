@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,9 +12,10 @@ from msgspec.structs import replace
 
 from dataplane.index import slow
 from dataplane.index.run import IndexProgress
-from dataplane.index.slow import LongWork
+from dataplane.index.slow import LongWork, all_work, work_on
 from dataplane.model import View
 from dataplane.node.policy import opening
+from dataplane.rpc.membership import NodeWork
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores
@@ -49,3 +51,20 @@ def test_a_node_tells_of_its_own(
     assert any("still indexing" in line and "0 of 1" in line for line in lines)
     assert any("still counting rows" in line and "of 1" in line for line in lines)
     caplog.clear()
+
+
+def test_what_is_under_way_is_listed_and_nothing_else() -> None:
+    now = [100.0]
+    with LongWork("counting packs", ["s3://b/a"], "blocks", clock=lambda: now[0]) as work:
+        work.advance(10, 40)  # these were known before
+        now[0] += 5.0
+        work.advance(20, 40)
+        known = NodeWork("counting packs", "s3://b/a", 20, 40, "blocks", 10.0)
+        assert work_on({"s3://b/a", "s3://b/b"}) == known
+        assert all_work() == [known]
+        assert work_on({"s3://b/b"}) is None
+        with contextlib.suppress(ValueError), LongWork("indexing", ["s3://b/a"], "shards"):
+            assert work_on({"s3://b/a"}) == NodeWork("indexing", "s3://b/a", 0, 0, "shards")
+            raise ValueError
+        assert work_on({"s3://b/a"}) == known
+    assert not all_work()

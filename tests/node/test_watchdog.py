@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import select
 import subprocess
@@ -16,10 +17,17 @@ from typing import Any
 import pytest
 
 from dataplane.node import watchdog
-from dataplane.node.watchdog import LoopHolds, Watchdog
+from dataplane.node.watchdog import Hold, LoopHolds, Watchdog
 from dataplane.trace import Trace
 
 pytestmark = pytest.mark.may_hold_loop
+
+
+@pytest.fixture(autouse=True)
+def all_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Also those for developers."""
+    caplog.set_level(logging.DEBUG, "dataplane.test")
+
 
 _SEEN_S = 20.0
 _QUIET_TURNS = 20
@@ -55,7 +63,8 @@ def seen_of(held: Callable[[], object], count: int = 1) -> LoopHolds:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [dict(record.msg.facts) for record in caplog.records if "held" in record.getMessage()]
+    words = "event loop held", "a step of this node took long"
+    return [dict(one.msg.facts) for one in caplog.records if one.msg.event.startswith(words)]
 
 
 def test_a_callback_that_computes_holds_the_loop_and_is_named(
@@ -112,6 +121,26 @@ def test_holds_that_follow_each_other_make_one_line(caplog: pytest.LogCaptureFix
     assert len(lines) <= 2, "the first one at once, all others when the watch ends"
     assert sum(int(str(line.get("count", 1))) for line in lines) == 4
     assert max(line["ran_ms"] + line["waited_ms"] for line in lines) >= 80
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "waited_s", "at", "matters"),
+    [
+        (0.001, 0.03, "a:b:1", False),
+        (0.049, 0.4, "a:b:1", False),
+        (0.05, 0.0, "a:b:1", True),
+        (0.2, 0.0, "unknown", False),
+        (0.25, 0.0, "unknown", True),
+        (0.0, 0.5, "unknown", True),
+    ],
+)
+def test_people_hear_only_of_holds_for_which_a_batch_may_have_been_late(
+    ran_s: float, waited_s: float, at: str, matters: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dog = Watchdog(Trace("test"))
+    dog._keep(Hold(ran_s, waited_s, at))
+    dog._tell()
+    assert [one.levelname for one in caplog.records] == ["WARNING" if matters else "DEBUG"]
 
 
 def test_many_short_callbacks_are_not_reported_as_a_hold() -> None:
