@@ -108,6 +108,8 @@ class Trainer:
 
     def answer(self) -> tuple[messages.FromNode, tuple[int, ...]]:
         found, descriptors = local.receive(self.sock, messages.FromNode)
+        while isinstance(found.body, messages.Working):
+            found, descriptors = local.receive(self.sock, messages.FromNode)
         if isinstance(found.body, DataplaneError):
             raise found.body
         return found, descriptors

@@ -293,7 +293,9 @@ class Engine:
             place=partial(dataset.place, effect.block),
         )
         holder, self._holder = self._holder, (0, 0)
-        self._pool.submit(task, _DECODE_URGENCY, worker=holder[1] if holder[0] == key else 0)
+        if holder[0] == key:
+            task.worker = holder[1]
+        self._pool.submit(task, _DECODE_URGENCY)
 
     def _on_decoded(self, key: int, task: PoolTask, result: tasks.ResultBody) -> None:
         if isinstance(result, tasks.Decoded):

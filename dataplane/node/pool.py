@@ -144,14 +144,14 @@ class WorkerPool:
         found = {task.dataset.dataset_id for task in tasks_now}
         return frozenset(found | self._queue.waiting) if found else frozenset()
 
-    def submit(self, task: PoolTask, urgency: int, worker: int = 0) -> None:
+    def submit(self, task: PoolTask, urgency: int) -> None:
         """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
-        see TaskQueue. The worker of this number, if it is idle now, begins at once: it has done
-        most of the work.
+        see TaskQueue. If the task names a worker, and that is idle now, the worker begins at once:
+        it has done most of the work.
         """
-        able = next((one for one in self._workers if one.number == worker and one.is_idle), None)
-        if able is not None:
-            self._give(able, task)
+        able = [one for one in self._workers if one.number == task.worker and one.is_idle]
+        if able:
+            self._give(able[0], task)
             return
         self._queue.add(task, urgency, time.monotonic())
         self._refill()

@@ -56,7 +56,7 @@ class PoolTask(Struct, eq=False):
     started: float = 0.0
     """When a worker started the task."""
     worker: int = 0
-    """The number of the worker that has it, or had it last."""
+    """The number of the worker that has it, had it last, or should get it if it is idle."""
     numa_node: int | None = None
     """Where the trainer runs that gets the result; None if that does not matter."""
 

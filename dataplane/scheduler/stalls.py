@@ -54,9 +54,12 @@ class Stalls:
             progress = self._progress(stream)
             names = [stream.delivery.datasets.name(number) for number in self._missing(stream)]
             yield Stalled(stream.stream_id, request_id, now - since, progress, names)
-        if stream.requests and advanced > stream.heard_at and now - stream.heard_at > self._heard_s:
+        if not stream.requests or advanced <= stream.heard_at:
+            return
+        request_id, since = stream.requests[0]
+        if now - max(since, stream.heard_at) > self._heard_s:
             stream.heard_at = now
-            yield Advanced(stream.stream_id, stream.requests[0][0], self._progress(stream))
+            yield Advanced(stream.stream_id, request_id, self._progress(stream))
 
     def _missing(self, stream: StreamState) -> list[int]:
         task = stream.tasks[0] if stream.tasks else None
