@@ -82,9 +82,8 @@ class Scheduler:
         self._keeping = Keeping(tier, self._blocks, asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
-        self._elsewhere = Elsewhere(workers, self._time)
+        self._elsewhere, self._reuse = Elsewhere(workers, self._time), Reuse()
         self._stalls = Stalls(self._blocks, self._shared, self._elsewhere, stall_timeout_s)
-        self._reuse = Reuse()
         self._tasks = SlabTasks(
             self._blocks, self._shared, waiting, self._excerpts, self._elsewhere, self._do,
             self._time,
