@@ -41,6 +41,34 @@ from typing import ClassVar
 
 from dataplane.redact import redacted
 
+__all__ = [
+    "AccessDenied",
+    "BudgetTooSmall",
+    "ClosedError",
+    "ConfigError",
+    "CorruptShard",
+    "DataStallError",
+    "DataplaneError",
+    "DatasetChangedError",
+    "FunctionError",
+    "ImageError",
+    "LeaseError",
+    "LeaseExpired",
+    "LeaseFenced",
+    "PeerLost",
+    "RowOutOfBounds",
+    "SchemaMismatch",
+    "ShardNotFound",
+    "SpecMismatch",
+    "StoreDenied",
+    "StoreError",
+    "StoreThrottled",
+    "StoreUnavailable",
+    "TruncatedRead",
+    "VersionMismatch",
+]
+"""The errors that a trainer may get: dataplane_torch has them, too."""
+
 Noun = str | int | None
 
 

@@ -11,8 +11,10 @@ with collector.resting():
     from dataplane_torch.loader import DataLoader
 
 if TYPE_CHECKING:
+    from dataplane import errors as _errors
     from dataplane.client.bound import bound_of
     from dataplane.client.statistics import Statistics
+    from dataplane.errors import *  # noqa: F403
     from dataplane.model import Topology
     from dataplane.transforms.mixture_options import Mixture, Source
     from dataplane.transforms.pack_options import Pack
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
         "Topology",
         "bound_of",
     ]
+    __all__ += _errors.__all__
     __all__ += _registry.__all__
 
 # A loader starts its node before it imports the rest: what else there is, is imported when it is
-# first used. Names that are not in here are image steps.
+# first used. Names that are not in here are errors, or image steps.
 _MODULES = {
     "BatchColumn": "dataplane_torch.schema",
     "Mixture": "dataplane.transforms.mixture_options",
@@ -62,13 +65,15 @@ def __getattr__(name: str) -> Any:
     elif name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
+        from dataplane import errors
         from dataplane.transforms.steps import registry
 
         if name == "__all__":
-            return ["DataLoader", *_MODULES, *registry.__all__]
-        if name not in registry.__all__:
+            return ["DataLoader", *_MODULES, *errors.__all__, *registry.__all__]
+        room = errors if name in errors.__all__ else registry
+        if name not in room.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(registry, name)
+        found = getattr(room, name)
     globals()[name] = found
     return found
 

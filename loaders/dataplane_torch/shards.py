@@ -20,7 +20,7 @@ from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import left_of, step_count
 from dataplane.client.statistics import Statistics
-from dataplane.errors import ConfigError
+from dataplane.errors import ClosedError, ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import JobToOpen
 from dataplane_torch.device import Target
@@ -34,9 +34,26 @@ from dataplane_torch.tensors import Batch, Decoder
 class Shards(IterableDataset[Batch]):
     """The `dataset` attribute of a loader over urls. Only that loader can read it."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], job: UrlJob | None = None) -> None:
         super().__init__()
         self.urls = tuple(urls)
+        self._job = None if job is None else weakref.ref(job)
+
+    def __len__(self) -> int:
+        """Samples that all ranks together read in the loader's present epoch. Opens the dataset.
+
+        Raises:  ClosedError: the loader is gone.
+        """
+        job = None if self._job is None else self._job()
+        if job is None:
+            raise ClosedError("only the loader of these shards knows how many samples they have")
+        return job.sample_count
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_job": None}
 
     def __iter__(self) -> Iterator[Batch]:
         """Not supported.
@@ -110,14 +127,19 @@ class UrlJob:
     @property
     def dataset(self) -> Shards:
         """The dataset that it reads."""
-        return Shards(self.urls)
+        return Shards(self.urls, self)
+
+    @property
+    def sample_count(self) -> int:
+        """Samples of the whole of the present epoch, over all ranks."""
+        gaps = self._session.changes.gaps(self.epoch)
+        return left_of(sample_count(self._session, self.epoch), 0, gaps)
 
     @property
     def step_count(self) -> int:
         """Steps of the whole of the present epoch."""
-        spec, gaps = self._session.job.spec, self._session.changes.gaps(self.epoch)
-        left = left_of(sample_count(self._session, self.epoch), 0, gaps)
-        return step_count(left, spec.global_batch, spec.end)
+        spec = self._session.job.spec
+        return step_count(self.sample_count, spec.global_batch, spec.end)
 
     @property
     def schema(self) -> Schema:

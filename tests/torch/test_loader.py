@@ -6,9 +6,11 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import subprocess
 import sys
 
+import dataplane_torch
 import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged
@@ -16,6 +18,7 @@ from fake_node import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane import errors
 from dataplane.changes import NO_GAPS
 from dataplane.client.state import RunState, consumed, step_count
 from dataplane.errors import ClosedError, ConfigError, DataStallError, SpecMismatch, VersionMismatch
@@ -63,6 +66,24 @@ def test_every_value_of_every_batch_is_right_while_all_are_held(fake) -> None:
         again = list(loader)
         assert rows_of(again[1]) == [sample(t, epoch=1) for t in range(7, 14)]
         assert rows_of(batches[1]) == [sample(t) for t in range(7, 14)]
+
+
+def test_the_dataset_of_a_loader_has_the_number_of_samples_of_all_ranks(fake) -> None:
+    fake(sample_count=30)
+    with DataLoader(URL, global_batch_size=8, dp_rank=1, dp_size=2) as loader:
+        dataset = loader.dataset
+        assert len(dataset) == 30
+        assert dataset
+        with pytest.raises(ClosedError, match="only the loader of these shards"):
+            len(pickle.loads(pickle.dumps(dataset)))
+
+
+def test_errors_can_be_imported_from_here() -> None:
+    assert set(dataplane_torch.__all__) > set(errors.__all__)
+    for name in errors.__all__:
+        assert getattr(dataplane_torch, name) is getattr(errors, name)
+    with pytest.raises(AttributeError, match="no attribute 'Noun'"):
+        dataplane_torch.Noun  # noqa: B018
 
 
 def test_dtypes_shapes_and_writing_in_place(fake) -> None:
