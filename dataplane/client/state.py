@@ -148,7 +148,7 @@ class RunState(Struct, frozen=True):
         if not isinstance(pixels, str):
             raise ConfigError(f"this state is damaged: its pixels are {pixels!r:.80}", key="pixels")
         in_last_step = saved.get("in_last_step", False)
-        if not isinstance(in_last_step, bool):
+        if not isinstance(in_last_step, bool) or in_last_step > epoch:
             raise ConfigError(
                 f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
             )
@@ -333,7 +333,7 @@ def _mark(saved: Mapping[object, object]) -> LedgerMark | None:
         return None
     if isinstance(found, Mapping):
         seq, head = whole(found.get("entry")), found.get("head")
-        if seq is not None and isinstance(head, str):
+        if seq is not None and 0 <= seq < PLACE_MAX and isinstance(head, str):
             return LedgerMark(seq, head)
     raise ConfigError(f"this state is damaged: its ledger is {found!r:.80}", key="ledger")
 

@@ -15,6 +15,7 @@ from dataplane.client.mixing import catch_up, place_of, sample_count, state_at
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
+from dataplane.ledger import PLACE_MAX
 from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane.units import whole
 from dataplane.weights import MixHistory
@@ -165,7 +166,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._mix_mark.fill_(_mark(self._mix))
         if "step" in state_dict:
             step, stride = whole(state_dict["step"]), whole(state_dict.get("step_stride"))
-            if step is None or stride is None or min(step, stride) < 0:
+            if step is None or stride is None or not 0 <= step < PLACE_MAX or stride < 0:
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return

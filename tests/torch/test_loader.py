@@ -344,6 +344,31 @@ def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
             ConfigError,
         ),
         ({"version": 3}, VersionMismatch),
+        *(
+            (
+                {
+                    "version": 2,
+                    "spec_digest": "d",
+                    "epoch": 0,
+                    "cursor": 0,
+                    "sample_count": 1,
+                    "order": 2,
+                    **wrong,
+                },
+                ConfigError,
+            )
+            for wrong in (
+                {"in_last_step": True},
+                {"in_last_step": 1},
+                {"epoch": 1 << 62},
+                {"cursor": True},
+                {"ledger": {"entry": -1, "head": ""}},
+                {"ledger": {"entry": 1 << 62, "head": ""}},
+                {"order": -1},
+                {"sample_count": 1 << 64},
+                {"options": {"seed": 0.5}},
+            )
+        ),
     ],
 )
 def test_garbled_states_are_refused(garbage, error) -> None:

@@ -6,12 +6,15 @@ worker iterates over an iterable dataset on its own, so that state has one entry
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeGuard
 
 from msgspec import Struct, field, structs
 
 from dataplane.errors import ConfigError, VersionMismatch
+from dataplane.ledger import PLACE_MAX
 from dataplane.units import whole
 
 VERSION: Final = 1
@@ -78,7 +81,7 @@ class PassState(Struct, frozen=True):
         sampler = {**structs.asdict(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
             del sampler["made_with"]  # which older versions do not know
-        return {
+        saved = {
             "version": VERSION,
             "source": "iterable" if self.is_iterable else "map",
             **{name: _plain(getattr(self, name)) for name in _PLAIN},
@@ -86,6 +89,7 @@ class PassState(Struct, frozen=True):
             "sampler": sampler,
             "workers": [structs.asdict(worker) for worker in self.workers],
         }
+        return {**saved, "checksum": _checksum(saved)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> PassState:
@@ -114,6 +118,8 @@ class PassState(Struct, frozen=True):
                 found=version,
             )
         try:
+            if not isinstance(given["sampler"]["missing"], list | tuple):
+                raise TypeError(f"missing is {given['sampler']['missing']!r:.80}")
             read = cls(
                 is_iterable=given["source"] == "iterable",
                 **{name: _plain(given[name]) for name in _PLAIN},
@@ -134,6 +140,12 @@ class PassState(Struct, frozen=True):
                 raise ConfigError(
                     f"this state is damaged: {name} is {value!r:.80}", field="state_dict"
                 )
+        if given.get("checksum", (made := read.to_dict()["checksum"])) != made:
+            raise ConfigError(
+                "this state is damaged: its values do not have its checksum. Resume from another "
+                "checkpoint; if you changed it on purpose, remove its checksum",
+                field="state_dict",
+            )
         return read
 
     def _claims(self) -> Iterator[tuple[str, object, bool]]:
@@ -148,16 +160,24 @@ class PassState(Struct, frozen=True):
             yield name, value, value is None or _is_count(value)
         yield "samplers", self.samplers, isinstance(self.samplers, str | None)
         yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
-        yield "base_seed", self.base_seed, isinstance(self.base_seed, int)
+        yield "base_seed", self.base_seed, _is_count(self.base_seed, 1 << 63)
+        yield "next_worker", self.next_worker, self.next_worker < max(1, self.worker_count)
+        yield "skip", sampler.skip, sampler.skip <= sampler.drawn
+        for index in sampler.missing if self.batch_size is not None else ():
+            yield "missing", index, isinstance(index, list | tuple)
+        reached = self.step + len(sampler.missing)
+        is_drawn = self.is_iterable or self.is_finished or reached <= sampler.drawn
+        yield "drawn", sampler.drawn, is_drawn
         yield "states", sampler.states, isinstance(sampler.states, dict | None)
         for name, texts in (("generators", sampler.generators), ("made_with", sampler.made_with)):
-            are_texts = isinstance(texts, dict) and all(map(_is_text, texts.values()))
+            are_texts = isinstance(texts, dict) and all(map(_is_text, (*texts, *texts.values())))
             yield name, texts, are_texts
         told = sampler.epochs
-        are_epochs = isinstance(told, dict) and None not in map(whole, told.values())
+        are_epochs = isinstance(told, dict) and all(map(_is_text, told))
+        are_epochs = are_epochs and all(map(_is_epoch, told.values()))
         yield "epochs", told, are_epochs
         for each in self.workers:
-            is_right = _is_count(each.fetched) and _is_count(each.skip)
+            is_right = _is_count(each.fetched) and _is_count(each.skip) and each.skip <= self.step
             yield "a worker", each, is_right and isinstance(each.is_ended, bool)
         count = len(self.workers)
         yield "the number of workers", count, count == max(1, int(self.worker_count))
@@ -217,8 +237,26 @@ def _plain(value: Any) -> Any:
     return value if number is None else number
 
 
-def _is_count(given: object) -> TypeGuard[int]:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
+def _checksum(saved: Mapping[str, Any]) -> str:
+    """16 hex digits over what is ours in a state: users' own states change when they are saved."""
+    users = {"states", "missing", "dataset", "iterator"}
+    ours: list[Any] = [
+        {name: value for name, value in part.items() if name not in users}
+        for part in (saved["sampler"], *saved["workers"])
+    ]
+    ours += [len(saved["sampler"]["missing"]), [saved[name] for name in (*_PLAIN, "samplers")]]
+    return hashlib.blake2b(
+        json.dumps(ours, sort_keys=True, default=int).encode(), digest_size=8
+    ).hexdigest()
+
+
+def _is_count(given: object, most: int = PLACE_MAX) -> TypeGuard[int]:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < most
+
+
+def _is_epoch(given: object) -> bool:
+    number = whole(given)
+    return number is not None and -PLACE_MAX < number < PLACE_MAX
 
 
 def _is_text(given: object) -> bool:

@@ -63,7 +63,14 @@ class Places:
         if state is not None:
             self._iterator = load_state(self._iterator, (state.states or {}).get("iterator"))
             skip = state.drawn if state.states is None else state.skip
-            next(itertools.islice(self._iterator, skip, skip), None)
+            skipped = sum(1 for _ in itertools.islice(self._iterator, skip))
+            if skipped < skip:
+                raise ConfigError(
+                    f"the state was taken after {self._drawn} batches of an epoch, and the sampler "
+                    f"of this loader gives {self._drawn - skip + skipped}: pass the same sampler, "
+                    "or resume from another checkpoint",
+                    field="sampler",
+                )
             if state.states is not None and self._drawn >= step_count(index_sampler):
                 self._come_to_the_end(state)
             self._draw_ahead()

@@ -347,23 +347,76 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
 def test_a_sampler_may_be_replaced_between_epochs_and_by_states_that_name_none() -> None:
     ended = taken(DataLoader(Samples("int", 8), 2), 5)
     begun = taken(DataLoader(Samples("int", 8), 2), 2)
-    del begun["samplers"]
+    del begun["samplers"], begun["checksum"]
     for state, steps in ((ended, 4), (begun, 2)):
         with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
             loader.load_state_dict(state)
             assert len(list(loader)) == steps
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("where", "name", "value", "said"), [
+    ("sampler", "drawn", 2**31, "after 2147483648 batches of an epoch, and the sampler .* gives 4"),
+    ("sampler", "drawn", 2**63, "drawn is 9223372036854775808"),
+    ("sampler", "drawn", 0, "drawn is 0"),
+    ("sampler", "missing", [1, 2], "missing is 1"),
+    ("sampler", "missing", "ab", "missing is 'ab'"),
+    ("sampler", "epochs", {"sampler": 2**63}, "epochs is"),
+    ("", "base_seed", 2**64, "base_seed is 18446744073709551616"),
+    ("", "base_seed", -1, "base_seed is -1"),
+    ("", "next_worker", 3, "next_worker is 3"),
+])  # fmt: skip
+def test_a_damaged_state_is_refused_by_its_checksum_and_without_one_by_its_values(
+    num_workers, where, name, value, said
+) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(Samples("int", 8), 2, shuffle=True, num_workers=num_workers)
+
+    def begin() -> None:
+        with loader() as other:
+            other.load_state_dict(state)
+            iter(other)
+
+    state = json.loads(json.dumps(taken(loader(), 2)))
+    (state[where] if where else state)[name] = value
+    with pytest.raises(ConfigError, match=r"damaged|checksum"):
+        begin()
+    del state["checksum"]
+    with pytest.raises(ConfigError, match=said):
+        begin()
+
+
+def test_every_value_of_a_state_is_in_its_checksum() -> None:
+    state = json.loads(json.dumps(taken(DataLoader(Samples("int", 8), 2, shuffle=True), 2)))
+    for part, name, value in [
+        (state, "step", 1), (state, "base_seed", 5), (state["sampler"], "drawn", 3),
+        (state["sampler"]["generators"], "torch", ""), (state["workers"][0], "fetched", 3),
+    ]:  # fmt: skip
+        before, part[name] = part[name], value
+        assert before != value
+        with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
+            with pytest.raises(ConfigError, match="do not have its checksum"):
+                loader.load_state_dict(state)
+            part[name] = before
+            loader.load_state_dict(state)
+            assert len(list(loader)) == 2
+
+
 @st.composite
 def damaged(draw: Any) -> Any:
-    """A state in which one thing is not what it was."""
+    """A state in which one thing is not what it was; older ones have no checksum that would say
+    so.
+    """
     state = json.loads(json.dumps(taken(DataLoader(Samples("int", 8), 2, shuffle=True))))
+    del state["checksum"]
     within = draw(st.sampled_from([state, state["sampler"], state["workers"][0]]))
     name = draw(st.sampled_from(sorted(within)))
     if draw(st.booleans()):
         del within[name]
     else:
-        values = st.none() | st.integers(-2, 3) | st.text(max_size=2) | st.just([]) | st.just({})
+        large = st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**64)])
+        values = st.none() | st.integers(-2, 3) | large | st.text(max_size=2)
+        values |= st.sampled_from([[], {}, [1, 2], [[1], [2]], {"a": 2**70}, 0.5, True])
         within[name] = draw(values | st.just({"loader": "x", "torch": "eA=="}))
     return state
 
