@@ -231,6 +231,13 @@ def worker_processes(node: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+def kill_workers(node: psutil.Process, count: int | None = None) -> None:
+    """Kill the workers of a node, or so many; one may end by itself meanwhile."""
+    for worker in worker_processes(node)[:count]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+
+
 def free_address() -> str:
     """A port that stays free: no other process uses this host of 127.0.0.0/8."""
     host = ".".join(map(str, (127, *os.urandom(2), 1)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fleet import Run, Service, free_address, node_processes, worker_processes
+from fleet import Run, Service, free_address, kill_workers, node_processes, worker_processes
 
 from dataplane.index.indexing import index_dataset
 from dataplane.plan.order import Order
@@ -105,11 +106,9 @@ def test_killed_workers_and_nodes_cost_no_batch(tmp_path, url, whole):
     with Run(tmp_path / "run", url, 2, OPTIONS) as run:
         run.go(7)
         (node,) = node_processes(run.launch)
-        for worker in worker_processes(node):
-            worker.kill()
+        kill_workers(node)
         run.go(9)
-        for worker in worker_processes(node)[:1]:
-            worker.kill()
+        kill_workers(node, 1)
         run.order("go 12")
         node.kill()
         run.answers()
@@ -154,7 +153,8 @@ def test_after_sigkill_of_everything_nothing_is_left(tmp_path, url, when):
         nodes = node_processes(run.launch)
         everyone = [*nodes, *(worker for node in nodes for worker in worker_processes(node))]
         for process in everyone:
-            process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         run.kill()
     # Processes, memfds, descriptors, files and shared memory: the suite's fixture checks them after
     # every test, and ignores those of other test runs.
