@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from dataplane.changes import Changes
 from dataplane.commands.datasets import read_block, row_names, schema_of
 from dataplane.commands.left_out import LeftOut
-from dataplane.commands.packs import imported_map, name_of_counts
+from dataplane.commands.packs import imported_map, name_of_counts, read_mapped
 from dataplane.errors import ConfigError
 from dataplane.node.pack_counts import counted_before
 from dataplane.plan.packed_blocks import packed
@@ -23,7 +23,7 @@ from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of
 from dataplane.plan.taken_documents import stand_ins, without
 from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
-from dataplane.worker.functions import CalledAt, UserFunction, loaded, mapped_block
+from dataplane.worker.functions import UserFunction
 
 if TYPE_CHECKING:
     from dataplane.changes import TakenDocument
@@ -297,11 +297,7 @@ def _documents(
     if not view.map:
         _expect_columns(names, schema.names)
         return read_block(rows, block, schema, names, view=rows_only(view))
-    function, shard = loaded("map", view.map), int(rows.block_shard[block])
-    reads = schema.names if function.reads is None else function.reads
-    batch = read_block(rows, block, schema, reads, view=rows_only(view))
-    at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
-    batch = mapped_block(function, batch, job.spec.seed, shard, at)
+    batch = read_mapped(rows, block, view, job.spec.seed)
     _expect_columns(names, batch.schema.names)
     return batch
 

@@ -20,6 +20,8 @@ from dataplane.plan.packs import Packing
 from dataplane.transforms.options import only
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from dataplane.worker.functions import UserFunction
 
 
@@ -62,6 +64,23 @@ def imported_map(name: str) -> UserFunction:
     if here not in sys.path:
         sys.path.insert(0, here)
     return loaded("map", name)
+
+
+def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordBatch:
+    """The rows of a block, with the columns that the view's map makes of them.
+
+    Raises:  As `imported_map` and `read_block`.  FunctionError: it fails.
+    """
+    from dataplane.commands.datasets import read_block, schema_of
+    from dataplane.plan.views import rows_only
+    from dataplane.worker.functions import CalledAt, mapped_block
+
+    function, schema = imported_map(view.map), schema_of(rows)
+    reads = schema.names if function.reads is None else function.reads
+    batch = read_block(rows, block, schema, reads, view=rows_only(view))
+    shard = int(rows.block_shard[block])
+    at = CalledAt("map", view.map, rows.shards.urls[shard], rows.block_in_shard(block))
+    return mapped_block(function, batch, seed, shard, at)
 
 
 def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:

@@ -175,13 +175,13 @@ def _opened(
     from dataplane.transforms.options import only
 
     config, whole, views = node_config(settings), [], {}
-    if view.map:
-        imported_map(view.map)  # from where the node will look for it
-        config = structs.replace(config, allowed_functions=view.map)
     for name, source in asked.mixture.sources.items():
         views[name] = _view(view, source.own_options())
+        if views[name].map:
+            imported_map(views[name].map)  # from where the node will look for it
         form, rows = source.format or format_name, rows_only(views[name])
         whole.append(opened((str(source.urls),), form, workers, config, rows))
+    config = structs.replace(config, allowed_functions=" ".join(one.map for one in views.values()))
     urls = {name: one.urls for name, one in zip(views, whole, strict=True)}
     columns = asked.columns if view.pack is None else (view.pack.column,)
     session = own_session(
@@ -217,14 +217,18 @@ def _opened(
 
 def _view(view: View, own: Mapping[str, Any]) -> View:
     """The view of a source: that of the command line, but for what the source says itself."""
+    from dataplane.transforms.functions import function_name
     from dataplane.transforms.view_options import view_of
 
-    said, none = view_of(**own), View()
+    of_rows = {name: value for name, value in own.items() if name != "map"}
+    said, none = view_of(**of_rows), View()
     mine = {
         name: value for name, value in structs.asdict(said).items() if value != getattr(none, name)
     }
     if "split" in own:
         mine |= {"split_from": said.split_from, "split_to": said.split_to}
+    if "map" in own:
+        mine["map"] = function_name(own["map"], "map")
     return structs.replace(view, **mine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +12,7 @@ from dataplane.commands.inspect import short
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import Settings
 from dataplane.commands.trace import step_rows
-from dataplane.commands.traced import COUNT, traced, traced_options
+from dataplane.commands.traced import COUNT, StepAsked, step_options, traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ _PREFIX = "dataplane."
 
 
 @click.command("replay")
-@click.option("--step", type=COUNT, required=True, help="The step, counted from 0 in its epoch.")
-@click.option("--epoch", type=COUNT, help="Default: the job's; 0 for urls.")
+@step_options
 @click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
 @click.option("--columns", metavar="NAMES", help="With commas between them. Default: the job's.")
 @click.option("--out", metavar="FILE", help="Write them to this Arrow file instead.")
@@ -37,18 +37,19 @@ _PREFIX = "dataplane."
 def replay(
     settings: Settings,
     *,
-    step: int,
-    epoch: int | None,
+    which: StepAsked,
     dp_rank: int | None,
     columns: str | None,
     out: str | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Show the samples of a step as they are stored, in the order of the global batch.
+    """Show the samples of a step, in the order of the global batch.
 
-    Only the blocks with rows of the step are read. Image steps, padding and other options of the
-    job are not applied. A job is named as for `dataplane trace`. With --out, each row has the
+    Only the blocks with rows of the step are read. Columns are shown as they are stored or, if the
+    job has a map= that --allowed-functions allows, as it makes them. Image steps, padding, collate=
+    and other options are not applied. A job is named as for `dataplane trace`. With --out, each row
+    has the
     columns dataplane.position, .dp_rank, .shard and .row beside its own, and .source in a mixture.
     Of packs, each row is a document with the tokens, and the values carried along, that lie in its
     pack, and .first_token, .tokens and .place say which these are.
@@ -60,19 +61,21 @@ def replay(
       dataplane replay checkpoints/ledger.jsonl --step 7 --out step-7.arrow
     """
     job = traced(settings, asked)
+    epoch, step = which.of(job)
     rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
     if job.is_packed:
         from dataplane.commands.packed_rows import replayed_documents
 
         names = None if columns is None else _listed(columns)
-        of = job.epoch if epoch is None else epoch
-        table = replayed_documents(job, rows, of, names, _PREFIX)
+        table = replayed_documents(job, rows, epoch, names, _PREFIX)
     else:
-        table = values_of(job, rows, _names(job, columns), asked["workers"])
+        names = None if columns is None else _listed(columns)
+        is_mapped = _may_map(settings, job)
+        table = values_of(job, rows, names, asked["workers"], is_mapped=is_mapped)
     if out is not None:
         _write(table, out)
-        what = "document" if job.is_packed else "row"
-        output.stdout().print(f"{output.counted(table.num_rows, what)} of step {step} in {out}")
+        what = output.counted(table.num_rows, "document" if job.is_packed else "row")
+        output.stdout().print(f"{what} of step {step} of epoch {epoch} in {out}")
         return
     from dataplane.commands.values import shown
 
@@ -88,17 +91,36 @@ def replay(
         ])  # fmt: skip
         return
     headings = [name.removeprefix(_PREFIX) for name in table.column_names]
-    output.write_table(headings, [[short(cell) for cell in row] for row in cells], f"step {step}")
+    title = f"step {step} of epoch {epoch}"
+    output.write_table(headings, [[short(cell) for cell in row] for row in cells], title)
 
 
 def _listed(columns: str) -> list[str]:
     return [*dict.fromkeys(name.strip() for name in columns.split(",") if name.strip())]
 
 
-def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -> pa.Table:
-    """The samples in this order, with their places in front.
+def _may_map(settings: Settings, job: Traced) -> bool:
+    """Whether the job has a map that may be called here. If it may not be, say so."""
+    from dataplane.settings import node_config
 
-    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    maps = dict.fromkeys(source.view.map for source in job.sources if source.view.map)
+    config = node_config(settings)
+    if refused := [name for name in maps if not config.allows_function(name)]:
+        output.warn(
+            f"these are the stored columns: batches have those that {' and '.join(refused)} made "
+            f"of them. To call it here, pass --allowed-functions {shlex.quote(' '.join(refused))}"
+        )
+    return bool(maps) and not refused
+
+
+def values_of(
+    job: Traced, rows: StepRows, names: Sequence[str] | None, workers: int, *, is_mapped: bool
+) -> pa.Table:
+    """The samples in this order, with their places in front. Without `names`, they have the columns
+    that the job reads. `is_mapped`: they are as the maps of the job make them.
+
+    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.  ConfigError: there is no
+             such column.  FunctionError.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -106,19 +128,30 @@ def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -
     import pyarrow as pa
 
     from dataplane.commands.datasets import read_block, schema_of
+    from dataplane.commands.packs import read_mapped
+    from dataplane.formats.unsupported import supported_names
     from dataplane.plan.views import rows_only
 
     schemas = [schema_of(source.manifest) for source in job.sources]
     numbers = rows.blocks + job.first_blocks[rows.sources]
+    if not is_mapped:
+        names = _chosen(job, names, [supported_names(schema) for schema in schemas])
 
     def read(at: int) -> pa.Table:
         source, own = int(rows.sources[at]), numbers == numbers[at]
         of, block = job.sources[source], int(rows.blocks[at])
-        batch = read_block(of.manifest, block, schemas[source], names, view=rows_only(of.view))
-        return _taken(pa.table(batch), rows.block_rows[own]).select(names)
+        if is_mapped and of.view.map:
+            batch = read_mapped(of.manifest, block, of.view, job.spec.seed)
+            picked = _chosen(job, names, [batch.schema.names])
+        else:
+            picked = _chosen(job, names, [supported_names(schemas[source])])
+            view = rows_only(of.view)
+            batch = read_block(of.manifest, block, schemas[source], picked, view=view)
+        return _taken(pa.table(batch), rows.block_rows[own]).select(picked)
 
     _, first = np.unique(numbers, return_index=True)
-    with ThreadPoolExecutor(workers) as threads:
+    # A user's function is called by one thread.
+    with ThreadPoolExecutor(1 if is_mapped else workers) as threads:
         tables = list(threads.map(read, first.tolist()))
     place = np.empty(len(numbers), np.int64)
     place[np.argsort(numbers, kind="stable")] = np.arange(len(place))
@@ -126,7 +159,7 @@ def values_of(job: Traced, rows: StepRows, names: Sequence[str], workers: int) -
         found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
         found = _taken(found, place)
     else:  # the rank has none
-        found = pa.table({name: pa.nulls(0) for name in names})
+        found = pa.table({name: pa.nulls(0) for name in names or ()})
     places = [
         job.place_of(source, shard)
         for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
@@ -157,23 +190,21 @@ def _place_names(job: Traced) -> list[str]:
     return ["position", "dp_rank", *source, "shard", "row"]
 
 
-def _names(job: Traced, columns: str | None) -> list[str]:
-    """The asked columns of the dataset, or those that the job reads.
+def _chosen(
+    job: Traced, names: Sequence[str] | None, each: Sequence[Sequence[str]]
+) -> Sequence[str]:
+    """The columns that are asked for, or those that the job reads, of those that all of `each`
+    have.
 
     Raises:  ConfigError: there is no such column.
     """
-    from dataplane.commands.datasets import schema_of
-    from dataplane.formats.unsupported import supported_names
-
-    each = [supported_names(schema_of(source.manifest)) for source in job.sources]
-    known = [name for name in each[0] if all(name in names for names in each)]
+    known = [name for name in each[0] if all(name in others for others in each)]
     options = job.spec.column_options
-    if columns is not None:
-        asked = _listed(columns)
-        missing = [name for name in asked if name not in known]
-        if missing or not asked:
+    if names is not None:
+        missing = [name for name in names if name not in known]
+        if missing or not names:
             raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")
-        return asked
+        return names
     leaves = [*options.columns, *(name for one in options.stack for name in one.columns)]
     if not options.columns:
         return known

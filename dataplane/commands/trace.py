@@ -9,7 +9,7 @@ import click
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import Settings
-from dataplane.commands.traced import COUNT, traced, traced_options
+from dataplane.commands.traced import COUNT, StepAsked, step_options, traced, traced_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
 
 @click.command("trace")
-@click.option("--step", type=COUNT, required=True, help="The step, counted from 0 in its epoch.")
-@click.option("--epoch", type=COUNT, help="Default: the job's; 0 for urls.")
+@step_options
 @click.option("--dp-rank", type=COUNT, help="Only the rows of this data-parallel rank.")
 @traced_options
 @interruptible
 def trace(
     settings: Settings,
     *,
-    step: int,
-    epoch: int | None,
+    which: StepAsked,
     dp_rank: int | None,
     as_json: bool,
     **asked: Any,
@@ -49,9 +47,10 @@ def trace(
       dataplane trace pretrain-7 --step 12000 --join head:7077 --data s3://bucket/train/ --json
     """
     job = traced(settings, asked)
+    epoch, step = which.of(job)
     rows = step_rows(job, step, epoch, dp_rank, asked["cursor"])
     if job.is_packed:
-        _show_documents(job, rows, step, job.epoch if epoch is None else epoch, as_json=as_json)
+        _show_documents(job, rows, step, epoch, as_json=as_json)
         return
     found = [
         {
@@ -68,7 +67,7 @@ def trace(
     if as_json:
         output.write_json(found)
         return
-    title = f"{output.counted(len(found), 'row')} of step {step}"
+    title = f"{output.counted(len(found), 'row')} of step {step} of epoch {epoch}"
     cells = [(*(f"{row[name]}" for name in list(row)[:-3]), _about(row)) for row in found]
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "")
@@ -90,16 +89,16 @@ def _show_documents(job: Traced, rows: StepRows, step: int, epoch: int, *, as_js
         output.write_json(found)
         return
     skipped = ", which is skipped" if rows.is_skipped.any() else ""
-    title = f"{output.counted(len(rows.positions), 'pack')} of step {step}{skipped}"
+    title = (
+        f"{output.counted(len(rows.positions), 'pack')} of step {step} of epoch {epoch}{skipped}"
+    )
     source = ("source",) if job.spec.mixture is not None else ()
     headings = ("position", "dp rank", *source, "shard", "row", "first token", "tokens", "place",
                 "padding", "instead of row")  # fmt: skip
     output.write_table(headings, [tuple(one.values()) for one in found], title)
 
 
-def step_rows(
-    job: Traced, step: int, epoch: int | None, dp_rank: int | None, cursor: int
-) -> StepRows:
+def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: int) -> StepRows:
     """The rows of a step of a job, or those of one rank.
 
     Raises:  ConfigError: there is no such step or rank.
@@ -117,7 +116,6 @@ def step_rows(
             "there are",
             field="dp_rank",
         )
-    epoch = job.epoch if epoch is None else epoch
     order, left_out = job.order(epoch), LeftOut(job)
     # A pack is named by its documents alone: its number says nothing of the rows that are left.
     names = [

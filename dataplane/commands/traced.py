@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +37,7 @@ _Answer = TypeVar("_Answer")
 POSITIVE = click.IntRange(min=1)
 COUNT = click.IntRange(min=0, max=PLACE_MAX - 1)
 DIGITS_MAX = 18
+_EPOCHS_MAX = 10_000
 _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
 
 
@@ -94,10 +96,70 @@ class Traced:
         named = {"source": of.name} if of.name else {}
         return {**named, "shard": of.manifest.shards.urls[shard]}
 
+    def step_count(self, epoch: int) -> int:
+        """How many steps an epoch has, skipped ones counted."""
+        from dataplane.plan.slices import Slice
+
+        spec, count = self.spec, self.order(epoch).sample_count
+        return Slice(count, 0, spec.global_batch, spec.end, 0, self.dp_size).step_count
+
     @property
     def epoch(self) -> int:
         """The epoch that is meant if none is named."""
         return 0 if self.reached is None else self.reached[0]
+
+
+def step_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that name a step. The command is called with `which`, made of them."""
+
+    @functools.wraps(command)
+    def named(*, step: int | None, epoch: int | None, global_step: int | None, **given: Any) -> Any:
+        if (step is None) == (global_step is None) or (global_step is not None and epoch):
+            raise ConfigError(
+                "give --step N, of the epoch of --epoch, or --global-step N, counted over epochs",
+                field="step",
+            )
+        return command(which=StepAsked(step, epoch, global_step), **given)
+
+    made: Callable[..., Any] = named
+    for flag, text in (
+        ("--epoch", "Default: the job's; 0 for urls."),
+        ("--global-step", "Instead: the step, counted from 0 over all epochs of the plan."),
+        ("--step", "The step, counted from 0 in its epoch."),
+    ):
+        made = click.option(flag, type=COUNT, help=text)(made)
+    return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepAsked:
+    """A step as the command line names it: in an epoch, or counted over all epochs."""
+
+    step: int | None
+    epoch: int | None
+    global_step: int | None
+
+    def of(self, job: Traced) -> tuple[int, int]:
+        """The epoch, and the step in it.
+
+        Raises:  ConfigError: the step is too far to be found.
+        """
+        if self.step is not None:
+            return job.epoch if self.epoch is None else self.epoch, self.step
+        assert self.global_step is not None
+        left = self.global_step
+        if job.spec.mixture is None:
+            return divmod(left, max(1, job.step_count(0)))
+        for epoch in range(_EPOCHS_MAX):  # each may have another length
+            count = job.step_count(epoch)
+            if left < count:
+                return epoch, left
+            left -= count
+        raise ConfigError(
+            f"global step {self.global_step} lies beyond {_EPOCHS_MAX:,} epochs: give --epoch and "
+            "--step",
+            field="global_step",
+        )
 
 
 def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:

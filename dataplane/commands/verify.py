@@ -47,13 +47,14 @@ class Fault:
 
 @dataclass(slots=True)
 class Findings:
-    """What was read, the shards without samples, and the faults."""
+    """What was read, the shards without samples, the columns of bytes, and the faults."""
 
     shards: int = 0
     blocks: int = 0
     samples: int = 0
     bytes: int = 0
     empty: list[str] = field(default_factory=list)
+    not_decoded: list[str] = field(default_factory=list)
     errors: list[Fault] = field(default_factory=list)
 
     def note(self, shard: str, error: DataplaneError) -> None:
@@ -82,7 +83,8 @@ def verify(
 
     Indexes every shard again, fetches and decodes every block, and checks checksums, lengths,
     counts and schemas. It continues after an error and lists all of them; the exit status is 1 if
-    there are any. A manifest is checked against the shards as they are now.
+    there are any. A manifest is checked against the shards as they are now. Images and other bytes
+    in columns are read, but not decoded.
 
     Damage without a checksum may go undetected: TFRecord has a checksum for every record; most
     writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.
@@ -117,6 +119,7 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
     if manifests:
         schema = schema_of(manifests[0])
         _note_unsupported(schema, manifests[0].shards[0].url, findings)
+        findings.not_decoded = [field.name for field in schema if _has_bytes(field.type)]
         agreeing = [one for one in manifests if _agrees(one, manifests[0], findings)]
         findings.shards = sum(len(one.shards) for one in agreeing)
         total = sum(int(one.block_length.sum()) for one in agreeing)
@@ -187,6 +190,20 @@ def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
         findings.note(url, error)
         return False
     return True
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Whether values of this type are bytes, or have some, that verify does not look into."""
+    import pyarrow as pa
+
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    tests = (
+        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
+        pa.types.is_fixed_size_binary,
+    )
+    if any(test(kind) for test in tests):
+        return True
+    return any(_has_bytes(kind.field(at).type) for at in range(kind.num_fields))
 
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
@@ -273,6 +290,11 @@ def _report(findings: Findings) -> None:
     if not findings.errors:
         shards = output.counted(findings.shards, "shard")
         output.stdout().print(f"[green]OK[/]: {read} of {shards}, {size}, no damage found")
+        if findings.not_decoded:
+            names = ", ".join(findings.not_decoded)
+            output.stdout().print(
+                f"Bytes, such as images, were read and not decoded: {names}", markup=False
+            )
         return
     faults = sorted(findings.errors, key=lambda fault: (fault.shard, fault.message))
     console = output.stdout()

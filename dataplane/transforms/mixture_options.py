@@ -29,7 +29,7 @@ _PAIR = 2
 _OPTIONS = ("where", "sample", "split", "limit", "map")
 _NUMBERS = {"weight": float, "passes": float, "max_passes": int, "mean_length": float}
 _NUMBERS |= {"sample": float, "limit": int}
-_ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split")
+_ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split", "map")
 _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 

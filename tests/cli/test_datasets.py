@@ -198,6 +198,15 @@ def test_verify_reads_every_sample_of_good_shards(shards, capsys):
     assert found["errors"] == []
 
 
+def test_verify_names_the_columns_that_it_does_not_look_into(tmp_path, capsys):
+    images = [{"bytes": b"no image", "path": "a.jpg"}]
+    table = pa.table({"id": [1], "image": images, "raw": [[b"x"]], "text": ["bytes"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert asked(capsys, "verify", str(tmp_path))["not_decoded"] == ["image", "raw"]
+    assert run(["verify", str(tmp_path)]) == 0
+    assert "Bytes, such as images, were read and not decoded: image, raw" in capsys.readouterr().out
+
+
 def test_verify_goes_on_and_lists_every_fault(shards, capsys):
     damage(shards / "s0.parquet", 200)
     (shards / "s1.parquet").write_bytes((shards / "s1.parquet").read_bytes()[:-50])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,21 @@ def test_the_plan_of_a_mixture_is_what_a_loader_reads(folder, capsys, options, m
     assert [one["host_count"] for one in hosts] == [1 << power for power in range(11)]
     assert hosts[0]["open_window_bytes_per_host"] == whole
     assert all(one["reads_times_share"] <= one["host_count"] for one in hosts)
+
+
+def test_the_plan_of_a_source_with_a_map_counts_its_packs(folder, capsys, monkeypatch):
+    (folder.parent / "maps_of_plans.py").write_text(
+        "def three(columns):\n"
+        "    return {'id': columns['id'], 'ids': [[1, 2, 3]] * len(columns['id'])}\n"
+    )
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr("sys.path", [str(folder.parent), *sys.path])
+    of_map = ",map=maps_of_plans:three"
+    some = sources(folder, **dict.fromkeys(COUNTS, of_map))
+    assert planned(capsys, *some)["sample_count"] > 0
+    found = planned(capsys, *some, "--pack", "ids,length=30", "--exhausted", "renormalise")
+    # Of 32 rows, or 28, four packs can be needed, in some order of the documents; of 2 or 4, one.
+    assert [one["available"] for one in found["sources"]] == [53 * 4 + 1, 14 * 4 + 1, 2 * 4]
 
 
 def test_the_plan_of_an_epoch_has_the_weights_of_a_schedule(folder, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,48 @@ def test_replay_and_trace_tell_what_the_loader_delivered(saved, shards, capsys):
         assert [row["values"]["text"] for row in replayed] == [f"text {one}" for one in expected]
     of_urls = ("trace", str(shards), "--global-batch", f"{BATCH}", *SEED, "--step", "1")
     assert [id_of(row) for row in asked(capsys, *of_urls)] == ids[1]
+
+
+def test_a_step_is_counted_over_epochs(saved, capsys):
+    _, ledger = saved
+    steps = -(-SHARDS * ROWS // BATCH)
+    for epoch, step in ((0, 0), (0, steps - 1), (1, 0), (8130, 3)):
+        named = asked(capsys, "trace", ledger, "--epoch", f"{epoch}", "--step", f"{step}")
+        count = f"{epoch * steps + step}"
+        for command in ("trace", "replay"):
+            rows = asked(capsys, command, ledger, "--global-step", count)
+            assert [row["row"] for row in rows] == [row["row"] for row in named]
+    for wrong in (
+        [],
+        ["--step", "1", "--global-step", "1"],
+        ["--global-step", "1", "--epoch", "1"],
+    ):
+        assert run(["trace", ledger, *wrong]) == 2
+        assert "give --step N" in capsys.readouterr().err
+
+
+def test_replay_shows_what_a_map_made_if_it_may_call_it(shards, tmp_path, monkeypatch, capsys):
+    alone_and_small(monkeypatch, tmp_path)
+    (tmp_path / "maps_of_steps.py").write_text(
+        "def doubled(columns):\n    return {'twice': columns['id'].to_numpy() * 2}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    ledger = str(tmp_path / "mapped.jsonl")
+    options = {"shuffle": True, "seed": 3, "map": "maps_of_steps:doubled"}
+    with DataLoader(str(shards), BATCH, **options) as loader:
+        batch = next(iter(loader))
+        Path(ledger).write_text(loader.ledger())
+    step = ("replay", ledger, "--step", "0")
+    rows = asked(capsys, *step, "--allowed-functions", "maps_of_steps:")
+    assert [row["values"] for row in rows] == [{"twice": n} for n in batch["twice"].tolist()]
+    assert run([*step, "--json"]) == 0
+    said = capsys.readouterr()
+    assert [row["values"]["id"] * 2 for row in json.loads(said.out)] == batch["twice"].tolist()
+    assert "these are the stored columns" in said.err
+    assert "--allowed-functions maps_of_steps:doubled" in said.err
+    assert run([*step, "--columns", "id", "--allowed-functions", "maps_of_steps:"]) == 2
+    assert "no column ['id']: there are twice" in capsys.readouterr().err
 
 
 def test_a_rank_gets_its_part_of_the_step(saved, capsys):
