@@ -319,8 +319,7 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
     spec, place = member.spec, member.request.topology
     told = []
     if place.rank == 0:
-        told = [*map(said_of_folders, job.manifests), *_wasted(job, spec)]
-        told.append(masks_advice(spec.transforms))
+        told = [*_of_sources(job, spec), masks_advice(spec.transforms)]
     if spec.shuffle:
         on_host = place.local_world_size * place.dp_size // place.world_size
         cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
@@ -333,14 +332,16 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
     return tuple(filter(None, told))
 
 
-def _wasted(job: OpenedJob, spec: JobSpec) -> list[str]:
-    """What is to be said of packs."""
+def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
+    """What is to be said of folders and of packs."""
     names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
     told = []
     for name, opened in zip(names, job.opened, strict=True):
+        of_one = [said_of_folders(opened.manifest)]
         if opened.view.pack is not None and opened.packing is not None:
-            said = advice.packing(opened.packing, opened.view.pack, opened.manifest.block_count)
-            told.append(f"source {name!r}: {said}" if said and name else said)
+            blocks = opened.manifest.block_count
+            of_one.append(advice.packing(opened.packing, opened.view.pack, blocks))
+        told += [f"source {name!r}: {said}" if said and name else said for said in of_one]
     return told
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 
 _MAGIC = re.compile(r"[*?\[]")
-_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))|(?:\._COPYING_|_\$folder\$)\Z")
+_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
+_LEFT_BY_HADOOP = ("._COPYING_", "_$folder$")
 _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
 """At the start of a segment: the segment is not hidden."""
 
@@ -29,7 +30,7 @@ def literal_prefix(pattern: str) -> str:
 
 def is_hidden(name: str) -> bool:
     """Whether any segment of a key below a folder is hidden."""
-    return _HIDDEN.search(name) is not None
+    return _HIDDEN.search(name) is not None or name.endswith(_LEFT_BY_HADOOP)
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:

@@ -83,10 +83,11 @@ def target_of(info: ObjectInfo) -> str:
 
 def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | None:
     """Two local files that are one, by a symbolic or a hard link, if there are any."""
+    files = [info for info in infos if info.url.startswith(FILE_PREFIX) and info.size_bytes]
     first_of: dict[str, ObjectInfo] = {}
     alike: dict[str, list[ObjectInfo]] = {}
-    for info in infos:
-        if info.size_bytes and info.url.startswith(FILE_PREFIX):
+    if len({info.etag for info in files}) < len(files):
+        for info in files:
             first = first_of.setdefault(info.etag, info)
             if first is not info:
                 alike.setdefault(info.etag, [first]).append(info)

@@ -35,6 +35,7 @@ _MISSING_SLASH = re.compile(
 _CHAIN = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
+_EXACT = ("s3://", "gs://", "az://", "adl://", "abfs://", "abfss://", FILE_PREFIX)
 _NO_AUTHORITY = ("file", "memory", "local")
 
 
@@ -69,9 +70,12 @@ def normalise(url: Url) -> str:
 
 
 def canonical(url: str) -> str:
-    """One text for all ways to write a normalised url. Only those of the web have several."""
-    if not url.startswith(("http://", "https://")):
+    """One text for all ways to write a normalised url. A key of a bucket has only one."""
+    if url.startswith(_EXACT):
         return url
+    if not url.startswith(("http://", "https://")):
+        scheme, _, rest = url.partition("://")
+        return f"{scheme}://{posixpath.normpath('/' + rest.lstrip('/'))[1:]}"
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.lower().removesuffix(":80" if parts.scheme == "http" else ":443")
     path = posixpath.normpath(urllib.parse.unquote(parts.path) or "/")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pyarrow as pa
 import pytest
@@ -18,11 +18,13 @@ from dataplane.commands.datasets import read_block, schema_of
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.index.folders import folder_keys, said_of_folders
 from dataplane.index.indexing import index_dataset
+from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
+from dataplane.store.base import Store
 from dataplane.store.connect import connect, forget
+from dataplane.store.expand import expand
 
 Files = Mapping[str, bytes]
-Place = Callable[[Files], str]
 
 
 def parquet(*ids: int) -> bytes:
@@ -149,6 +151,7 @@ CASES = {
     "hudi": Case(HUDI, "t", r"/t is a Hudi table.*HudiTableBuilder\.from_base_uri\('.*/t'\)"),
     "hudi, a partition": Case(HUDI, "t/2024/05/", "is a Hudi table"),
     "hudi, a pattern": Case(HUDI, "t/6e1f*", "is a Hudi table"),
+    "hudi, a pattern in a partition": Case(HUDI, "t/2024/05/6e1f*", "is a Hudi table"),
     "lance": Case(LANCE, "d", r"/d/t\.lance is a Lance dataset.*lance\.dataset\('.*/t\.lance'\)"),
     "lance, itself": Case(LANCE, "d/t.lance", "is a Lance dataset"),
     "beside lance": Case(LANCE, "d/*.parquet", [1]),
@@ -199,6 +202,9 @@ CASES = {
     ),
     "other files of a split": Case(
         {"train.parquet": parquet(1), "test.txt": b"x", "eval/metrics.csv": b"x"}, "", [1]
+    ),
+    "saved manifests of splits": Case(
+        {"a.parquet": parquet(1), "train.manifest": b"x", "test.manifest": b"x"}, "", [1]
     ),
     "dataset dict": Case(DICT, "d", r"several splits.*first \(.*/first/data.*second \(.*/second"),
     "dataset dict, one split": Case(DICT, "d/first", [1, 2]),
@@ -326,3 +332,47 @@ def test_splits_of_shards_without_suffix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"train (file://{tmp_path}/train-*)")):
         index_dataset(tmp_path, format_name="jsonl")
     assert rows(index_dataset(tmp_path / "train-*", format_name="jsonl")) == [1, 1]
+
+
+class Requests:
+    """Stores that note what they are asked to list, and how many single objects."""
+
+    def __init__(self) -> None:
+        self.lists: list[str] = []
+        self.heads = 0
+
+    def connect(self, url: str) -> Store:
+        self._store = connect(url)
+        return cast(Store, self)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.lists.append(prefix)
+        return self._store.list(prefix)
+
+    def head(self, url: str) -> ObjectInfo:
+        self.heads += 1
+        return self._store.head(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "lists", "heads"),
+    [
+        ("t/", 1, 0),
+        ("t", 1, 1),
+        ("t/*/*.parquet", 1, 0),
+        ("t/day=*/part-*", 1 + 3, 1),  # whether t is a table
+        ("t/day=1", 1 + 3, 1 + 1),
+        ("t/day={1..9}/part-*", 9 + 3, 1),
+        ("t/day={1..9}/part-00{00..19}.parquet", 0, 180),
+    ],
+)
+def test_what_folders_are_takes_a_few_requests_for_a_name_and_none_for_a_shard(
+    tmp_path: Path, name: str, lists: int, heads: int
+) -> None:
+    put(
+        tmp_path / "t",
+        {f"day={day}/part-{n:04d}.parquet": b"x" for day in range(1, 10) for n in range(20)},
+    )
+    requests = Requests()
+    expand(f"{tmp_path}/{name}", requests.connect)
+    assert (len(requests.lists), requests.heads) == (lists, heads)

@@ -213,6 +213,8 @@ def test_two_spellings_of_a_web_url_are_one_shard() -> None:
     assert {canonical(normalise(url)) for url in spellings} == {plain}
     assert canonical(f"{plain}?part=1") != canonical(f"{plain}?part=2")
     assert canonical("s3://B/a//b") == "s3://B/a//b"
+    assert canonical("memory:///a//./b") == canonical("memory://a/b") == "memory://a/b"
+    assert canonical("sftp://host//a/../b") == "sftp://host/b"
 
 
 @given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 20), st.integers(0, 20))
