@@ -23,11 +23,13 @@ from collections import OrderedDict, deque
 
 from msgspec import Struct, field
 
+from dataplane.coordinator.refusals import check_work
 from dataplane.errors import ConfigError
 from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
 from dataplane.rpc.sharing import (
     ManifestState,
     ManifestTurn,
+    NodeWork,
     ShareManifestRequest,
     ShareManifestResponse,
 )
@@ -72,6 +74,8 @@ class _Shared(Struct, eq=False):
     began: float
     maker: str = ""
     heard: float = 0.0
+    work: NodeWork | None = None
+    """How far the maker is."""
     failures: int = 0
     in_vain: int = 0
     """How often in a row it was made and nobody got it."""
@@ -107,6 +111,7 @@ class ManifestTurns:
         if request.state is ManifestState.MAKING:
             if shared.maker in {"", request.node_id}:
                 shared.maker, shared.heard = request.node_id, now
+                shared.work = request.work
             return self._make()
         return self._wanted(shared, request, now)
 
@@ -158,13 +163,13 @@ class ManifestTurns:
         is_made = shared.maker and now - shared.heard < self._maker_s
         if is_made and shared.maker != request.node_id:
             pause_s = min(max((now - shared.began) * _PAUSE_SHARE, _PAUSE_S_MIN), _PAUSE_S_MAX)
-            return self._wait(shared.maker, pause_s, now)
+            return self._wait(shared.maker, pause_s, now, shared.work)
         is_of_use = shared.failures < _FAILURES_MAX and shared.in_vain < _IN_VAIN_MAX
         if not request.data_address or not is_of_use:
             return ShareManifestResponse(ManifestTurn.ALONE)
         if not shared.maker:
             shared.began = now
-        shared.maker, shared.heard = request.node_id, now
+        shared.maker, shared.heard, shared.work = request.node_id, now, None
         return self._make()
 
     def _holder(self, shared: _Shared, node_id: str, now: float) -> ShareManifestResponse:
@@ -180,12 +185,14 @@ class ManifestTurns:
                 return self._from(shared, one, ManifestTurn.FETCH)
         return self._wait(shared.holders[0].node_id, _BUSY_PAUSE_S, now)
 
-    def _wait(self, node_id: str, pause_s: float, now: float) -> ShareManifestResponse:
+    def _wait(
+        self, node_id: str, pause_s: float, now: float, work: NodeWork | None = None
+    ) -> ShareManifestResponse:
         """Wait for this node, so long at least; longer if many wait."""
         # No longer, also if the clock was set back.
         self._next_ask = min(max(self._next_ask, now), now + _PACED_S_MAX) + 1 / ASKS_PER_S
         pause_s = max(pause_s, self._next_ask - now)
-        return ShareManifestResponse(ManifestTurn.WAIT, node_id, pause_s=pause_s)
+        return ShareManifestResponse(ManifestTurn.WAIT, node_id, pause_s=pause_s, work=work)
 
     def _make(self) -> ShareManifestResponse:
         return ShareManifestResponse(ManifestTurn.MAKE, pause_s=self._maker_s / _WORDS)
@@ -210,5 +217,7 @@ def _check(request: ShareManifestRequest) -> None:
         raise ConfigError(
             f"a name of {len(request.name)} bytes: {_NAME_BYTES} are needed", field="name"
         )
+    if request.work is not None:
+        check_work(request.work)
     if len(request.urls) > URLS_MAX:
         raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")

@@ -25,13 +25,13 @@ from dataplane.rpc.membership import (
     LedgerResponse,
     MemberProgress,
     NodeReads,
-    NodeWork,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
     StatusResponse,
     StoreOutage,
 )
+from dataplane.rpc.sharing import NodeWork
 from dataplane.weights import MixHistory
 
 

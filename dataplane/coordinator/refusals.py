@@ -8,7 +8,8 @@ from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_length, check_name
-from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, NodeWork, RegisterNodeRequest
+from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
+from dataplane.rpc.sharing import NodeWork
 from dataplane.transforms.pixels_advice import how_to_agree
 
 _PIXELS_LENGTH_MAX = 1024
@@ -70,12 +71,20 @@ def check_node(node: RegisterNodeRequest) -> None:
     check_name("disk_id", node.disk_id, needed=False)
 
 
-def _check_work(work: Sequence[NodeWork]) -> None:
-    if len(work) > _STORES_MAX:
-        raise ConfigError(f"{len(work)} entries of work: {_STORES_MAX} at most", field="work")
-    for each in work:
-        for name in ("what", "dataset", "unit"):
-            check_length(name, getattr(each, name), needed=False, most=_TEXT_LENGTH_MAX)
+def check_work(work: NodeWork) -> None:
+    """Refuse work that none of our nodes would report.
+
+    Raises:  ConfigError: names the field.
+    """
+    for name in ("what", "dataset", "unit"):
+        check_length(name, getattr(work, name), needed=False, most=_TEXT_LENGTH_MAX)
+
+
+def _check_all_work(all_work: Sequence[NodeWork]) -> None:
+    if len(all_work) > _STORES_MAX:
+        raise ConfigError(f"{len(all_work)} entries of work: {_STORES_MAX} at most", field="work")
+    for work in all_work:
+        check_work(work)
 
 
 def check_heartbeat(request: HeartbeatRequest) -> None:
@@ -90,7 +99,7 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
     for away in request.stores_away:
         check_length("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
         check_length("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
-    _check_work(request.work)
+    _check_all_work(request.work)
     if len(request.known) > _KNOWN_MAX:
         raise ConfigError(f"{len(request.known)} known: {_KNOWN_MAX} at most", field="known")
     for known in request.known:

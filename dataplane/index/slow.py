@@ -15,7 +15,8 @@ from typing import Self
 
 from dataplane.index.run import IndexProgress
 from dataplane.plan.shard import named
-from dataplane.rpc.membership import NodeWork
+from dataplane.redact import redacted
+from dataplane.rpc.sharing import NodeWork
 from dataplane.trace import Trace
 
 _LINES_S = 10.0
@@ -42,7 +43,8 @@ class LongWork:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.what, self.urls = what, frozenset(urls)
-        self._dataset, self._unit, self._advice, self._clock = named(urls), unit, advice, clock
+        self._dataset, self._unit = redacted(named(urls)), unit
+        self._advice, self._clock = advice, clock
         self._began = clock()
         self._next = self._began + _LINES_S
         self._first: tuple[float, int] | None = None

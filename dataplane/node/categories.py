@@ -26,6 +26,7 @@ from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, digest, publish, written_at
+from dataplane.index.slow import LongWork
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
 from dataplane.node.own_slabs import OwnReads
@@ -65,18 +66,22 @@ class CategoryReader:
         self._config, self._reads = config, reads
         self._passes: dict[tuple[str, tuple[str, ...]], _Pass] = {}
 
-    async def of_job(self, manifest: Manifest, spec: JobSpec, check: Check) -> Categories:
+    async def of_job(
+        self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
+    ) -> Categories:
         """The values of the columns that a job wants as codes. Other errors in its columns are
-        raised before any column is read.
+        raised before any column is read. These are the `urls` that were asked for.
         """
         codes = coded_columns(spec.column_options)
         if not codes:
             return {}
         await check(manifest, spec)
         # Those of the whole dataset, so that all views of it have the same codes.
-        return await self.read(manifest.whole or manifest, codes)
+        return await self.read(manifest.whole or manifest, codes, urls)
 
-    async def read(self, manifest: Manifest, columns: Sequence[str]) -> Categories:
+    async def read(
+        self, manifest: Manifest, columns: Sequence[str], urls: Sequence[str] = ()
+    ) -> Categories:
         """The sorted values of each of these columns, in its canonical type, nulls left out.
 
         Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
@@ -94,14 +99,16 @@ class CategoryReader:
                 f"dataset with `dataplane index --codes {','.join(missing)}`, or give it workers",
                 field="codes",
             )
-        return {**found, **await self._shared_pass(manifest, missing)}
+        return {**found, **await self._shared_pass(manifest, missing, urls)}
 
-    async def _shared_pass(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
+    async def _shared_pass(
+        self, manifest: Manifest, columns: tuple[str, ...], urls: Sequence[str]
+    ) -> Categories:
         key = manifest.fingerprint, columns
         shared = self._passes.get(key)
         if shared is None:
             shared = self._passes[key] = _Pass(asyncio.get_running_loop().create_future())
-            shared.task = background.start("categories", self._run(key, shared, manifest))
+            shared.task = background.start("categories", self._run(key, shared, manifest, urls))
         shared.waiting += 1
         try:
             return await asyncio.shield(shared.result)
@@ -112,11 +119,16 @@ class CategoryReader:
                 shared.task.cancel()
 
     async def _run(
-        self, key: tuple[str, tuple[str, ...]], shared: _Pass, manifest: Manifest
+        self,
+        key: tuple[str, tuple[str, ...]],
+        shared: _Pass,
+        manifest: Manifest,
+        urls: Sequence[str],
     ) -> None:
         columns = key[1]
         try:
-            found = await self._read(manifest, columns)
+            with LongWork("finding the values of codes", urls, "rows") as work:
+                found = await self._read(manifest, columns, work)
             await asyncio.to_thread(self._remember, manifest, found)
             shared.result.set_result(found)
         except DataplaneError as error:
@@ -130,7 +142,9 @@ class CategoryReader:
         if self._passes.get(key) is shared:
             del self._passes[key]
 
-    async def _read(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
+    async def _read(
+        self, manifest: Manifest, columns: tuple[str, ...], work: LongWork
+    ) -> Categories:
         options = to_find_values(columns)
         worker_bytes = WorkerBytes.of(self._config)
         spec = JobSpec(manifest.fingerprint, column_options=options)
@@ -147,9 +161,12 @@ class CategoryReader:
         spec = structs.replace(spec, global_batch=rows)
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
         reading = self._reads.slabs(dataset, spec, order)
+        done = 0
         async with contextlib.aclosing(reading) as slabs:
             async for slab, content in slabs:
                 await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
+                done += sum(batch.rows for batch in slab.batches)
+                work.advance(done, manifest.sample_count)
         found = {name: await asyncio.to_thread(one.in_order) for name, one in values.items()}
         counts = {name: len(one) for name, one in found.items()}
         _trace.noted("found the values of columns", **told, values=counts)

@@ -27,6 +27,7 @@ from dataplane.node.stall import undecided
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.sharing import NodeWork
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
@@ -306,5 +307,5 @@ def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
     )
 
 
-def _work() -> tuple[membership.NodeWork, ...]:
+def _work() -> tuple[NodeWork, ...]:
     return tuple(replace(one, dataset=one.dataset[:_TEXT_MAX]) for one in all_work()[:_OUTAGES_MAX])

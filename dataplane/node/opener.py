@@ -210,7 +210,9 @@ class DatasetOpener:
         self._check_digest(request, spec, digest)
         manifest, dp_size = opened.manifest, request.topology.dp_size
         mapped = await self._mapped_reader.of_job(manifest, spec)
-        categories = await self._category_reader.of_job(manifest, spec, self.datasets.check)
+        categories = await self._category_reader.of_job(
+            manifest, spec, self.datasets.check, request.source.urls
+        )
         dataset = await self.datasets.open(manifest, spec, categories, mapped)
         try:
             await self._inherit(opened, dataset)

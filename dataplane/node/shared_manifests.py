@@ -30,6 +30,7 @@ from dataplane.config import VERSION, NodeConfig
 from dataplane.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
 from dataplane.index.indexing import MANIFEST_BYTES_MAX
 from dataplane.index.journal import keep_given
+from dataplane.index.slow import LongWork, work_on
 from dataplane.model import View
 from dataplane.neighbours.wire import NO_DATASET, Outcome
 from dataplane.node.datasets import declared, shown
@@ -153,7 +154,18 @@ class SharedManifests:
                 told = answer.node_id
                 urls = ", ".join(request.urls)
                 _trace.noted("another node opens the dataset", node=told, dataset=urls)
-            await asyncio.sleep(_jittered(answer.pause_s))
+            await self._pause(wanted, answer)
+
+    async def _pause(self, wanted: Wanted, answer: ShareManifestResponse) -> None:
+        """Wait for the node that makes it, and show how far that is."""
+        pause_s, work = _jittered(answer.pause_s), answer.work
+        if work is None:
+            await asyncio.sleep(pause_s)
+            return
+        what = f"node {answer.node_id}: {work.what}"
+        with LongWork(what, wanted.source.urls, work.unit) as shown:
+            shown.advance(work.done, work.total)
+            await asyncio.sleep(pause_s)
 
     def forget(self, wanted: Wanted) -> None:
         """It is closed here: others get it elsewhere."""
@@ -180,7 +192,7 @@ class SharedManifests:
         self, wanted: Wanted, request: ShareManifestRequest, make: Make[T], word_s: float
     ) -> T:
         """Made here, for others, too; the coordinator hears of it every `word_s`."""
-        renewing = background.start("manifest", self._renew(request, word_s))
+        renewing = background.start("manifest", self._renew(wanted, request, word_s))
         try:
             found = await make(None)
         except BaseException:
@@ -216,11 +228,11 @@ class SharedManifests:
                 return await self._kept(wanted, request, await make(theirs))
         return found
 
-    async def _renew(self, request: ShareManifestRequest, word_s: float) -> None:
-        making = replace(request, state=ManifestState.MAKING)
+    async def _renew(self, wanted: Wanted, request: ShareManifestRequest, word_s: float) -> None:
         while True:
             await asyncio.sleep(word_s)
-            await self._say(making)
+            work = work_on(wanted.source.urls)
+            await self._say(replace(request, state=ManifestState.MAKING, work=work))
 
     async def _say(self, request: ShareManifestRequest) -> None:
         with contextlib.suppress(DataplaneError):

@@ -15,6 +15,7 @@ from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
 from dataplane.model import DatasetIdentity, Topology
 from dataplane.rpc.held import HeldBlocks
+from dataplane.rpc.sharing import NodeWork
 from dataplane.weights import MixHistory
 
 
@@ -176,19 +177,6 @@ class StoreOutage(Struct, frozen=True):
     store: str
     away_s: float
     error: str
-
-
-class NodeWork(Struct, frozen=True):
-    """How far long work on a dataset is, before a job is open: so many of the `total` units are
-    done, and the rest takes about `left_s`; 0 if that is unknown.
-    """
-
-    what: str
-    dataset: str
-    done: int
-    total: int
-    unit: str
-    left_s: float = 0.0
 
 
 class NodeReads(Struct, frozen=True):

@@ -12,6 +12,19 @@ import enum
 from msgspec import Struct
 
 
+class NodeWork(Struct, frozen=True):
+    """How far long work on a dataset is, before a job is open: so many of the `total` units are
+    done, and the rest takes about `left_s`; 0 if that is unknown.
+    """
+
+    what: str
+    dataset: str
+    done: int
+    total: int
+    unit: str
+    left_s: float = 0.0
+
+
 class ManifestState(enum.StrEnum):
     """What a node says of the manifest that it opens."""
 
@@ -24,7 +37,8 @@ class ManifestState(enum.StrEnum):
 class ShareManifestRequest(Struct, frozen=True):
     """A node opens a dataset with these urls for one launch of a job. `name` is a hash of all that
     the manifest depends on, 16 bytes. Other nodes get it at `data_address`, if there is one.
-    `fingerprint` is that of a manifest that is HELD, `refused_by` a node that did not give it.
+    `fingerprint` is that of a manifest that is HELD, `refused_by` a node that did not give it,
+    `work` how far this node is that is MAKING it.
     """
 
     node_id: str
@@ -36,6 +50,7 @@ class ShareManifestRequest(Struct, frozen=True):
     state: ManifestState = ManifestState.WANTED
     fingerprint: str = ""
     refused_by: str = ""
+    work: NodeWork | None = None
 
 
 class ManifestTurn(enum.StrEnum):
@@ -52,7 +67,7 @@ class ManifestTurn(enum.StrEnum):
 
 class ShareManifestResponse(Struct, frozen=True):
     """Whose turn it is, and for FETCH and KEEP the key of data connections: in no log, and not in a
-    repr either.
+    repr either. For WAIT, how far the other node is.
     """
 
     turn: ManifestTurn
@@ -62,6 +77,7 @@ class ShareManifestResponse(Struct, frozen=True):
     generation: int = 0
     key: bytes = b""
     pause_s: float = 0.0
+    work: NodeWork | None = None
 
     def __repr__(self) -> str:
         return (

@@ -29,10 +29,10 @@ from dataplane.rpc.membership import (
     MemberProgress,
     MemberStatus,
     NodeReads,
-    NodeWork,
     RegisterNodeRequest,
     StoreOutage,
 )
+from dataplane.rpc.sharing import NodeWork
 
 AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connection"),)
 NODE = RegisterNodeRequest(

@@ -18,7 +18,7 @@ from dataplane.coordinator.manifests import (
     ManifestTurns,
 )
 from dataplane.errors import ConfigError
-from dataplane.rpc.sharing import ManifestState, ManifestTurn, ShareManifestRequest
+from dataplane.rpc.sharing import ManifestState, ManifestTurn, NodeWork, ShareManifestRequest
 
 MAKE, WAIT, FETCH = ManifestTurn.MAKE, ManifestTurn.WAIT, ManifestTurn.FETCH
 KEEP, ALONE = ManifestTurn.KEEP, ManifestTurn.ALONE
@@ -51,6 +51,20 @@ def test_the_first_node_makes_it_and_the_others_wait_and_then_fetch():
     assert (kept.turn, found.turn, found.node_id) == (KEEP, FETCH, "1")
     assert found.address == "10.0.0.1:1"
     assert (kept.line, kept.generation) == (found.line, found.generation)
+
+
+def test_who_waits_hears_how_far_the_maker_is():
+    shared = ManifestTurns(LEASE_S)
+    work = NodeWork("counting packs", "s3://bucket/train/", 12, 40, "blocks", 60.0)
+    shared.decide(request(1), 0.0)
+    assert shared.decide(request(2), 0.1).work is None
+    shared.decide(request(1, ManifestState.MAKING, work=work), 1.0)
+    assert shared.decide(request(2), 1.1).work == work
+    with pytest.raises(ConfigError, match="what has"):
+        shared.decide(request(1, ManifestState.MAKING, work=replace(work, what="x" * 5000)), 1.2)
+    # Another maker begins anew.
+    assert shared.decide(request(3), 1.0 + MAKER_S).turn is MAKE
+    assert shared.decide(request(2), 1.1 + MAKER_S).work is None
 
 
 def test_however_many_nodes_wait_for_however_many_sources_a_coordinator_is_not_asked_too_often():

@@ -15,8 +15,8 @@ from dataplane.index.run import IndexProgress
 from dataplane.index.slow import LongWork, all_work, work_on
 from dataplane.model import View
 from dataplane.node.policy import opening
-from dataplane.rpc.membership import NodeWork
 from dataplane.rpc.messages import DatasetSource
+from dataplane.rpc.sharing import NodeWork
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores
 

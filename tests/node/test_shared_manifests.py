@@ -16,13 +16,20 @@ from msgspec import Struct, structs
 from dataplane.config import VERSION, NodeConfig
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import AccessDenied, PeerLost, StoreError
+from dataplane.index.slow import work_on
 from dataplane.model import View
 from dataplane.node import lent_manifests, shared_manifests
 from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
-from dataplane.rpc.sharing import ManifestState, ShareManifestRequest, ShareManifestResponse
+from dataplane.rpc.sharing import (
+    ManifestState,
+    ManifestTurn,
+    NodeWork,
+    ShareManifestRequest,
+    ShareManifestResponse,
+)
 from dataplane.settings import default_node_config
 from dataplane.worker.forking import fork_server
 
@@ -131,6 +138,20 @@ def test_what_one_node_has_made_the_others_get_byte_for_byte(tmp_path: Path) -> 
 
     play(scene, tmp_path, 3)
     assert [*tmp_path.glob("node-2/index/*/*.manifest")], "it is known the next time"
+
+
+def test_a_node_that_waits_shows_how_far_the_other_one_is(tmp_path: Path) -> None:
+    async def scene(_: Listened, first: Node, second: Node) -> None:
+        work = NodeWork("counting packs", "s3://b/", 12, 40, "blocks")
+        answer = ShareManifestResponse(ManifestTurn.WAIT, "node-0", pause_s=0.05, work=work)
+        pausing = asyncio.create_task(second.shared._pause(WANTED, answer))
+        await asyncio.sleep(0)
+        shown = work_on(WANTED.source.urls)
+        assert shown == structs.replace(work, what="node node-0: counting packs")
+        await pausing
+        assert work_on(WANTED.source.urls) is None
+
+    play(scene, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -189,24 +189,8 @@ class HeartbeatRequest(_message.Message):
     known: _containers.RepeatedCompositeFieldContainer[KnownNodes]
     is_short: bool
     held: HeldBlocks
-    work: _containers.RepeatedCompositeFieldContainer[NodeWork]
-    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[NodeWork, _Mapping]]] = ...) -> None: ...
-
-class NodeWork(_message.Message):
-    __slots__ = ("what", "dataset", "done", "total", "unit", "left_s")
-    WHAT_FIELD_NUMBER: _ClassVar[int]
-    DATASET_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    LEFT_S_FIELD_NUMBER: _ClassVar[int]
-    what: str
-    dataset: str
-    done: int
-    total: int
-    unit: str
-    left_s: float
-    def __init__(self, what: _Optional[str] = ..., dataset: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., left_s: _Optional[float] = ...) -> None: ...
+    work: _containers.RepeatedCompositeFieldContainer[_sharing_pb2.NodeWork]
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[_sharing_pb2.NodeWork, _Mapping]]] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "disk_blocks")
@@ -405,8 +389,8 @@ class NodeStatus(_message.Message):
     worker_count: int
     is_short: bool
     held: HeldBlocks
-    work: _containers.RepeatedCompositeFieldContainer[NodeWork]
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[NodeWork, _Mapping]]] = ...) -> None: ...
+    work: _containers.RepeatedCompositeFieldContainer[_sharing_pb2.NodeWork]
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[_sharing_pb2.NodeWork, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("version", "coordinator_id", "jobs", "nodes")

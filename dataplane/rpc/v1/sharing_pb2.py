@@ -24,19 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/sharing.proto\x12\x10\x64\x61taplane.rpc.v1\"\xd7\x01\n\x14ShareManifestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\x0c\x12\x0c\n\x04urls\x18\x05 \x03(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12.\n\x05state\x18\x07 \x01(\x0e\x32\x1f.dataplane.rpc.v1.ManifestState\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x12\n\nrefused_by\x18\t \x01(\t\"\xa7\x01\n\x15ShareManifestResponse\x12,\n\x04turn\x18\x01 \x01(\x0e\x32\x1e.dataplane.rpc.v1.ManifestTurn\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04line\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0f\n\x07pause_s\x18\x07 \x01(\x01*\x99\x01\n\rManifestState\x12\x1e\n\x1aMANIFEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MANIFEST_STATE_WANTED\x10\x01\x12\x19\n\x15MANIFEST_STATE_MAKING\x10\x02\x12\x17\n\x13MANIFEST_STATE_HELD\x10\x03\x12\x19\n\x15MANIFEST_STATE_FAILED\x10\x04*\xa7\x01\n\x0cManifestTurn\x12\x1d\n\x19MANIFEST_TURN_UNSPECIFIED\x10\x00\x12\x16\n\x12MANIFEST_TURN_MAKE\x10\x01\x12\x16\n\x12MANIFEST_TURN_WAIT\x10\x02\x12\x17\n\x13MANIFEST_TURN_FETCH\x10\x03\x12\x16\n\x12MANIFEST_TURN_KEEP\x10\x04\x12\x17\n\x13MANIFEST_TURN_ALONE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/sharing.proto\x12\x10\x64\x61taplane.rpc.v1\"d\n\x08NodeWork\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\x0c\n\x04\x64one\x18\x03 \x01(\x04\x12\r\n\x05total\x18\x04 \x01(\x04\x12\x0c\n\x04unit\x18\x05 \x01(\t\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\"\x81\x02\n\x14ShareManifestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04name\x18\x04 \x01(\x0c\x12\x0c\n\x04urls\x18\x05 \x03(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12.\n\x05state\x18\x07 \x01(\x0e\x32\x1f.dataplane.rpc.v1.ManifestState\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x12\n\nrefused_by\x18\t \x01(\t\x12(\n\x04work\x18\n \x01(\x0b\x32\x1a.dataplane.rpc.v1.NodeWork\"\xd1\x01\n\x15ShareManifestResponse\x12,\n\x04turn\x18\x01 \x01(\x0e\x32\x1e.dataplane.rpc.v1.ManifestTurn\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04line\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0f\n\x07pause_s\x18\x07 \x01(\x01\x12(\n\x04work\x18\x08 \x01(\x0b\x32\x1a.dataplane.rpc.v1.NodeWork*\x99\x01\n\rManifestState\x12\x1e\n\x1aMANIFEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MANIFEST_STATE_WANTED\x10\x01\x12\x19\n\x15MANIFEST_STATE_MAKING\x10\x02\x12\x17\n\x13MANIFEST_STATE_HELD\x10\x03\x12\x19\n\x15MANIFEST_STATE_FAILED\x10\x04*\xa7\x01\n\x0cManifestTurn\x12\x1d\n\x19MANIFEST_TURN_UNSPECIFIED\x10\x00\x12\x16\n\x12MANIFEST_TURN_MAKE\x10\x01\x12\x16\n\x12MANIFEST_TURN_WAIT\x10\x02\x12\x17\n\x13MANIFEST_TURN_FETCH\x10\x03\x12\x16\n\x12MANIFEST_TURN_KEEP\x10\x04\x12\x17\n\x13MANIFEST_TURN_ALONE\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.sharing_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MANIFESTSTATE']._serialized_start=441
-  _globals['_MANIFESTSTATE']._serialized_end=594
-  _globals['_MANIFESTTURN']._serialized_start=597
-  _globals['_MANIFESTTURN']._serialized_end=764
-  _globals['_SHAREMANIFESTREQUEST']._serialized_start=53
-  _globals['_SHAREMANIFESTREQUEST']._serialized_end=268
-  _globals['_SHAREMANIFESTRESPONSE']._serialized_start=271
-  _globals['_SHAREMANIFESTRESPONSE']._serialized_end=438
+  _globals['_MANIFESTSTATE']._serialized_start=627
+  _globals['_MANIFESTSTATE']._serialized_end=780
+  _globals['_MANIFESTTURN']._serialized_start=783
+  _globals['_MANIFESTTURN']._serialized_end=950
+  _globals['_NODEWORK']._serialized_start=52
+  _globals['_NODEWORK']._serialized_end=152
+  _globals['_SHAREMANIFESTREQUEST']._serialized_start=155
+  _globals['_SHAREMANIFESTREQUEST']._serialized_end=412
+  _globals['_SHAREMANIFESTRESPONSE']._serialized_start=415
+  _globals['_SHAREMANIFESTRESPONSE']._serialized_end=624
 # @@protoc_insertion_point(module_scope)
