@@ -33,6 +33,8 @@ _MASK = re.compile(
     r"(?i)(^|[._-])(masks?|segs?|segmentations?|labels?|annotations?|instances?|panoptic|depth)"
     r"($|[._-])"
 )
+# In a tar, a PNG beside a JPEG is mostly its mask.
+_PHOTOGRAPH, _PNG = re.compile(r"(^|\.)jpe?g$"), re.compile(r"(^|\.)png$")
 # Transforms of torchvision that have another name here.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",
@@ -232,7 +234,12 @@ def masks_advice(images: Sequence[ImageSpec]) -> str:
             "independently: two views of a sample may differ so, but a mask or depth map no longer "
             f"fits its picture, and its values are mixed (bilinear, RGB). For such a column: {way}"
         )
-    masks = [image.column for image in images if _MASK.search(image.column)]
+    columns = [image.column for image in images]
+    is_photographed = any(_PHOTOGRAPH.search(column) for column in columns)
+    masks = [
+        column for column in columns
+        if _MASK.search(column) or (is_photographed and _PNG.search(column))
+    ]  # fmt: skip
     if masks:
         return (
             f"transforms= of column {masks[0]!r}: its images become RGB and are resized "

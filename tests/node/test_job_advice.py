@@ -87,4 +87,6 @@ def test_masks_beside_pictures_are_told_of_and_single_pictures_are_not() -> None
     assert "map=" in both
     (mask,) = of(jpg=crop, **{"seg.png": still})
     assert "column 'seg.png'" in mask
-    assert of(jpg=crop) == of(jpg=crop, png=still) == of(left=still, labelled_photo=still) == ()
+    (beside,) = of(jpg=crop, png=still)
+    assert "column 'png'" in beside
+    assert of(jpg=crop) == of(png=crop) == of(left=still, labelled_photo=still) == ()
