@@ -61,6 +61,7 @@ from dataplane.suffixes import BY_FORMAT
 _footers = Footers()
 # The type of a column in compact Thrift, in a SchemaElement or ColumnMetaData, if it is INT96.
 _INT96 = re.compile(rb"\x15\x06")
+_SECONDS_MAX = (1 << 63) // 10**9
 _ESTIMATE_MAX = float(1 << 62)
 _PARQUET_MR = re.compile(r"parquet-mr(?: version (\d+)\.(\d+)(?:\.(\d+))?)?")
 _SIZES_FIXED = (1, 2, 9)
@@ -336,6 +337,8 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         nanoseconds, seconds = (
             each.drop_null().view(pa.int64()).to_numpy() for each in (read, true)
         )
+        if not len(seconds) or (-_SECONDS_MAX < seconds.min() and seconds.max() < _SECONDS_MAX):
+            return
         for at in np.flatnonzero(np.abs(nanoseconds // 10**9 - seconds) > 1).tolist():
             yield str(seconds[at].astype("M8[s]"))
         return
