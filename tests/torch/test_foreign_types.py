@@ -14,7 +14,7 @@ from dataplane_torch import DataLoader
 from foreign_values import difference, leaf_types, leaves, needs_fill
 
 from dataplane.cli import run
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, SchemaMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 
@@ -72,6 +72,19 @@ def test_a_type_that_pyarrow_has_no_arrays_of_is_refused_by_name_and_can_be_left
     assert found["not_supported"] == {"m": "is of type month_interval"}
     assert run(["verify", str(path)]) == 1
     assert "not supported: column 'm'" in capsys.readouterr().out
+
+
+def test_a_time_that_nanoseconds_cannot_hold_is_refused_also_by_a_condition(data_dir: Path) -> None:
+    path = str(data_dir / "odd" / "int96-year-9999.parquet")
+    refusal = r"row 1 of block 0: column 'end' has 9999-12-31T00:00:00, and INT96"
+    for options in ({}, {"where": "end > '2020-01-01'"}, {"where": "end < '2000-01-01'"}):
+        with (
+            DataLoader(path, batch_size=2, **options) as loader,
+            pytest.raises(SchemaMismatch, match=refusal),
+        ):
+            list(loader)
+    with DataLoader(path, batch_size=2, columns=["id"]) as loader:
+        assert [batch["id"].tolist() for batch in loader] == [[0, 1]]
 
 
 def with_month_interval() -> bytes:
