@@ -337,7 +337,7 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         nanoseconds, seconds = (
             each.drop_null().view(pa.int64()).to_numpy() for each in (read, true)
         )
-        if not len(seconds) or (-_SECONDS_MAX < seconds.min() and seconds.max() < _SECONDS_MAX):
+        if not len(seconds) or (seconds.min() > -_SECONDS_MAX and seconds.max() < _SECONDS_MAX):
             return
         for at in np.flatnonzero(np.abs(nanoseconds // 10**9 - seconds) > 1).tolist():
             yield str(seconds[at].astype("M8[s]"))

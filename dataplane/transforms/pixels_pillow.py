@@ -46,8 +46,12 @@ _SIXTEEN_BITS = frozenset({"PNG", "PPM"})
 # TIFF's BitsPerSample.
 _BITS = 0x0102
 _TWELVE_BITS = 12
-# Names of chunks of a PNG, and of what is in a TIFF, that may have an orientation.
-_PNG_WORDS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+# Bytes of a PNG that has an orientation, with the name of their metadata in Pillow; of a TIFF.
+_PNG_WORDS = {
+    b"eXIf": "exif",
+    b"Raw profile type exif": "Raw profile type exif",
+    b"XML:com.adobe.xmp": "XML:com.adobe.xmp",
+}
 _TIFF_WORD = b"tiff:Orientation"
 _TRANSPOSING = 5
 """Orientations from this one on exchange rows and columns."""
@@ -110,11 +114,14 @@ def _orientation(image: Image.Image, encoded: bytes) -> int:
             image.load()  # only then it has the size that is seen
         return 1  # Pillow turns it when it loads it
     if image.format == "PNG":
-        if not any(word in encoded for word in _PNG_WORDS):
-            return 1  # getexif() would decode the image
-        image.load()  # metadata may come after the pixels
+        words = [name for word, name in _PNG_WORDS.items() if word in encoded]
+        if not words:
+            return 1
+        if any(name not in image.info for name in words):
+            image.load()  # metadata may come after the pixels
     try:
-        turn = image.getexif().get(_ORIENTATION)
+        # Not PNG's own method, which decodes the image.
+        turn = Image.Image.getexif(image).get(_ORIENTATION)
         return int(turn) if turn in _TURNS else 1
     except _FAULTS as fault:
         if is_out_of_memory(fault):
