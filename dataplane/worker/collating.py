@@ -285,8 +285,13 @@ def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
     """The array with the type and the number of dimensions of the first batch."""
     array, dtype = _array(given, spec.name, at), np.dtype(spec.dtype)
     if array.dtype != dtype and not hasattr(given, "dtype"):
-        changed = array.astype(dtype)  # Python's numbers have no type of their own
-        if np.array_equal(changed, array):
+        # Python's numbers have no type of their own. In both directions: to compare a whole number
+        # with a float makes it one, too.
+        with np.errstate(over="ignore", invalid="ignore"):
+            changed = array.astype(dtype)
+            is_same = np.array_equal(changed, array)
+            is_same = is_same and np.array_equal(changed.astype(array.dtype), array)
+        if is_same:
             array = changed
     if array.dtype != dtype or array.ndim != len(spec.shape):
         raise at.fault(

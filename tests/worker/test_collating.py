@@ -244,6 +244,30 @@ def test_a_later_batch_has_the_columns_of_the_first_one(function: dict[str, Any]
         gather_of([[1]]).into(memoryview(bytearray(1000)))
 
 
+@pytest.mark.parametrize(
+    ("later", "is_taken"),
+    [
+        ([1, 2], True),
+        ([1.5], True),
+        ([1 << 53], True),
+        ([(1 << 53) + 1], False),
+        ([1 << 64], False),
+    ],
+)
+def test_whole_numbers_of_a_list_become_floats_only_if_they_are_such(
+    later: list[float], function: dict[str, Any], *, is_taken: bool
+) -> None:
+    function["call"] = lambda _, **__: {"x": later}
+    columns = (ColumnSpec("x", Kind.ARRAY, "float64", (0,)),)
+    memory = memoryview(bytearray(1000))
+    if is_taken:
+        gather_of([[1]], columns).into(memory)
+        assert np.array(later, np.float64).tobytes() in bytes(memory)
+        return
+    with pytest.raises(FunctionError, match="column 'x'"):
+        gather_of([[1]], columns).into(memory)
+
+
 def test_random_numbers_are_those_of_the_seed_the_epoch_and_the_place_of_the_batch() -> None:
     # Golden: docs/order.md. Philox is the same in every version of numpy.
     def first(*key: int) -> list[int]:
