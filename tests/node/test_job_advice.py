@@ -25,6 +25,7 @@ MIXTURE = JobSpec(
     "f", shuffle=True, lanes=1, window=1440, global_batch=256, mixture=MixtureSpec(SOURCES)
 )
 HOSTS = 4
+URLS = ("s3://bucket/a.parquet", "s3://bucket/b.parquet")
 
 
 def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...]:
@@ -32,13 +33,14 @@ def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...
     stored = PHOTOS.dataset_bytes
     opened = SimpleNamespace(
         sizes=PHOTOS, stored_bytes=stored, packing=None, view=View(),
-        manifest=SimpleNamespace(sample_count=PHOTOS.samples),
+        manifest=SimpleNamespace(
+            sample_count=PHOTOS.samples, urls=URLS, shards=SimpleNamespace(urls=URLS), schema=b"",
+        ),
     )  # fmt: skip
     dataset = SimpleNamespace(kept_bytes=stored)
     job: Any = SimpleNamespace(
-        opened=(opened,) * count, datasets=(dataset,) * count, manifests=(),
-        sample_count=count * PHOTOS.samples,
-    )  # fmt: skip
+        opened=(opened,) * count, datasets=(dataset,) * count, sample_count=count * PHOTOS.samples
+    )
     place = Topology(
         dp_rank=rank, dp_size=8 * HOSTS, rank=rank, world_size=8 * HOSTS,
         local_rank=rank % 8, local_world_size=8,
