@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 
-from dataplane.transforms.plain import decoded
+from dataplane.formats.arrays import decoded
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DAY_S = 86_400

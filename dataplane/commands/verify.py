@@ -109,7 +109,6 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
 
     Raises:  ConfigError, StoreError: there are no shards to check.
     """
-    from dataplane.commands.datasets import schema_of
     from dataplane.plan.shard import no_samples
 
     findings = Findings()
@@ -117,10 +116,9 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
     if not manifests and not findings.errors:
         raise no_samples(findings.empty)
     if manifests:
-        schema = schema_of(manifests[0])
+        agreeing, schema = _agreeing(manifests, findings)
         _note_unsupported(schema, manifests[0].shards[0].url, findings)
         findings.not_decoded = [field.name for field in schema if _has_bytes(field.type)]
-        agreeing = [one for one in manifests if _agrees(one, manifests[0], findings)]
         findings.shards = sum(len(one.shards) for one in agreeing)
         total = sum(int(one.block_length.sum()) for one in agreeing)
         task = bar.add_task("reading", total=total, note="")
@@ -179,17 +177,51 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     return chosen.name, [one.url for one in listed]
 
 
-def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
+def _agreeing(
+    manifests: Sequence[Manifest], findings: Findings
+) -> tuple[list[Manifest], pa.Schema]:
+    """The manifests whose schemas fit those before them, and the schema of all of these."""
     from dataplane.commands.datasets import schema_of
-    from dataplane.index.one_schema import check_same
+    from dataplane.formats.differing import refuse_differing
 
-    url, first_url = one.shards[0].url, first.shards[0].url
-    try:
-        check_same(schema_of(one), url, schema_of(first), first_url)
-    except DataplaneError as error:
-        findings.note(url, error)
-        return False
-    return True
+    schema, agreeing = schema_of(manifests[0]), []
+    kept: list[tuple[str, pa.Schema]] = []
+    fitting: set[bytes] = set()
+    for one in manifests:
+        url = one.shards.urls[0]
+        try:
+            if len(manifests) == 1:  # of many shards
+                refuse_differing(schema, schema.names, one.shards.urls.__getitem__)
+            elif one.schema not in fitting:
+                some = [*kept, (url, schema_of(one))]
+                schema = _shared_schema(some)
+                kept = some
+        except DataplaneError as error:
+            findings.note(url, error)
+            if len(manifests) > 1:
+                continue
+        fitting.add(one.schema)
+        agreeing.append(one)
+    return agreeing, schema
+
+
+def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """The schema of shards of which all columns can be read.
+
+    Raises:  SchemaMismatch: there is a column of which this is not so.
+    """
+    from dataplane.formats.differing import refuse_differing
+    from dataplane.index.shared_schema import SharedSchema
+
+    def url_of(shard: int) -> str:
+        return shards[shard][0]
+
+    shared = SharedSchema(url_of)
+    for shard, (_, own) in enumerate(shards):
+        shared.note(shard, own, has_rows=True)
+    schema = shared.merged()
+    refuse_differing(schema, schema.names, url_of)
+    return schema
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
@@ -208,9 +240,11 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
     """Note columns that cannot be read: they are not checked, and a job must leave them out."""
+    from dataplane.formats.differing import differing
     from dataplane.formats.unsupported import refusal, supported_names, unsupported
 
-    reasons = {field.name: why for field in schema if (why := unsupported(field))}
+    alike = [field for field in schema if differing(field) is None]
+    reasons = {field.name: why for field in alike if (why := unsupported(field))}
     if reasons:
         findings.note(url, refusal(reasons, supported_names(schema), url))
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from dataplane.errors import ConfigError, SchemaMismatch
+from dataplane.formats.arrays import read_as
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
+from dataplane.formats.joint_types import is_readable_as
 from dataplane.formats.nulls import is_flat
 
 _NAMES_SHOWN = 100
@@ -18,7 +20,6 @@ _LIST_TYPES = (
     (pa.types.is_list_view, pa.list_view),
     (pa.types.is_large_list_view, pa.large_list_view),
 )
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
@@ -55,30 +56,6 @@ def _relaxed(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_nullable(kind.value_field), kind.list_size)
     return kind
-
-
-def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
-    """Equal except for nullability, metadata and the names of list children. Where a plain type is
-    expected, an extension of it is accepted: some writers mark text as JSON, or 16 bytes as a UUID,
-    and pyarrow shows this for a whole Parquet file, but not for its footer alone.
-    """
-    if expected.equals(found):
-        return True
-    if isinstance(found, pa.BaseExtensionType) and not isinstance(expected, pa.BaseExtensionType):
-        return same_type(expected, found.storage_type)
-    if pa.types.is_struct(expected) and pa.types.is_struct(found):
-        return [f.name for f in expected.fields] == [f.name for f in found.fields] and all(
-            same_type(a.type, b.type) for a, b in zip(expected.fields, found.fields, strict=True)
-        )
-    if pa.types.is_map(expected) and pa.types.is_map(found):
-        return same_type(expected.key_type, found.key_type) and same_type(
-            expected.item_type, found.item_type
-        )
-    for is_kind in _LISTS:
-        if is_kind(expected) and is_kind(found):
-            sizes_equal = getattr(expected, "list_size", 0) == getattr(found, "list_size", 0)
-            return sizes_equal and same_type(expected.value_type, found.value_type)
-    return False
 
 
 def mismatch(url: str, field: str, expected: str, found: str, advice: str = "") -> SchemaMismatch:
@@ -118,7 +95,7 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
         at = found.get_field_index(name)
         if at < 0:
             raise mismatch(url, name, str(expected), "no such column")
-        if not same_type(expected, found.field(at).type):
+        if not is_readable_as(found.field(at).type, expected):
             raise mismatch(url, name, str(expected), str(found.field(at).type))
 
 
@@ -136,12 +113,7 @@ def batch_of(
 ) -> pa.RecordBatch:
     """The arrays as one batch with exactly `columns`, typed as the dataset types them."""
     wanted = [schema.field(name) for name in columns]
-    cast = [
-        arrays[field.name]
-        if arrays[field.name].type.equals(field.type)
-        else arrays[field.name].cast(field.type)
-        for field in wanted
-    ]
+    cast = [read_as(arrays[field.name], field.type) for field in wanted]
     if not wanted:
         # A batch without columns still has rows.
         return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))

@@ -1,7 +1,7 @@
 """Schemas inferred from a shard's first samples, since no writer stored one; marked as inferred.
 
-A stored schema must be equal in every shard. An inferred one may differ for lack of evidence, so
-only contradictions are refused; the rest is checked when a block is decoded.
+Inferred schemas may differ for lack of evidence, so the first one stays unless another contradicts
+it; the rest is checked when a block is decoded.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ def is_closed(schema: pa.Schema) -> bool:
     return bool((schema.metadata or {}).get(MARK) == b"closed")
 
 
-def contradicts(expected: pa.DataType, found: pa.DataType) -> bool:
-    """Whether values of a type inferred elsewhere cannot be read as `expected`."""
+def contradicts(expected: pa.DataType, found: pa.DataType, *, closed: bool) -> bool:
+    """Whether values of a type inferred elsewhere cannot be read as `expected`. `closed`: a single
+    value is not read as a list.
+    """
     if expected.equals(found) or pa.types.is_null(found):
         return False
     if pa.types.is_list(expected):
+        if closed and not pa.types.is_list(found):
+            return True
         inner = found.value_type if pa.types.is_list(found) else found
-        return contradicts(expected.value_type, inner)
+        return contradicts(expected.value_type, inner, closed=closed)
     if pa.types.is_struct(expected) and pa.types.is_struct(found):
         fields = {field.name: field.type for field in expected.fields}
         return any(
-            field.name not in fields or contradicts(fields[field.name], field.type)
+            field.name not in fields or contradicts(fields[field.name], field.type, closed=closed)
             for field in found.fields
         )
     if pa.types.is_uint64(expected):

@@ -1,7 +1,7 @@
 """JSON lines: a block is a run of whole lines, about 4 MiB; a .gz shard is one block.
 
-Schema: from the first shard's first block. Integers are int64, or uint64 if they do not fit, and
-numbers with a fraction double; if the first block has only integers and a later line a fraction,
+Schema: from the first block of each shard. Integers are int64, or uint64 if they do not fit, and
+numbers with a fraction double; if the first blocks have only integers and a later line a fraction,
 that line is a SchemaMismatch: a column never changes its type silently, and an integer is exact or
 refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null, a field
 that the schema lacks is a SchemaMismatch.
@@ -24,6 +24,7 @@ import pyarrow.json as pj
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
+from dataplane.formats.differing import differing
 from dataplane.formats.faults import (
     FOREIGN,
     corrupt,
@@ -33,7 +34,7 @@ from dataplane.formats.faults import (
     require_bytes,
 )
 from dataplane.formats.gzipped import is_compressed
-from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.inferred import inferred_schema, is_closed
 from dataplane.formats.jsonexact import JsonLine, check_exact, exact_types, has_large
 from dataplane.formats.jsonnulls import from_parser, parser_type
 from dataplane.formats.nulls import counted
@@ -90,7 +91,9 @@ class JsonLines:
         check_columns(schema, columns)
         source = block_source(block, compressed=holds_compressed(block))
         body, base = source.view(source.base, source.length), source.base
-        explicit = pa.schema([pa.field(f.name, f.type) for f in schema])
+        # Fields that differ from shard to shard cannot be read, and need not be.
+        alike = {f.name: f.type for f in schema if differing(f) is None}
+        explicit = inferred_schema(alike, closed=len(alike) == len(schema))
         _check_shape(block.url, body, base)
         try:
             table = _read(body, explicit)
@@ -238,6 +241,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
+    """The lines as a table of this inferred schema, or of one that is inferred now."""
     # One piece if it fits: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
     asked = None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
@@ -247,16 +251,23 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
         parse_options=pj.ParseOptions(
             explicit_schema=asked,
             newlines_in_values=False,
-            unexpected_field_behavior="infer" if schema is None else "error",
+            unexpected_field_behavior=_of_others(schema),
         ),
     )
-    if schema is None or schema.equals(asked):
+    if schema is None or schema.equals(asked, check_metadata=False):
         return table
     columns = [
         pa.chunked_array([from_parser(piece, field.type) for piece in column.chunks], field.type)
         for field, column in zip(schema, table.columns, strict=True)
     ]
     return pa.table(columns, schema=schema)
+
+
+def _of_others(schema: pa.Schema | None) -> str:
+    """What the parser does with fields that are not in the schema."""
+    if schema is None:
+        return "infer"
+    return "error" if is_closed(schema) else "ignore"
 
 
 def _explain(
@@ -337,8 +348,8 @@ def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
             ) from fault
         raise SchemaMismatch(
             f"{url}: byte {line.offset}, {line.where}: does not fit the dataset's schema, which "
-            f"the first lines of the first shard set ({reason}). List a shard first whose lines "
-            "have every field, and fractions where they occur, or rewrite this line",
+            f"the first 4 MiB of each shard set ({reason}). Move a line that has every field, and "
+            "fractions where they occur, to the start of a shard, or rewrite this line",
             shard=url,
             offset=line.offset,
             line=line.where,

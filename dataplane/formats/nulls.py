@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dataplane.plan.null_counts import NEVER, UNKNOWN
+
+ROWS, NONE, NOT_KNOWN = -3, -2, -1
+"""Of a field node: a shard has as many nulls as rows; none; it is not known."""
 
 _CHILDLESS = frozenset(
     kind.id
@@ -81,36 +86,40 @@ def _has_null_type(kind: pa.DataType) -> bool:
     return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
 
 
-def aligned(expected: pa.Schema, found: pa.Schema, counts: Sequence[int], rows: int) -> list[int]:
-    """A shard's counts, for the dataset's schema if the shard's own differs from it. A column that
-    the shard lacks is null in all of its rows.
+def alignment(expected: pa.Schema, found: pa.Schema) -> list[int]:
+    """For each field node of the dataset's schema, which of a shard's counts it has, if the shard's
+    own schema differs; ROWS, NONE or NOT_KNOWN if none of them. A column that the shard lacks is
+    null in all of its rows.
     """
     starts, at = {}, 0
     for field in found:
         starts[field.name] = at
         at += node_count([field])
-    if at != len(counts):
-        counts = [UNKNOWN] * at
     out: list[int] = []
     for field in expected:
         start = starts.get(field.name)
         if start is None:
-            out += [rows] + [0] * node_count(children(field.type))
+            out += [ROWS] + [NONE] * node_count(children(field.type))
         else:
-            out += _aligned(field.type, found.field(field.name).type, counts, start)
+            out += _alignment(field.type, found.field(field.name).type, start)
     return out
 
 
-def _aligned(
-    expected: pa.DataType, found: pa.DataType, counts: Sequence[int], at: int
-) -> list[int]:
+def _alignment(expected: pa.DataType, found: pa.DataType, at: int) -> list[int]:
     below, others = children(expected), children(found)
-    out, at = [counts[at]], at + 1
+    if pa.types.is_run_end_encoded(found) and not pa.types.is_run_end_encoded(expected):
+        return [NOT_KNOWN] * (1 + node_count(below))  # the nulls are in the values
+    out, at = [at], at + 1
     if [child.name for child in below] == [other.name for other in others] or (
         len(below) == len(others) == 1
     ):
         for child, other in zip(below, others, strict=True):
-            out += _aligned(child.type, other.type, counts, at)
+            out += _alignment(child.type, other.type, at)
             at += node_count([other])
         return out
-    return out + [UNKNOWN] * node_count(below)
+    return out + [NOT_KNOWN] * node_count(below)
+
+
+def aligned(places: NDArray[np.int64], counts: Sequence[int], rows: int) -> NDArray[np.int64]:
+    """A shard's counts in terms of the dataset's schema, by their `alignment`."""
+    return np.append(np.asarray(counts, np.int64), (rows, 0, UNKNOWN))[places]

@@ -307,8 +307,8 @@ def _column(
         raise SchemaMismatch(
             f"{url}: record {number} of its block, at byte {starts[number]}, has {count} values of "
             f"{field.name!r}, which is a scalar in the first {SAMPLE_RECORDS} records of the "
-            "dataset; put a record with several values among those (for example, name its shard "
-            "first), or write one value a record",
+            "dataset's shards; put a record with several values among those of one, or write one "
+            "value a record",
             shard=url,
             offset=starts[number],
             field=field.name,

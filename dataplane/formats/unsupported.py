@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from dataplane.errors import ConfigError
+from dataplane.formats.differing import differing
 
 MARK = b"dataplane.unsupported"
 # Months, and days with milliseconds, by Arrow's ids, which pyarrow names from 22 on. It has
@@ -32,12 +33,21 @@ def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
 
 def unsupported(field: pa.Field) -> str:
     """Why this column cannot be in a batch, as the rest of a sentence; "" if it can."""
-    return unsupported_mark(field) or unsupported_type(field.type)
+    return unsupported_mark(field) or unsupported_type(field.type) or _differing(field)
 
 
 def unsupported_mark(field: pa.Field) -> str:
     """As `unsupported`, by the file's mark alone."""
     return str((field.metadata or {}).get(MARK, b""), "utf-8")
+
+
+def _differing(field: pa.Field) -> str:
+    """As `unsupported`, by what shards have of the column."""
+    difference = differing(field)
+    if difference is None:
+        return ""
+    (first, second), (kind, other) = difference.shards, difference.nouns
+    return f"is {kind} in shard {first} and {other} in shard {second}"
 
 
 def unsupported_type(kind: pa.DataType) -> str:

@@ -1,7 +1,7 @@
 """Indexes the shards of one listing, several at a time, and makes the manifest of their indexes.
 
 1. The manifest depends only on the listing, never on the order in which shards were indexed.
-2. The dataset's schema is that of the first shard that has one.
+2. The dataset's schema follows from those of all shards (see shared_schema.py).
 3. Each index is remembered before progress is told (see journal.py).
 """
 
@@ -16,23 +16,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from dataplane.errors import ClosedError, DatasetChangedError, ShardNotFound
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.inferred import is_inferred
-from dataplane.formats.nulls import aligned, node_count
+from dataplane.formats.joint_types import same_type
+from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal
-from dataplane.index.one_schema import check_same
+from dataplane.index.shared_schema import SharedSchema
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import NEVER
+from dataplane.plan.null_counts import NEVER, UNKNOWN
 from dataplane.plan.shard import IndexedShard
 from dataplane.store.base import Store
 from dataplane.store.urls import scheme_of
@@ -144,9 +147,8 @@ class IndexRun:
         self._progress = progress
         self._connect = connect
         self._stop = threading.Event()
-        self._reference: tuple[str, pa.Schema] | None = None
+        self._schemas = SharedSchema(lambda shard: listed[shard].url)
         self._done: dict[int, ShardIndex] = {}
-        self._early: dict[int, ShardIndex] = {}
         self._bytes_done = 0
         self._bytes_total = sum(shard.size_bytes for shard in listed)
 
@@ -168,15 +170,19 @@ class IndexRun:
 
     def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
         """The manifest of the listing."""
-        schema = pa.schema([]) if self._reference is None else self._reference[1]
-        nodes = node_count(schema)
-        shards = [
-            IndexedShard(
-                shard, _in_order_of(schema, index), index.preamble, index.zero_copy,
-                _nulls_as(schema, nodes, index),
-            )
-            for shard, index in zip(self._listed, indexes, strict=True)
-        ]  # fmt: skip
+        schema = self._schemas.merged()
+        shapes: dict[int, _Shape] = {}
+        shards = []
+        for shard, index in zip(self._listed, indexes, strict=True):
+            shape = shapes.get(id(index.schema))
+            if shape is None:
+                shape = shapes[id(index.schema)] = _Shape.of(schema, index.schema)
+            shards.append(
+                IndexedShard(
+                    shard, shape.blocks(index), index.preamble,
+                    index.zero_copy and shape.is_as_stored, shape.nulls(index),
+                )
+            )  # fmt: skip
         return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
 
     def _in_parallel(
@@ -211,21 +217,11 @@ class IndexRun:
         self._arrived(shard, index)
 
     def _arrived(self, shard: int, index: ShardIndex) -> None:
-        """Accept it once the first shard is indexed, since all schemas are compared with that
-        one.
-        """
-        self._early[shard] = index
-        if 0 in self._early or 0 in self._done:
-            for each in sorted(self._early):
-                self._accept(each, self._early.pop(each))
-
-    def _accept(self, shard: int, index: ShardIndex) -> None:
-        url = self._listed[shard].url
         # Without a sample, no schema could be inferred.
         if len(index.schema) or not is_inferred(index.schema):
-            if self._reference is None:
-                self._reference = (url, index.schema)
-            check_same(index.schema, url, self._reference[1], self._reference[0])
+            has_rows = any(block.rows for block in index.blocks)
+            schema = self._schemas.note(shard, index.schema, has_rows=has_rows)
+            index = index if schema is index.schema else replace(index, schema=schema)
         self._done[shard] = index
         self._bytes_done += self._listed[shard].size_bytes
         self._report()
@@ -328,26 +324,53 @@ def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
             yield waiting.get_nowait()
 
 
-def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
-    """A shard's blocks, their columns in the order of the dataset's schema, not of the shard's."""
-    if index.schema is schema or index.schema.names == schema.names:
-        return index.blocks
-    places = [3 * index.schema.get_field_index(name) for name in schema.names]
-    return [
-        replace(
-            block,
-            columns=[at for place in places for at in block.columns[place : place + 3]],
+class _Shape(Struct, frozen=True, eq=False):
+    """How the columns of shards with one schema become those of the dataset.
+
+    Shapes:  columns: int64[columns], the place of each in the shard, -1 if the shard lacks it, or
+    None if all have the same place. nodes: int64[field nodes], as nulls.alignment; or None.
+    """
+
+    is_as_stored: bool
+    own_node_count: int
+    node_count: int
+    columns: Sequence[int] | None
+    nodes: NDArray[np.int64] | None
+
+    @classmethod
+    def of(cls, schema: pa.Schema, own: pa.Schema) -> Self:
+        """The shape of shards with their `own` schema."""
+        names = schema.names
+        places = None if own.names == names else [own.get_field_index(name) for name in names]
+        nodes = None if own.equals(schema) else np.array(alignment(schema, own), np.int64)
+        is_as_stored = all(
+            at < 0 or same_type(kind, own.field(at).type)
+            for at, kind in zip(places or range(len(names)), schema.types, strict=True)
         )
-        for block in index.blocks
-    ]
+        return cls(is_as_stored, node_count(own), node_count(schema), places, nodes)
+
+    def blocks(self, index: ShardIndex) -> Sequence[Block]:
+        """A shard's blocks, their columns in the order of the dataset's schema."""
+        if self.columns is None or not any(block.columns for block in index.blocks):
+            return index.blocks
+        return [
+            replace(block, columns=[number for at in self.columns for number in _column(block, at)])
+            for block in index.blocks
+        ]
+
+    def nulls(self, index: ShardIndex) -> Sequence[int]:
+        """A shard's null counts in terms of the dataset's schema."""
+        rows = sum(block.rows for block in index.blocks)
+        if not rows:
+            return array("q", [NEVER]) * self.node_count
+        found = index.nulls
+        if found and self.nodes is not None:
+            is_whole = len(found) == self.own_node_count
+            counts = found if is_whole else array("q", [UNKNOWN]) * self.own_node_count
+            found = array("q", aligned(self.nodes, counts, rows).tobytes())
+        return found if len(found) == self.node_count else ()
 
 
-def _nulls_as(schema: pa.Schema, nodes: int, index: ShardIndex) -> Sequence[int]:
-    """A shard's null counts in terms of the dataset's schema, which has so many field nodes."""
-    rows = sum(block.rows for block in index.blocks)
-    if not rows:
-        return array("q", [NEVER]) * nodes
-    found = index.nulls
-    if found and index.schema is not schema and not index.schema.equals(schema):
-        found = aligned(schema, index.schema, found, rows)
-    return found if len(found) == nodes else ()
+def _column(block: Block, at: int) -> Sequence[int]:
+    """The numbers of one column; a column that the shard lacks has no bytes."""
+    return (0, 0, 0) if at < 0 else block.columns[3 * at : 3 * at + 3]

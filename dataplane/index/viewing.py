@@ -10,6 +10,7 @@ from msgspec import structs
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
+from dataplane.formats.differing import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
 from dataplane.index.folders import explaining_folders
 from dataplane.index.processes import IndexProcesses
@@ -22,6 +23,7 @@ from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.transforms.condition import Outcomes
 from dataplane.transforms.conditions import Condition
 from dataplane.transforms.leaves import leaves_of
+from dataplane.transforms.row_filter import reads_columns
 from dataplane.transforms.where_parser import canonical_where
 
 
@@ -44,12 +46,17 @@ def viewed(
     """The manifest with only the rows of the view. They are counted in processes, with the limits
     of this configuration, unless the manifest or its cache folder has the counts.
 
-    Raises:  ConfigError: the view is wrong, or has no rows.  As `counted`.
+    Raises:  ConfigError: the view is wrong, or has no rows.  SchemaMismatch: shards differ in a
+    column of its condition.  As `counted`.
     """
     view = canonical_view(rows_only(view))
     if view == View():
         return manifest
     with explaining_folders(manifest):
+        if view.where:
+            schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+            read = reads_columns(view, schema, ())
+            refuse_differing(schema, read, manifest.shards.urls.__getitem__)
         counts = limited(_counts(manifest, view, connect, config, progress), view.limit)
     if not counts.any():
         raise ConfigError(

@@ -7,6 +7,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.config import JobSpec
+from dataplane.formats.differing import refuse_differing
 from dataplane.formats.unsupported import supported_names
 from dataplane.model import ColumnOptions, Kind
 from dataplane.plan.manifest import Manifest
@@ -16,6 +17,7 @@ from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import ColumnPlan
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns
+from dataplane.transforms.row_filter import reads_columns
 from dataplane.worker.block_mapping import FOUND_COLUMNS
 from dataplane.worker.columns import RowLayout
 from dataplane.worker.row_layout import plan_row_layout
@@ -45,7 +47,7 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
     """Linear in the columns, and a few seconds for 100,000 of them. With a map, the options are
     about the columns that it makes.
 
-    Raises:  ConfigError: a column that is not there.
+    Raises:  ConfigError: a column that is not there.  SchemaMismatch: shards differ in one.
     """
     schema = _schema(manifest, spec)
     seen = schema if mapped is None else mapped.schema
@@ -55,6 +57,8 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
     is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
     row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
     top_level = plan.leaves.top_level if mapped is None else mapped.reads
+    read = reads_columns(spec.view, schema, top_level)
+    refuse_differing(schema, read, manifest.shards.urls.__getitem__)
     return Columns(schema, plan, top_level, is_canonical, is_fixed, fixed_bytes, row_layout, mapped)
 
 

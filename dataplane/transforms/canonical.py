@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from dataplane.formats.arrays import decoded
 from dataplane.model import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.nulls import Fills, NullsFound
-from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
+from dataplane.transforms.plain import is_list_view, list_ends, objects
 
 
 def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBatch:

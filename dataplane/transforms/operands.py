@@ -12,8 +12,9 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.errors import ConfigError
+from dataplane.formats.arrays import decoded
 from dataplane.transforms.canonical import leaf_array
-from dataplane.transforms.plain import decoded, is_any_list
+from dataplane.transforms.plain import is_any_list
 from dataplane.transforms.where import Scalar
 
 _INT64_END = 1 << 63

@@ -1,0 +1,176 @@
+"""The same values in another Arrow type: without encodings, or with wider offsets.
+
+Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
+its kernels support only some of them. 32-bit offsets have no room for 2 GiB of text, or of items of
+lists, in one array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+OFFSET_MAX = (1 << 31) - 1
+TEXTS = frozenset(kind.id for kind in (pa.string(), pa.large_string(), pa.string_view()))
+BYTES = frozenset(
+    kind.id for kind in (pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))
+)
+ANY_LISTS = frozenset(
+    make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
+)
+"""The types of texts, of bytes and of lists of any length, in any layout, by id."""
+_LIST_VIEWS = frozenset(make(pa.null()).id for make in (pa.list_view, pa.large_list_view))
+_NARROW = frozenset(kind.id for kind in (pa.string(), pa.binary()))
+
+
+def widened(kind: pa.DataType) -> pa.DataType:
+    """The type for the same values that has room for more than 2 GiB of them."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind if isinstance(kind, pa.FixedShapeTensorType) else widened(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return widened(kind.value_type)
+    if kind.id in TEXTS:
+        return pa.large_string()
+    if kind.id in BYTES:
+        return kind if pa.types.is_fixed_size_binary(kind) else pa.large_binary()
+    if kind.id in ANY_LISTS:
+        return pa.large_list(_widened(kind.value_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_widened(kind.value_field), kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(widened(kind.key_type), widened(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([_widened(field) for field in kind.fields])
+    return kind
+
+
+def _widened(field: pa.Field) -> pa.Field:
+    return pa.field(field.name, widened(field.type))
+
+
+def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The same values as an array of a type for the same values; times may become their integers.
+
+    Raises:  Arrow's errors.
+    """
+    if array.type.equals(kind):
+        return array
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), kind)
+    array = decoded(array)
+    if array.type.equals(kind):
+        return array
+    mask = array.is_null() if array.null_count else None
+    if pa.types.is_large_list(kind):
+        return _read_as_lists(array, kind, mask)
+    if pa.types.is_fixed_size_list(kind):
+        width = kind.list_size
+        values = array.values.slice(array.offset * width, len(array) * width)
+        values = read_as(values, kind.value_type)
+        return pa.FixedSizeListArray.from_arrays(values, type=kind, mask=mask)
+    if pa.types.is_map(kind):
+        return _read_as_map(array, kind, mask)
+    if pa.types.is_struct(kind):
+        return _read_as_struct(array, kind, mask)
+    if pa.types.is_union(kind):
+        return _read_as_union(array, kind)
+    if pa.types.is_temporal(array.type) and pa.types.is_integer(kind):
+        return array.view(kind)
+    return array.cast(kind)
+
+
+def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
+    """A struct whose fields may be in another order."""
+    own, names = ([field.name for field in each.fields] for each in (array.type, kind))
+    places = range(len(names)) if own == names else [own.index(name) for name in names]
+    fields = list(kind.fields)
+    parts = [read_as(array.field(at), field.type) for at, field in zip(places, fields, strict=True)]
+    return pa.StructArray.from_arrays(parts, fields=fields, mask=mask)
+
+
+def _read_as_lists(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
+    """Lists, one after the other. Takes rows of plain values: `flatten` supports few types."""
+    offsets = array.offsets.to_numpy()
+    if array.type.id in _LIST_VIEWS:
+        starts, lengths = offsets[: len(array)], array.sizes.to_numpy()
+    else:
+        starts, lengths = offsets[:-1], np.diff(offsets)
+    if mask is not None:
+        lengths = np.where(mask.to_numpy(zero_copy_only=False), 0, lengths)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    values = read_as(array.values, kind.value_type)
+    if len(array) and (starts - ends[:-1] == starts[0]).all():
+        values = values.slice(starts[0], ends[-1])
+    else:
+        rows = np.repeat(starts - ends[:-1], lengths) + np.arange(ends[-1])
+        values = values.take(pa.array(rows))
+    return pa.LargeListArray.from_arrays(pa.array(ends), values, type=kind, mask=mask)
+
+
+def _read_as_map(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
+    first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+    keys = read_as(array.keys.slice(first, last - first), kind.key_type)
+    values = read_as(array.items.slice(first, last - first), kind.item_type)
+    offsets = pa.array(array.offsets.to_numpy() - first, pa.int32())
+    return pa.MapArray.from_arrays(offsets, keys, values, type=kind, mask=mask)
+
+
+def _read_as_union(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    parts = [kind.field(i) for i in range(kind.num_fields)]
+    children = [read_as(array.field(i), part.type) for i, part in enumerate(parts)]
+    names = [part.name for part in parts]
+    # The array's own properties ignore the offset of a slice.
+    buffers, at = array.buffers(), array.offset
+    codes = pa.array(np.frombuffer(buffers[1], np.int8, len(array), at))
+    if kind.mode == "sparse":
+        return pa.UnionArray.from_sparse(codes, children, names, kind.type_codes)
+    offsets = pa.array(np.frombuffer(buffers[2], np.int32, len(array), 4 * at))
+    return pa.UnionArray.from_dense(codes, offsets, children, names, kind.type_codes)
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """The same values without extension, dictionary or run ends around them."""
+    if isinstance(array, pa.ExtensionArray):
+        return decoded(array.storage)
+    if pa.types.is_dictionary(array.type):
+        return _taken(decoded(array.dictionary), array.indices)
+    if pa.types.is_run_end_encoded(array.type):
+        # Arrow's own kernel does not support dictionaries.
+        ends = array.run_ends.to_numpy()
+        places = np.arange(array.offset, array.offset + len(array))
+        runs = np.searchsorted(ends, places, side="right")
+        return _taken(decoded(array.values), pa.array(runs))
+    return array
+
+
+def _taken(values: pa.Array, rows: pa.Array) -> pa.Array:
+    """These rows of the values; Arrow cannot take rows of views."""
+    kind = values.type
+    is_view = pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)
+    if is_view or (kind.id in _NARROW and _longest(values) * len(rows) > OFFSET_MAX):
+        values = values.cast(widened(kind))
+    return values.take(rows)
+
+
+def _longest(texts: pa.Array) -> int:
+    import pyarrow.compute as pc
+
+    return int(pc.max(pc.binary_length(texts)).as_py() or 0)
+
+
+def joined(pieces: Sequence[pa.Array]) -> pa.Array:
+    """One array of all these; if narrow offsets have no room for them, with wide ones.
+
+    Raises:  Arrow's errors.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    try:
+        return pa.concat_arrays(pieces)
+    except pa.ArrowInvalid:
+        wide = widened(pieces[0].type)
+        if wide.equals(pieces[0].type):
+            raise
+        return pa.concat_arrays([read_as(piece, wide) for piece in pieces])

@@ -1,0 +1,156 @@
+"""The type in which all shards of a dataset can be read, where theirs differ in a column.
+
+Types are as good as equal if batches are: text is text, whatever the width of its offsets or its
+encoding, and a time is the same in every time zone. All other types are different ones.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from dataplane.formats.arrays import ANY_LISTS, BYTES, TEXTS, widened
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
+    """Equal except for nullability, metadata and the names of list children. Where a plain type is
+    expected, an extension of it is accepted: some writers mark text as JSON, or 16 bytes as a UUID,
+    and pyarrow shows this for a whole Parquet file, but not for its footer alone.
+    """
+    if expected.equals(found):
+        return True
+    if isinstance(found, pa.BaseExtensionType) and not isinstance(expected, pa.BaseExtensionType):
+        return same_type(expected, found.storage_type)
+    if pa.types.is_struct(expected) and pa.types.is_struct(found):
+        return [f.name for f in expected.fields] == [f.name for f in found.fields] and all(
+            same_type(a.type, b.type) for a, b in zip(expected.fields, found.fields, strict=True)
+        )
+    if pa.types.is_map(expected) and pa.types.is_map(found):
+        return same_type(expected.key_type, found.key_type) and same_type(
+            expected.item_type, found.item_type
+        )
+    for is_kind in _LISTS:
+        if is_kind(expected) and is_kind(found):
+            sizes_equal = getattr(expected, "list_size", 0) == getattr(found, "list_size", 0)
+            return sizes_equal and same_type(expected.value_type, found.value_type)
+    return False
+
+
+def is_readable_as(found: pa.DataType, expected: pa.DataType) -> bool:
+    """Whether values of a shard can be read as those of its dataset."""
+    joint = joint_type(expected, found)
+    return joint is not None and same_type(expected, joint)
+
+
+def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type in which columns of both stored types can be read, which is the first one if it can
+    be that; None if their batches differ.
+    """
+    if same_type(kind, other) or pa.types.is_null(other):
+        return kind
+    if pa.types.is_null(kind):
+        return other
+    if (first := _unwrapped(kind)) is not kind or _unwrapped(other) is not other:
+        return joint_type(first, _unwrapped(other))
+    for family, largest in ((TEXTS, pa.large_string()), (BYTES, pa.large_binary())):
+        if kind.id in family and other.id in family:
+            return largest
+    if pa.types.is_timestamp(kind) and pa.types.is_timestamp(other):
+        is_instant = kind.unit == other.unit and kind.tz and other.tz
+        return pa.timestamp(kind.unit, "UTC") if is_instant else None
+    if pa.types.is_decimal(kind) and pa.types.is_decimal(other):
+        return _joint_decimal(kind, other)
+    return _joint_nested(kind, other)
+
+
+def _joint_nested(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if kind.id in ANY_LISTS and other.id in ANY_LISTS:
+        value = joint_type(kind.value_type, other.value_type)
+        return None if value is None else pa.large_list(value)
+    if pa.types.is_fixed_size_list(kind) and pa.types.is_fixed_size_list(other):
+        value = joint_type(kind.value_type, other.value_type)
+        is_alike = value is not None and kind.list_size == other.list_size
+        return pa.list_(value, kind.list_size) if is_alike else None
+    if pa.types.is_map(kind) and pa.types.is_map(other):
+        key = joint_type(kind.key_type, other.key_type)
+        value = joint_type(kind.item_type, other.item_type)
+        return None if key is None or value is None else pa.map_(key, value)
+    if pa.types.is_struct(kind) and pa.types.is_struct(other):
+        return _joint_struct(kind, other)
+    return None
+
+
+def _joint_struct(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    theirs = {field.name: field.type for field in other.fields}
+    names = [field.name for field in kind.fields]
+    if len(set(names)) < len(names) or sorted(names) != sorted(f.name for f in other.fields):
+        return None
+    fields = []
+    for field in kind.fields:
+        joint = joint_type(field.type, theirs[field.name])
+        if joint is None:
+            return None
+        fields.append(pa.field(field.name, joint))
+    return pa.struct(fields)
+
+
+def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    if kind.scale != other.scale:
+        return None
+    wide = kind if kind.precision >= other.precision else other
+    return (
+        pa.decimal256(wide.precision, wide.scale)
+        if wide.bit_width > 128
+        else (pa.decimal128(max(wide.precision, 1), wide.scale))
+    )
+
+
+def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:
+    """As `joint_type`, of types that were inferred from the first samples of two shards. `closed`:
+    a shard's decoder does not make a list of a single value.
+    """
+    if kind.equals(other) or pa.types.is_null(other):
+        return kind
+    if pa.types.is_null(kind):
+        return other
+    if _is_number(kind) and _is_number(other):
+        numbers = (pa.float64(), pa.uint64(), pa.int64())
+        return next((each for each in numbers if each in {kind, other}), None)
+    if pa.types.is_struct(kind) and pa.types.is_struct(other):
+        return _inferred_struct(kind, other, closed=closed)
+    if not closed or (pa.types.is_list(kind) and pa.types.is_list(other)):
+        elements = [each.value_type if pa.types.is_list(each) else each for each in (kind, other)]
+        if elements == [kind, other]:
+            return None
+        element = joint_inferred(*elements, closed=closed)
+        return None if element is None else pa.list_(element)
+    return None
+
+
+def _inferred_struct(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:
+    fields = {field.name: field.type for field in kind.fields}
+    for field in other.fields:
+        known = fields.get(field.name, pa.null())
+        joint = joint_inferred(known, field.type, closed=closed)
+        if joint is None:
+            return None
+        fields[field.name] = joint
+    return pa.struct(list(fields.items()))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_float64(kind))
+
+
+def _unwrapped(kind: pa.DataType) -> pa.DataType:
+    """The type of the values of extensions, dictionaries and run-end encodings. A tensor of fixed
+    shape is more than its values.
+    """
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        return _unwrapped(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return widened(_unwrapped(kind.value_type))
+    return kind
