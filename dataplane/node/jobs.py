@@ -20,7 +20,6 @@ from dataplane.arena.slots import plan_slots
 from dataplane.changes import MIX, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
-from dataplane.index.folders import said_of_folders
 from dataplane.machine import numa_node_of, numa_nodes
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
@@ -337,7 +336,7 @@ def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
     names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
     told = []
     for name, opened in zip(names, job.opened, strict=True):
-        of_one = [said_of_folders(opened.manifest)]
+        of_one = [opened.folders]
         if opened.view.pack is not None and opened.packing is not None:
             blocks = opened.manifest.block_count
             of_one.append(advice.packing(opened.packing, opened.view.pack, blocks))

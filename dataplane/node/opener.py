@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.index.folders import said_of_folders
 from dataplane.index.viewing import canonical_view, with_view
 from dataplane.model import ColumnSpec, DatasetIdentity, View
 from dataplane.node.categories import CategoryReader
@@ -60,7 +61,8 @@ _MANIFESTS_MAX = 16
 
 class Opened(Struct, frozen=True):
     """An opened manifest, with values that need a pass over its blocks, which runs in a thread.
-    `rows` is that of the rows of this view, and `packed` that of its samples, which may be packs.
+    `rows` is that of the rows of this view, and `packed` that of its samples, which may be packs;
+    `folders` what is to be said of the folders of its shards.
     """
 
     rows: Manifest
@@ -69,6 +71,7 @@ class Opened(Struct, frozen=True):
     identity: DatasetIdentity
     sizes: BlockSizes
     stored_bytes: int
+    folders: str = ""
 
     @property
     def manifest(self) -> Manifest:
@@ -335,7 +338,8 @@ def _opened(rows: Manifest, view: View, packed: PackedManifest) -> Opened:
     manifest = packed.manifest
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     identity = identity_of(manifest.whole or manifest)
-    return Opened(rows, view, packed, identity, sizes, int(manifest.block_length.sum()))
+    stored_bytes = int(manifest.block_length.sum())
+    return Opened(rows, view, packed, identity, sizes, stored_bytes, said_of_folders(rows))
 
 
 def check_names(request: messages.OpenJob) -> None:

@@ -82,6 +82,14 @@ class Reconnecting(Protocol):
         """
 
 
+@runtime_checkable
+class Restricted(Protocol):
+    """A store that opens only some of its urls."""
+
+    def opens(self, url: str) -> bool:
+        """Whether it opens this url."""
+
+
 class Page(Struct, frozen=True):
     """Objects in url order, and whether no more follow. Those without bytes are apart, and in any
     order: what is listed as "folder" may have come where "folder/" belongs.

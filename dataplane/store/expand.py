@@ -181,7 +181,10 @@ def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
 
 
 def _shown(folder: str, below: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    return [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+    shown = [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+    if shown and len(shown) < len(below):
+        layouts.note_hidden(folder, below)
+    return shown
 
 
 def _matching(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:

@@ -23,9 +23,10 @@ import msgspec
 from dataplane.errors import ConfigError, ShardNotFound, StoreDenied
 from dataplane.model import ObjectInfo
 from dataplane.store import globs
-from dataplane.store.base import Store
+from dataplane.store.base import Restricted, Store
 from dataplane.store.urls import FILE_PREFIX, base_of, folder_of
 from dataplane.suffixes import MANIFEST, suffix_of
+from dataplane.trace import Trace
 
 _DELTA, _HUDI, _ICEBERG, _LANCE = "_delta_log", ".hoodie", "metadata", "_versions"
 _FILES = "pass the files of this version, "
@@ -76,12 +77,14 @@ _STEMS = {
     "eval": "test",
 }
 """What begins the words."""
+_UNDERSCORED = re.compile(r"(?:[^._][^/]*/)*_(?!temporary/|delta_log/|change_data/)[^/=]*(?:/|\Z)")
 _NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}(?!\d)", re.DOTALL)
 _REVISION = re.compile(r"/((?:datasets|models|spaces)--[^/]+/snapshots)/([^/]+)/")
 _KEY = re.compile(r"/([^/=]+)=[^/]*(?=/)")
 _CACHED = re.compile(r"cache-.*\.arrow", re.DOTALL)
 _STATE_BYTES_MAX = 64 << 20
 _SPLITS_SHOWN = 5
+_trace = Trace("store")
 
 
 class _File(msgspec.Struct):
@@ -139,6 +142,8 @@ def refuse_table(root: str, store: Store) -> None:
 
     Raises:  ConfigError.  Errors of the store.
     """
+    if isinstance(store, Restricted) and not store.opens(f"{root}/"):
+        return
     with contextlib.suppress(StoreDenied, ShardNotFound):
         for kind, prefix in _PROBES:
             if next(iter(store.list(f"{root}/{prefix}")), None) is not None:
@@ -156,6 +161,21 @@ def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
     for url in urls:
         keys.update((match[1], None) for match in _KEY.finditer(url) if f"{match[0]}/" not in named)
     return list(keys)
+
+
+def note_hidden(folder: str, listed: Sequence[ObjectInfo]) -> None:
+    """Log that shards whose names begin with an underscore are left out, but for those of
+    unfinished jobs and of tables.
+    """
+    names = (info.url[len(folder) :] for info in listed)
+    hidden = [name for name in names if _UNDERSCORED.match(name) and _is_shard(name)]
+    if hidden:
+        _trace.failed(
+            "shards whose names begin with an underscore are left out",
+            folder=folder,
+            count=len(hidden),
+            such_as=hidden[0],
+        )
 
 
 class _Marks:
@@ -298,10 +318,10 @@ def _refuse_revisions(infos: Sequence[ObjectInfo], folder: str) -> None:
 def _may_have_splits(below: str) -> bool:
     """Whether these names, one a line, in lower case, may be of several splits."""
     stems = [stem for stem in _STEMS if stem in below]
-    if len({_STEMS[stem] for stem in stems}) != 1:
+    if len(stems) != 1:
         return bool(stems)
-    # Of one split, and perhaps of others whose names are not known.
-    return "-of-" in below and any(stems[0] not in name for name in below.split("\n"))
+    # Of one split, and perhaps of others whose names are not known, or of none.
+    return any(stems[0] not in name for name in below.split("\n"))
 
 
 def _refuse_splits(
@@ -310,7 +330,7 @@ def _refuse_splits(
     """Refuse objects of several splits, unless a pattern names one by itself."""
     if any(_split_in(part) for part in name[len(folder) :].split("/")):
         return
-    splits = _splits_of(infos, len(folder))
+    splits, others = _splits_of(infos, len(folder))
     for root in dicts:
         below = [info.url for info in infos if info.url.startswith(root)]
         of_dict: dict[str, list[str]] = {}
@@ -318,6 +338,8 @@ def _refuse_splits(
             of_dict.setdefault(url[len(root) :].partition("/")[0], []).append(url)
         splits = max(splits, of_dict, key=len)
     if len(splits) < 2:
+        for split, urls in splits.items():
+            _note_others(name, split, urls, others)
         return
     order = list(dict.fromkeys(_SPLIT_OF.values()))
     shown = sorted(splits, key=lambda split: (order.index(split) if split in order else 9, split))
@@ -333,9 +355,24 @@ def _refuse_splits(
     )
 
 
-def _splits_of(infos: Sequence[ObjectInfo], start: int) -> dict[str, list[str]]:
+def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[str]) -> None:
+    """Log that shards of one split are read with shards of none, if so."""
+    shards = [*filter(_is_shard, others)]
+    if shards and any(map(_is_shard, urls)):
+        _trace.failed(
+            "shards of a split are read together with others",
+            dataset=name,
+            split=split,
+            such_as=urls[0],
+            others=len(shards),
+            other=shards[0],
+        )
+
+
+def _splits_of(infos: Sequence[ObjectInfo], start: int) -> tuple[dict[str, list[str]], list[str]]:
     """The urls of each split: that of a file's own name, or else of the nearest folder. Once there
-    are splits in a folder, other names "name-00000-of-00001" there are splits of their own.
+    are splits in a folder, other names "name-00000-of-00001" there are splits of their own. And the
+    urls of no split.
     """
     of_folder: dict[str, str] = {}
     splits: dict[str, list[str]] = {}
@@ -352,15 +389,15 @@ def _splits_of(infos: Sequence[ObjectInfo], start: int) -> dict[str, list[str]]:
         else:
             split = of_folder[above]
         (splits.setdefault(split, []) if split else rest).append(info.url)
-    for url in rest if with_splits else ():
+    others: list[str] = []
+    for url in rest:
         above, _, last = url[start:].rpartition("/")
         numbered = _NUMBERED.match(last) if above in with_splits else None
-        if numbered is not None:
-            splits.setdefault(numbered[1], []).append(url)
+        (others if numbered is None else splits.setdefault(numbered[1], [])).append(url)
     if len(splits) < 2 or not any(_is_shard(info.url) for info in infos):
-        return splits
+        return splits, others
     shards = {split: [*filter(_is_shard, urls)] for split, urls in splits.items()}
-    return {split: urls for split, urls in shards.items() if urls}
+    return {split: urls for split, urls in shards.items() if urls}, others
 
 
 def _split_in(part: str) -> str:

@@ -80,6 +80,10 @@ class UrlPolicy(Struct, frozen=True):
                 raise self._denied(url, _OUT)
         self._check_host(url)
 
+    def allows(self, url: str) -> bool:
+        """Whether a prefix covers this url. Nothing is logged."""
+        return not self.prefixes or is_under(url, self.prefixes)
+
     def check_all(self, urls: Iterable[str]) -> None:
         """Check the urls of many objects. A folder is looked up once.
 
@@ -201,6 +205,10 @@ class PolicedStore:
         found = list(self._inner.list(prefix))
         self._policy.check_all(one.url for one in found)
         return iter(found)
+
+    def opens(self, url: str) -> bool:
+        """As `base.Restricted.opens`."""
+        return self._policy.allows(url)
 
     def has_pages(self) -> bool:
         """As `base.Paged.has_pages`."""

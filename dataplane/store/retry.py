@@ -32,7 +32,7 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo, StorePause
-from dataplane.store.base import NotInOrderError, Page, Paged, Reconnecting, Store
+from dataplane.store.base import NotInOrderError, Page, Paged, Reconnecting, Restricted, Store
 from dataplane.store.gate import Clock, Gate, Share, Turn, Wait
 from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outages
@@ -93,6 +93,10 @@ class Retrying:
                 return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
         # If it breaks off, it starts again: such a store cannot go on at an exact place.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
+
+    def opens(self, url: str) -> bool:
+        """As `base.Restricted.opens`."""
+        return not isinstance(self._inner, Restricted) or self._inner.opens(url)
 
     def head(self, url: str) -> ObjectInfo:
         return self._call(f"head of {url}", url, lambda: self._inner.head(url))

@@ -376,3 +376,23 @@ def test_what_folders_are_takes_a_few_requests_for_a_name_and_none_for_a_shard(
     requests = Requests()
     expand(f"{tmp_path}/{name}", requests.connect)
     assert (len(requests.lists), requests.heads) == (lists, heads)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["bus/a.parquet", "test/a.parquet"], "a split are read together with others.*split=test"),
+        (["train.parquet", "other.parquet"], "a split are read together with others.*split=train"),
+        (["a.parquet", "_b.parquet"], "an underscore are left out.*count=1 such_as=_b.parquet"),
+        (["a.parquet", "x/_y/b.parquet"], "an underscore are left out.*such_as=x/_y/b.parquet"),
+        (["train/a.parquet", "train/test.csv", "notes.txt", "_SUCCESS", "_metadata"], ""),
+        (["a.parquet", "_temporary/0/b.parquet", "._b.parquet", ".x/_b.parquet"], ""),
+    ],
+)
+def test_what_other_readers_would_leave_out_or_read_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], says: str
+) -> None:
+    put(tmp_path, {name: parquet(1) for name in files})
+    with caplog.at_level(logging.WARNING, "dataplane.store"):
+        index_dataset(tmp_path)
+    assert re.search(says, caplog.text) if says else not caplog.records

@@ -171,6 +171,16 @@ def test_a_served_node_opens_what_is_allowed(node, tmp_path):
     assert node(f"file://{tmp_path}/data/").sample_count == 3
 
 
+def test_the_folder_above_what_is_allowed_is_not_asked_whether_it_is_a_table(
+    node, tmp_path, caplog
+):
+    log = tmp_path / "_delta_log" / "00000000000000000000.json"
+    log.parent.mkdir()
+    log.write_text("{}")
+    assert node(f"{tmp_path}/data").sample_count == 3
+    assert "url refused" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -11,7 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_torch import BatchColumn, DataLoader, Ragged, ShardedIterableDataset, Stack
+from dataplane_torch import (
+    BatchColumn,
+    DataLoader,
+    Mixture,
+    Ragged,
+    ShardedIterableDataset,
+    Source,
+    Stack,
+)
 from dataplane_torch.schema import Schema
 
 from dataplane.errors import ConfigError
@@ -181,3 +189,23 @@ def test_keys_of_folders_are_no_columns_and_the_user_learns_it_once(tmp_path: Pa
     ):
         with pytest.raises(ConfigError, match=told):
             DataLoader(tmp_path / "table", batch_size=1, **options).schema  # noqa: B018
+
+
+def test_a_mixture_says_in_which_source_keys_of_folders_are_no_columns(tmp_path: Path) -> None:
+    for source, folder in (("a", "day=1"), ("b", "part")):
+        (tmp_path / source / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / source / folder / "x.parquet")
+    sources = {name: Source(tmp_path / name, weight=1.0) for name in "ab"}
+    told = r"^source 'a': the shards lie in folders day=…"
+    with DataLoader(Mixture(sources), 1) as loader, pytest.warns(UserWarning, match=told):
+        assert [column.name for column in loader.schema] == ["x"]
+
+
+def test_a_folder_of_several_splits_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    for name in ("train-0", "train-1", "test-0"):
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
+    told = r"several splits.*train \(.*/train-\*\.parquet\)"
+    with DataLoader(tmp_path, 1) as loader, pytest.raises(ConfigError, match=told):
+        len(loader)
+    with DataLoader(tmp_path / "train-*.parquet", batch_size=1) as loader:
+        assert len(loader) == 4
