@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
@@ -36,6 +37,7 @@ from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.bounds import ELEMENTS_MAX
 from dataplane.rpc.convert import encode
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
@@ -45,10 +47,18 @@ _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
 _WORK_S = 1.0
+_MESSAGES_A_TURN = 16
+_REQUESTS_MAX = 16
+_JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 64, 256, 1024
+_SHORT_BYTES = 2048
+"""Messages of this length are parsed on the event loop."""
+_PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
 
 
 class TrainerConnection:
-    """One trainer's connection."""
+    """One trainer's connection. To leave others their turns, it reads a few messages at a time, and
+    none while it has many requests under way, or a long message to parse, which a thread does.
+    """
 
     def __init__(self, server: NodeServer, sock: socket.socket) -> None:
         self._server = server
@@ -58,9 +68,11 @@ class TrainerConnection:
         self._members: dict[str, ServedMember] = {}
         self._streams: dict[int, ServedMember] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._greeted = False
+        self._awaited_slabs: dict[int, int] = {}
+        """The stream of each slab that was requested, by the number of the request."""
+        self._greeted = self._is_parsing = self._is_reading = False
         self.closed = False
-        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self._pace()
 
     def send(
         self, request_id: int, body: messages.FromNodeBody, descriptors: tuple[int, ...] = ()
@@ -69,6 +81,7 @@ class TrainerConnection:
         self._post(request_id, encode(messages.FromNode(request_id, body)), descriptors)
 
     def _post(self, request_id: int, wire: bytes, descriptors: tuple[int, ...]) -> None:
+        self._awaited_slabs.pop(request_id, None)
         if self.closed or not request_id:
             return
         self._outbox.append((request_id, wire, descriptors))
@@ -79,9 +92,10 @@ class TrainerConnection:
         if self.closed:
             return
         self.closed = True
-        self._loop.remove_reader(self._sock.fileno())
+        self._pace()
         self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        # In a thread: the kernel may have to free a gigabyte that nobody has read.
+        self._loop.run_in_executor(None, self._sock.close)
         for task in self._tasks:
             task.cancel()
         for member in self._members.values():
@@ -112,27 +126,69 @@ class TrainerConnection:
             self._outbox.popleft()
         self._loop.remove_writer(self._sock.fileno())
 
+    def _pace(self) -> None:
+        """Read on, or wait until this trainer has less under way."""
+        wants = not (self.closed or self._is_parsing or len(self._tasks) >= _REQUESTS_MAX)
+        if wants == self._is_reading or self._sock.fileno() < 0:
+            return
+        self._is_reading = wants
+        if wants:
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+        else:
+            self._loop.remove_reader(self._sock.fileno())
+
     def _on_readable(self) -> None:
-        while not self.closed:
+        for _ in range(_MESSAGES_A_TURN):
+            if not self._is_reading:
+                return
             try:
-                message, descriptors = local.receive(self._sock, messages.ToNode)
+                packet = local.receive_packet(self._sock)
+                if packet.is_longer(_SHORT_BYTES):
+                    self._start(self._parse(packet))
+                    self._is_parsing = True
+                    self._pace()
+                else:
+                    self._take(*packet.read(messages.ToNode))
             except BlockingIOError:
                 return
             except PeerLost:
                 self._hung_up()
                 return
             except DataplaneError as error:
-                self._server.trace.failed("session", error=error)
-                self.close()
+                self._end_session(error)
                 return
-            for fd in descriptors:
-                os.close(fd)
-            self._answer(message.request_id, message.body)
+
+    async def _parse(self, packet: local.Packet) -> None:
+        """Parse a long message. The next one has to wait in proportion."""
+        began = self._loop.time()
+        try:
+            async with self._server.parsing_of(sockets.peer_credentials(self._sock)[0]):
+                read = await asyncio.to_thread(packet.read, messages.ToNode, ELEMENTS_MAX)
+            took_s = self._loop.time() - began
+            self._take(*read)
+            await asyncio.sleep(min(_PARSE_PAUSES * took_s, _PARSE_PAUSE_S_MAX))
+        except DataplaneError as error:
+            self._end_session(error)
+        except MemoryError as error:
+            self._broke(0, error)
+            self.close()
+        finally:
+            packet.close()
+            self._is_parsing = False
+
+    def _take(self, message: messages.ToNode, descriptors: tuple[int, ...]) -> None:
+        for fd in descriptors:
+            os.close(fd)
+        self._answer(message.request_id, message.body)
+
+    def _end_session(self, error: DataplaneError) -> None:
+        self._server.trace.failed("session", error=error)
+        self.close()
 
     def _hung_up(self) -> None:
         """The trainer is gone. Process its last messages: that it leaves, and its position."""
         self._outbox.clear()
-        for message in local.last_messages(self._sock, messages.ToNode):
+        for message in local.last_messages(self._sock, messages.ToNode, _SHORT_BYTES):
             if isinstance(message.body, messages.CloseStream):
                 self._close_stream(message.body)
             elif isinstance(message.body, messages.CloseJob):
@@ -180,9 +236,17 @@ class TrainerConnection:
             except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
                 self._broke(request_id, error)
 
-        task = self._loop.create_task(guarded())
+        self._start(guarded())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+        self._pace()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._pace()
 
     def _hello(self, request_id: int, body: messages.Hello) -> None:
         if (body.version, body.protocol) != (VERSION, PROTOCOL_VERSION):
@@ -203,8 +267,11 @@ class TrainerConnection:
         if self._server.draining:
             raise PeerLost(f"node {self._server.node_id} is draining: try another", peer="node")
         await self._server.heartbeat.wait_registered(body.job_id)
+        if len(self._members) >= _JOBS_MAX:
+            raise ConfigError(f"this connection has opened {_JOBS_MAX} jobs, the most for one")
         old = self._members.pop(body.job_id, None)
         if old is not None:
+            self._drop_streams(old)
             self._server.jobs.close(old)
         working = self._loop.create_task(self._send_work(request_id, body))
         try:
@@ -234,6 +301,8 @@ class TrainerConnection:
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
         member, ready = self._member(body.job_id), self._server.heartbeat.wait_gathered
+        if len(self._streams) >= _STREAMS_MAX:
+            raise ConfigError(f"this connection has {_STREAMS_MAX} open streams, the most for one")
         stream, opened = await self._server.jobs.streams.open(member, body, self.send, ready)
         if self.closed or self._members.get(body.job_id) is not member:
             self._server.engine.close_stream(stream)
@@ -258,6 +327,13 @@ class TrainerConnection:
         if member.error is not None:
             raise member.error
         stream.check_consumed(body.cursor)
+        if not request_id or request_id in self._awaited_slabs:
+            raise ConfigError(
+                f"a slab was requested with the number {request_id}: it needs its own"
+            )
+        if len(self._awaited_slabs) >= _SLABS_AWAITED_MAX:
+            raise ConfigError(f"this connection waits for {_SLABS_AWAITED_MAX} slabs, the most")
+        self._awaited_slabs[request_id] = body.stream_id
         member.epoch = stream.walk.stream.epoch
         member.cursor, member.stall_s, member.bound = body.cursor, body.stall_s, body.bound
         self._server.engine.request(stream, request_id)
@@ -269,6 +345,7 @@ class TrainerConnection:
 
     def _close_stream(self, body: messages.CloseStream) -> None:
         member = self._streams.pop(body.stream_id, None)
+        self._forget_slabs({body.stream_id})
         stream = member.streams.pop(body.stream_id, None) if member is not None else None
         if member is not None and stream is not None:
             member.reached(stream.walk.stream.epoch, body.cursor)
@@ -283,9 +360,20 @@ class TrainerConnection:
             member.is_leaving = True
         else:
             del self._members[body.job_id]
+            self._drop_streams(member)
             self._server.jobs.close(member)
             self._server.jobs.forget_manifest(body.job_id)
             self._server.jobs.leave(member, lost=False)
+
+    def _drop_streams(self, member: ServedMember) -> None:
+        """Forget the streams of a member that leaves this connection."""
+        gone = {stream_id for stream_id, owner in self._streams.items() if owner is member}
+        self._streams = {key: one for key, one in self._streams.items() if key not in gone}
+        self._forget_slabs(gone)
+
+    def _forget_slabs(self, streams: set[int]) -> None:
+        awaited = self._awaited_slabs
+        self._awaited_slabs = {key: one for key, one in awaited.items() if one not in streams}
 
 
 class NodeServer:
@@ -306,6 +394,7 @@ class NodeServer:
         self.node_id = node_id
         self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
+        self._parsing: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self._sessions: set[TrainerConnection] = set()
         self._idle_since = time.monotonic()
         self._had_session = False
@@ -335,6 +424,10 @@ class NodeServer:
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
             self._watchdog, self._neighbours.reads, address, self._fetcher.disk_id,
         )  # fmt: skip
+
+    def parsing_of(self, pid: int) -> asyncio.Lock:
+        """Held while a long message of this process is parsed: one at a time."""
+        return self._parsing.setdefault(pid, asyncio.Lock())
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""

@@ -11,6 +11,8 @@ from dataplane.rpc.address import TcpAddress, parse
 from dataplane.trace import UNSAFE
 
 NAME_LENGTH_MAX = 256
+ELEMENTS_MAX = 1 << 17
+"""Of all lists of a message together: each takes far more memory and time than its two bytes."""
 URLS_MAX = 64
 """Of a dataset, as a node tells them to the coordinator."""
 _SHOWN_LENGTH = 40

@@ -7,12 +7,14 @@ value. An envelope has those of the bodies that have come so far.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
 import json
 import math
 import operator
+import time
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +40,12 @@ _Convert = Callable[[Any], Any]
 _Class = Any  # a class: mypy holds that `type[object]` has no hash
 Descriptor = Any
 FieldDescriptor = Any
+_BYTES = 2
+"""The wire type of what has a length."""
+_OF_BYTES = {9, 12}
+"""The types of strings and bytes, which are never packed."""
+_FIELDS_AN_ELEMENT = 16
+_FIELDS_A_TURN, _TURN_PAUSE_S = 500, 0.001
 
 _SHARED: dict[str, type] = {
     "JobSpec": config.JobSpec,
@@ -96,35 +104,77 @@ def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
     this together: each takes far more memory and time than its two bytes.
     """
     message = _message_class(cast(_Class, cls))()
+    if len(wire) > elements_max:
+        _check_elements(wire, message.DESCRIPTOR, elements_max)
     try:
         message.ParseFromString(wire)
     except _DecodeError as error:
         raise errors.ConfigError(f"not a {cls.__name__} message: {error}") from error
-    if len(wire) > elements_max:
-        _check_elements(message, elements_max)
     try:
         return from_proto(cls, message)
     except (KeyError, TypeError, ValueError) as error:  # an invalid enum or noun
         raise errors.ConfigError(f"not a {cls.__name__} message: {error!r}") from error
 
 
-def _check_elements(message: Message, most: float) -> None:
-    """Raises:  ConfigError: the lists of a message have more elements than this together."""
-    count, nested = 0, [message]
-    while nested:
-        for field, value in nested.pop().ListFields():
-            kind = field.message_type
-            if not field.is_repeated:
-                nested += [] if kind is None else [value]
-                continue
-            count += len(value)
-            if count > most:
-                raise errors.ConfigError(
-                    f"the lists of a {message.DESCRIPTOR.name} message have more than {most} "
-                    "elements together: name fewer urls, sources or columns"
-                )
-            if kind is not None and not kind.GetOptions().map_entry:
-                nested += value
+def _check_elements(wire: bytes, descriptor: Descriptor, most: float) -> None:
+    """Count the elements of a message before it is parsed, since protobuf's parser holds the
+    interpreter lock. What is no message is left to the parser. In a thread: it lets others run.
+
+    Source:  protobuf.dev/programming-guides/encoding.
+    Raises:  ConfigError: there are more than `most`.
+    """
+    count, fields, parts = 0, 0, [(0, len(wire), descriptor)]
+    with contextlib.suppress(IndexError):
+        while parts:
+            at, end, kind = parts.pop()
+            known = _fields_by_number(kind)
+            while at < end:
+                tag, at = _varint(wire, at)
+                length, at = _value_length(wire, at, tag & 7)
+                field = known.get(tag >> 3)
+                fields += 1
+                if not fields % _FIELDS_A_TURN:
+                    time.sleep(_TURN_PAUSE_S)  # others need the interpreter lock
+                if field is not None and tag & 7 == _BYTES and field.message_type is not None:
+                    parts.append((at, min(at + length, end), field.message_type))
+                    count += 1
+                elif field is not None and field.is_repeated:
+                    is_packed = tag & 7 == _BYTES and field.type not in _OF_BYTES
+                    count += length if is_packed else 1
+                at += length
+                if count > most or fields > _FIELDS_AN_ELEMENT * most:
+                    raise errors.ConfigError(
+                        f"a {descriptor.name} message has more than {most} elements in lists: "
+                        "name fewer urls, sources or columns"
+                    )
+
+
+@functools.cache
+def _fields_by_number(descriptor: Descriptor) -> Mapping[int, FieldDescriptor]:
+    return dict(descriptor.fields_by_number)
+
+
+def _value_length(wire: bytes, at: int, wire_type: int) -> tuple[int, int]:
+    """How long a value is, and where it begins.   Raises:  IndexError: it is none."""
+    if wire_type == 0:
+        return _varint(wire, at)[1] - at, at
+    if wire_type == _BYTES:
+        return _varint(wire, at)
+    return {1: 8, 5: 4}.get(wire_type, len(wire)), at
+
+
+def _varint(wire: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends.   Raises:  IndexError: it has no end."""
+    byte = wire[at]
+    if byte < 0x80:
+        return byte, at + 1
+    number, shift = byte & 0x7F, 7
+    while byte >= 0x80:
+        at += 1
+        byte = wire[at]
+        number |= (byte & 0x7F) << shift
+        shift += 7
+    return number, at + 1
 
 
 def to_proto(value: object) -> Message:

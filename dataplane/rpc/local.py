@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import struct
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 MESSAGE_BYTES_MAX = 64 << 20
 _DESCRIPTORS_MAX = 4
-_LAST_MESSAGES_MAX = 4096
+_LAST_MESSAGES_MAX = 1024
 _LARGE = 0
 _LARGE_PACKET = struct.Struct("<BQ")
 _F_ADD_SEALS = 1033
@@ -91,11 +92,43 @@ def _sealed(wire: bytes) -> int:
     return fd
 
 
-def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
-    """The next message and its file descriptors, which the caller owns.
+class Packet:
+    """A packet of a socket, and the descriptors that came with it: closed with it, unless a message
+    was read from it.
+    """
+
+    def __init__(self, wire: bytes, fds: array.array[int]) -> None:
+        self._wire, self._fds = wire, fds
+
+    def is_longer(self, length: int) -> bool:
+        """Whether the message in it may have more bytes than this."""
+        return len(self._wire) > length or self._wire[0] == _LARGE
+
+    def read(self, cls: type[T], elements_max: float = math.inf) -> tuple[T, tuple[int, ...]]:
+        """The message, and its descriptors, which the caller owns.
+
+        Raises:  DataplaneError: it is none, or its lists are too long.
+        """
+        fds, self._fds = self._fds, array.array("i")
+        try:
+            wire = _large(self._wire, fds) if self._wire[0] == _LARGE else self._wire
+            return decode(cls, wire, elements_max), tuple(fds)
+        except DataplaneError:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Drop it. May be called twice."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def receive_packet(sock: socket.socket) -> Packet:
+    """The next packet.
 
     Raises:  PeerLost: the other side is gone.  TimeoutError: the socket's timeout passed.
-    BlockingIOError: the socket does not wait and has nothing.
+    BlockingIOError: the socket does not wait and has nothing.  ConfigError: it is cut off.
     """
     room = socket.CMSG_SPACE(_DESCRIPTORS_MAX * 4)
     try:
@@ -108,22 +141,27 @@ def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    try:
-        if not wire:
-            raise PeerLost("the other side closed the connection", peer="")
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ConfigError("a packet was cut off: the other side speaks another protocol")
-        if wire[0] == _LARGE:
-            wire = _large(wire, fds)
-        return decode(cls, wire), tuple(fds)
-    except DataplaneError:
-        for fd in fds:
-            os.close(fd)
-        raise
+    packet = Packet(wire, fds)
+    if not wire:
+        packet.close()
+        raise PeerLost("the other side closed the connection", peer="")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        packet.close()
+        raise ConfigError("a packet was cut off: the other side speaks another protocol")
+    return packet
 
 
-def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
-    """The messages left in the socket of a peer that is gone, without their file descriptors.
+def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
+    """The next message and its file descriptors, which the caller owns.
+
+    Raises:  As `receive_packet`, and ConfigError: it is no message.
+    """
+    return receive_packet(sock).read(cls)
+
+
+def last_messages(sock: socket.socket, cls: type[T], bytes_max: int) -> Iterator[T]:
+    """The messages left in the socket of a peer that is gone, without their file descriptors and
+    without those that are longer.
 
     The kernel reports the end before them: a send fails at once, and so does the first receive if
     the peer left something unread.
@@ -131,7 +169,11 @@ def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
     ends = 0
     for _ in range(_LAST_MESSAGES_MAX):
         try:
-            message, descriptors = receive(sock, cls)
+            packet = receive_packet(sock)
+            if packet.is_longer(bytes_max):
+                packet.close()
+                continue
+            message, descriptors = packet.read(cls)
         except (BlockingIOError, DataplaneError):
             ends += 1
             if ends > 1:  # after all messages

@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from dataplane.rpc.bounds import ELEMENTS_MAX
 from dataplane.rpc.convert import decode, encode, value_class
 from dataplane.rpc.v1 import coordinator_pb2
 
 REQUEST_BYTES_MAX = 4 << 20
 RESPONSE_BYTES_MAX = 64 << 20
-_ELEMENTS_MAX = 1 << 17
 
 
 class Method(Struct, frozen=True):
@@ -40,7 +40,7 @@ def coordinator_methods() -> tuple[Method, ...]:
             path=f"/{service.full_name}/{method.name}",
             python_name=re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
             read_request=functools.partial(
-                decode, value_class(method.input_type), elements_max=_ELEMENTS_MAX
+                decode, value_class(method.input_type), elements_max=ELEMENTS_MAX
             ),
             read_response=functools.partial(decode, value_class(method.output_type)),
         )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from raw_trainer import Node, Trainer
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.node.server import TrainerConnection
+from dataplane.errors import ConfigError
+from dataplane.model import Topology
+from dataplane.node.server import _MESSAGES_A_TURN, _REQUESTS_MAX, TrainerConnection
 from dataplane.rpc import local, messages
 from dataplane.trace import Trace
 
@@ -26,8 +32,128 @@ def fake_server(closed: asyncio.Event) -> Any:
         node_id="node-1",
         stopping=False,
         trace=Trace("node"),
+        parsing_of=lambda _: asyncio.Lock(),
         forget=lambda _: closed.set(),
     )
+
+
+class Peers:
+    """Connections with one fake server: those of the node, and their other ends."""
+
+    def __init__(self, server: Any) -> None:
+        self._server, self.ended = server, []
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.ended.append(TrainerConnection(cast("Any", self._server), ours).close)
+        return theirs
+
+    def close(self) -> None:
+        for close in self.ended:
+            close()
+
+
+async def greeted(theirs: socket.socket) -> bool:
+    local.send(theirs, messages.ToNode(1, HELLO))
+    answer, _ = await asyncio.to_thread(local.receive, theirs, messages.FromNode)
+    return isinstance(answer.body, messages.Welcome)
+
+
+def test_a_trainer_with_many_requests_under_way_is_not_read_and_others_are() -> None:
+    async def flooded() -> None:
+        server, under_way, end = fake_server(asyncio.Event()), 0, asyncio.Event()
+
+        async def wait(_: str) -> None:
+            nonlocal under_way
+            under_way += 1
+            await end.wait()
+            under_way -= 1
+            raise ConfigError("it is over")
+
+        server.draining, server.heartbeat.wait_registered = False, wait
+        peers = Peers(server)
+        with peers.connect() as flood, peers.connect() as other:
+            assert await greeted(flood)
+            source, place = messages.DatasetSource(("x",)), Topology()
+            body = messages.OpenJob("j", "i", "m", source, place, global_batch=1)
+            flood.settimeout(60)
+
+            def send() -> None:
+                for number in range(2, 102):
+                    local.send(flood, messages.ToNode(number, body))
+
+            sending = asyncio.create_task(asyncio.to_thread(send))
+            assert await greeted(other)
+            async with asyncio.timeout(60):
+                while under_way < _REQUESTS_MAX:  # noqa: ASYNC110 - as its messages come
+                    await asyncio.sleep(0)
+            assert await greeted(other)
+            assert under_way == _REQUESTS_MAX
+            end.set()
+            for _ in range(100):
+                answer, _ = await asyncio.to_thread(local.receive, flood, messages.FromNode)
+                assert isinstance(answer.body, ConfigError)
+            await sending
+            assert not under_way
+            peers.close()
+
+    asyncio.run(flooded())
+
+
+def test_a_flood_of_valid_messages_leaves_others_their_turn() -> None:
+    """The loop answers another trainer before it has read all of the flood."""
+
+    async def flooded() -> None:
+        peers = Peers(fake_server(asyncio.Event()))
+        with peers.connect() as flood, peers.connect() as other:
+            flood.setblocking(False)
+            sent = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    local.send(flood, messages.ToNode(0, messages.Release("j", (1, 2))))
+                    sent += 1
+            assert sent > 5 * _MESSAGES_A_TURN
+            local.send(other, messages.ToNode(1, HELLO))
+            other.setblocking(False)
+            turns = 0
+            while not select.select([other], [], [], 0)[0]:
+                turns += 1
+                await asyncio.sleep(0)
+            assert turns <= 5
+            peers.close()
+
+    asyncio.run(flooded())
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x1a\x03\x2a\x01x", b"\x1a\x02\x22\x00"], ids=["urls", "messages"]
+)
+def test_a_message_of_a_million_empty_parts_ends_its_session(
+    body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ended() -> None:
+        closed = asyncio.Event()
+        peers = Peers(fake_server(closed))
+        with peers.connect() as theirs:
+            fd = local._sealed(body * (1 << 20))
+            try:
+                packet = local._LARGE_PACKET.pack(local._LARGE, len(body) << 20)
+                local._send_packet(theirs, packet, (fd,))
+            finally:
+                os.close(fd)
+            await closed.wait()
+
+    asyncio.run(ended())
+    assert "more than 131072 elements in lists" in caplog.text
+
+
+def test_a_request_for_a_slab_needs_a_number_of_its_own(tmp_path: Path, arrow: str) -> None:
+    with Node(tmp_path) as node, Trainer(node) as trainer:
+        trainer.open(arrow)
+        stream = trainer.call(messages.OpenStream("j", 0, 0)).stream_id
+        trainer.tell(messages.NextSlab(stream, 0, 0.0))  # with the number 0: ignored
+        assert isinstance(trainer.call(messages.NextSlab(stream, 0, 0.0)), messages.Slab)
 
 
 def test_a_trainer_that_asks_and_hangs_up_at_once_leaves_nothing_that_was_never_run(
