@@ -5,8 +5,21 @@ from __future__ import annotations
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from dataplane.errors import ConfigError
 from dataplane.model import Exhausted, View
 from dataplane.weights import MixHistory, ScheduledShares, ShareChange
+
+SOURCES_MAX = 1024
+
+
+def check_source_count(count: int) -> None:
+    """Raises:  ConfigError: a mixture cannot have so many sources."""
+    if not 1 <= count <= SOURCES_MAX:
+        raise ConfigError(
+            f"a mixture of {count} sources: 1 to {SOURCES_MAX} are possible. One source may have"
+            " any number of urls",
+            field="sources",
+        )
 
 
 class SourceSpec(Struct, frozen=True):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.mixture import MixtureSpec, SourceSpec, check_source_count
 from dataplane.model import (
     ColumnSpec,
     DatasetIdentity,
@@ -31,7 +31,6 @@ from dataplane.plan.shares import by_temperature, of_tokens, quantised
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 from dataplane.weights import ScheduledShares
 
-SOURCES_MAX = 1024
 LANES_MAX = 1 << 20
 
 
@@ -53,12 +52,7 @@ def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
             " place for each lane; leave it out, or choose a multiple of the number of ranks",
             field="lanes",
         )
-    if not 1 <= len(names) <= SOURCES_MAX:
-        raise ConfigError(
-            f"a mixture of {len(names)} sources: 1 to {SOURCES_MAX} are possible. One source may"
-            " have any number of urls",
-            field="sources",
-        )
+    check_source_count(len(names))
     if len(set(names)) < len(names):
         raise ConfigError("two sources of the mixture have one name", field="sources")
 

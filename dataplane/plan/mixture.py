@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -149,15 +150,70 @@ class EpochPlan(Struct, frozen=True):
     changed: tuple[tuple[int, Shares], ...] = ()
 
 
-class EpochRun(Struct, frozen=True):
-    """Epochs of equal counts: `count` of them from `first` on, None for all that follow. `plan` is
-    that of the first one, whose first round is `first_round`.
+class EpochStart(Struct, frozen=True):
+    """Where an epoch begins: the shares in force, what was read of each source, and how many rounds
+    there were.
+
+    Shapes:  base: int64[sources].
     """
 
-    first: int
+    epoch: int
+    shares: Shares
+    base: Int64
+    rounds: int = 0
+
+    @classmethod
+    def of(cls, mixed: Mixed) -> EpochStart:
+        """The start of the first epoch."""
+        return cls(0, mixed.shares, np.zeros(len(mixed.counts), np.int64))
+
+    def plan(self, mixed: Mixed, changes: Sequence[ShareChange] = ()) -> EpochPlan:
+        """The plan of the epoch with these changes in it, which are in order.
+
+        Raises:  ConfigError: it would have no samples, or not as many as its length.
+        """
+        given = mixed, self.shares, self.base, self.rounds, self.epoch, tuple(changes)
+        if len(changes) > _CHANGES_MAX:
+            return _Planner(*given).plan()
+        return _kept_plan(*given[:2], self.base.tobytes(), *given[3:])
+
+    def reached(
+        self, mixed: Mixed, changes: Sequence[ShareChange], asked_from: int, step: int
+    ) -> int:
+        """How many of the changes the epoch comes to. From position `asked_from` on, they are where
+        they were asked for: each needs `step` more positions there, without it and later ones.
+        """
+        given = mixed, self.shares, self.base, self.rounds, self.epoch, changes
+        return _Planner(*given, asked_from, step).reached()
+
+    def after(self, plan: EpochPlan, count: int = 1) -> EpochStart:
+        """Where the next epoch begins, if `count` epochs are as this plan of the first of them.
+
+        Raises:  ConfigError: that is beyond the range of numbers.
+        """
+        if int(self.base.max()) + int(plan.counts.max()) * count > SAMPLE_COUNT_MAX:
+            raise ConfigError(f"epoch {count} is beyond 2**62 samples of one source", field="epoch")
+        return EpochStart(
+            self.epoch + count,
+            plan.shares,
+            self.base + plan.counts * count,
+            self.rounds + plan.round_count * count,
+        )
+
+
+class EpochRun(Struct, frozen=True):
+    """Epochs of equal counts: `count` of them, None for all that follow. `plan` is that of the
+    first one, which begins at `start`.
+    """
+
+    start: EpochStart
     count: int | None
     plan: EpochPlan
-    first_round: int
+
+    @property
+    def first(self) -> int:
+        """Its first epoch."""
+        return self.start.epoch
 
 
 def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> EpochPlan:
@@ -168,12 +224,8 @@ def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> Ep
     for run in runs_of(mixed, changes):
         if run.count is None or epoch < run.first + run.count:
             break
-    plan, ahead = run.plan, epoch - run.first
-    if not ahead:
-        return plan
-    _check_range(plan.base, plan.counts, ahead)
-    base, rounds = plan.base + plan.counts * ahead, run.first_round + plan.round_count * ahead
-    return _planned(mixed, plan.shares, base, rounds, epoch)
+    ahead = epoch - run.first
+    return run.start.after(run.plan, ahead).plan(mixed) if ahead else run.plan
 
 
 def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[EpochRun]:
@@ -181,38 +233,17 @@ def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[Epoch
 
     Raises:  ConfigError: as `plan_of`.
     """
-    shares, base = mixed.shares, np.zeros(len(mixed.counts), np.int64)
-    rounds, at = 0, 0
-    for of, mine in itertools.groupby(changes, lambda change: change.epoch):
-        if at < of:
+    start = EpochStart.of(mixed)
+    for epoch, mine in itertools.groupby(changes, lambda change: change.epoch):
+        if start.epoch < epoch:
             # All epochs before it are like the first of them.
-            plan, count = _planned(mixed, shares, base, rounds, at), of - at
-            yield EpochRun(at, count, plan, rounds)
-            _check_range(base, plan.counts, count)
-            base, rounds = base + plan.counts * count, rounds + plan.round_count * count
-        plan = _planned(mixed, shares, base, rounds, of, tuple(mine))
-        yield EpochRun(of, 1, plan, rounds)
-        base, rounds, at = base + plan.counts, rounds + plan.round_count, of + 1
-        shares = plan.shares
-    yield EpochRun(at, None, _planned(mixed, shares, base, rounds, at), rounds)
-
-
-def _check_range(base: Int64, counts: Int64, epochs: int) -> None:
-    if int(base.max()) + int(counts.max()) * epochs > SAMPLE_COUNT_MAX:
-        raise ConfigError(f"epoch {epochs} is beyond 2**62 samples of one source", field="epoch")
-
-
-def _planned(
-    mixed: Mixed,
-    shares: Shares,
-    base: Int64,
-    first_round: int,
-    epoch: int,
-    changes: tuple[ShareChange, ...] = (),
-) -> EpochPlan:
-    if len(changes) > _CHANGES_MAX:
-        return _Planner(mixed, shares, base, first_round, epoch, changes).plan()
-    return _kept_plan(mixed, shares, base.tobytes(), first_round, epoch, changes)
+            run = EpochRun(start, epoch - start.epoch, start.plan(mixed))
+            yield run
+            start = start.after(run.plan, epoch - start.epoch)
+        run = EpochRun(start, 1, start.plan(mixed, tuple(mine)))
+        yield run
+        start = start.after(run.plan)
+    yield EpochRun(start, None, start.plan(mixed))
 
 
 @functools.lru_cache(_PLANS_KEPT)
@@ -239,20 +270,44 @@ class _Planner:
         first_round: int,
         epoch: int,
         changes: Sequence[ShareChange],
+        asked_from: int = 0,
+        step: int = 0,
     ) -> None:
         self._mixed, self._shares, self._epoch = mixed, shares, epoch
+        self._asked_from, self._step, self._sure, self._left_out = asked_from, step, 0, 0
         self._base, self._limits = base, mixed.limits
-        self._changes = list(changes)
+        self._changes = deque(changes)
         self._used = np.zeros_like(base)
         self._segments: list[MixSegment] = []
         self._changed: list[tuple[int, Shares]] = []
         self._position, self._first_round, self._rounds = 0, first_round, 0
 
     def plan(self) -> EpochPlan:
-        mixed, tail = self._mixed, None
+        mixed = self._mixed
         while self._changes and not self._changes[0].position:
-            self._change()
-        self._run(mixed.lanes)
+            self._have(self._changes.popleft().shares)
+        tail = self._to_end(mixed.lanes)
+        self._check()
+        if self._changes:  # at positions beyond the epoch
+            self._shares = self._changes[-1].shares
+        return EpochPlan(
+            self._epoch, tuple(self._segments), tail, self._position, self._base, self._used,
+            self._shares, self._rounds, tuple(self._changed),
+        )  # fmt: skip
+
+    def reached(self) -> int:
+        """How many of the changes the epoch comes to."""
+        count = len(self._changes)
+        while self._changes and not self._changes[0].position:
+            self._have(self._changes.popleft().shares)
+        self._to_end(self._mixed.lanes)
+        late = sum(one.position + self._step > self._position for one in self._changes)
+        return count - self._left_out - late
+
+    def _to_end(self, lanes: int) -> Tail | None:
+        """Plan what is left of the epoch, which begins with segments of so many lanes."""
+        mixed, tail = self._mixed, None
+        self._run(lanes)
         deals = mixed.exhausted is Exhausted.RENORMALISE and not mixed.length
         if mixed.batch == 1 and not deals:
             self._run(1)
@@ -262,13 +317,7 @@ class _Planner:
                 tail = Tail.of(self._position, self._base + self._used, left)
                 self._used = self._used + left
                 self._position += tail.sample_count
-        self._check()
-        if self._changes:  # at positions beyond the epoch
-            self._shares = self._changes[-1].shares
-        return EpochPlan(
-            self._epoch, tuple(self._segments), tail, self._position, self._base, self._used,
-            self._shares, self._rounds, tuple(self._changed),
-        )  # fmt: skip
+        return tail
 
     def _run(self, lanes: int) -> None:
         """Add segments of so many lanes until a source is exhausted or the length is reached."""
@@ -285,18 +334,49 @@ class _Planner:
             steps = int(tree.slots_for(some, room[some] + 1).min()) - 1
             end = self._steps_to_end(tree, some, unit)
             changed = self._steps_to_change(unit)
+            self._sure = self._position + min(steps, end) * unit
             steps = min(steps, end, changed)
             self._add(tree, shares, lanes, steps)
             if steps == changed:
-                self._change()
+                self._change(lanes)
             elif steps == end:
                 return
 
-    def _change(self) -> None:
-        shares = self._changes.pop(0).shares
+    def _change(self, lanes: int) -> None:
+        """Have the shares that are due: of several, the last ones."""
+        shares = self._shares
+        while self._changes and self._changes[0].position <= self._position:
+            if not self._comes_to(self._changes[0], shares, lanes):
+                self._left_out = len(self._changes)
+                self._changes.clear()
+                break
+            shares = self._changes.popleft().shares
+        self._have(shares)
+
+    def _have(self, shares: Shares) -> None:
         if shares != self._shares:
             self._shares = shares
             self._changed.append((self._position, shares))
+
+    def _comes_to(self, change: ShareChange, shares: Shares, lanes: int) -> bool:
+        """Whether the epoch has the positions that a change needs if, without that change, it went
+        on with these shares.
+        """
+        needed = change.position + self._step
+        sure = self._sure if shares == self._shares else self._position
+        if not self._step or change.position < self._asked_from or needed <= sure:
+            return True
+        return self._end_with(shares, lanes) >= needed
+
+    def _end_with(self, shares: Shares, lanes: int) -> int:
+        """Where the epoch ends if it goes on with these shares."""
+        kept = self.__dict__.copy()
+        self._shares, self._changes = shares, deque()
+        self._segments, self._changed = [], []
+        self._to_end(lanes)
+        end = self._position
+        self.__dict__ = kept
+        return end
 
     def _steps_to_end(self, tree: CountingTree, some: Int64, unit: int) -> int:
         """Steps after which the epoch ends even if no source is exhausted."""
@@ -309,14 +389,17 @@ class _Planner:
         return int(tree.slots_for(some, -(-wanted // unit)).max())
 
     def _steps_to_change(self, unit: int) -> int:
-        """Steps after which other shares are in force."""
-        while self._changes and self._changes[0].shares == self._shares:
-            self._changes.pop(0)
-        if not self._changes:
-            return SLOTS_MAX
+        """Steps after which other shares are in force. Of several changes that are due there, the
+        last one counts.
+        """
+        rounds, shares = 0, self._shares
         round_length = unit * self._mixed.round_steps
-        ahead = max(self._changes[0].position - self._position, 0)
-        return -(-ahead // round_length) * self._mixed.round_steps
+        for change in self._changes:
+            due = max(-(-(change.position - self._position) // round_length), 0)
+            if due > rounds and shares != self._shares:
+                break
+            rounds, shares = due, change.shares
+        return SLOTS_MAX if shares == self._shares else rounds * self._mixed.round_steps
 
     def _add(self, tree: CountingTree, shares: Shares, lanes: int, steps: int) -> None:
         if not steps:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from dataplane.errors import ConfigError
+from dataplane.mixture import check_source_count
 from dataplane.model import Exhausted, MixUnit, View
 from dataplane.rpc.messages import DatasetSource, MixtureAsked, ScheduledWeights, SourceAsked
 from dataplane.transforms.view_options import split_of_text
@@ -23,7 +24,7 @@ Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _LENGTH_MAX = (1 << 62) - 1
 _PASSES_MAX = (1 << 31) - 1
 _STEP_MAX = (1 << 40) - 1
-_SCHEDULED_MAX = 1 << 16
+_SCHEDULED_MAX, _ENTRIES_MAX = 1 << 16, 4096
 _NAMED_MAX = 20
 _PAIR = 2
 _OPTIONS = ("where", "sample", "split", "limit", "map")
@@ -103,6 +104,7 @@ class Mixture:
             raise ConfigError(
                 f"a Mixture needs a dict of names and sources, not {sources!r:.80}", field="sources"
             )
+        check_source_count(len(sources))
         self.sources = {name: _source(name, given) for name, given in sources.items()}
         self.unit = _choice("unit", unit, MixUnit)
         self.exhausted = _choice("exhausted", exhausted, Exhausted)
@@ -209,12 +211,11 @@ def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, 
     example = ", ".join(f"{name!r}: …" for name in names[:_NAMED_MAX])
     if not isinstance(given, Mapping):
         raise ConfigError(f"{field}: {given!r:.80} are no weights: give {{{example}}}", field=field)
-    unknown = [name for name in given if name not in names]
-    missing = [name for name in names if name not in given]
-    if unknown or missing:
-        wrong = (
-            f"there is no source {unknown[0]!r:.80}" if unknown else f"{missing[0]!r} is missing"
-        )
+    known = frozenset(names)
+    unknown = next((name for name in given if name not in known), None)
+    missing = next((name for name in names if name not in given), None)
+    if unknown is not None or missing is not None:
+        wrong = f"{missing!r} is missing" if unknown is None else f"there is no source {unknown!r:.80}"
         raise ConfigError(
             f"{field}: {wrong}. Give a weight for each of the sources"
             f" {', '.join(map(repr, names[:_NAMED_MAX]))}; 0 for one that is not read",
@@ -233,6 +234,13 @@ def _schedule(names: Sequence[str], given: object) -> tuple[ScheduledWeights, ..
         raise ConfigError(f"schedule={given!r:.80}: {advice}", field="schedule")
     found: list[ScheduledWeights] = []
     for each in given:
+        if len(found) == min(_ENTRIES_MAX, _SCHEDULED_MAX // len(names)):
+            raise ConfigError(
+                f"a schedule of more than {len(found)} entries for {len(names)} sources:"
+                f" {_ENTRIES_MAX} entries and {_SCHEDULED_MAX} weights at most. Change them less"
+                " often",
+                field="schedule",
+            )
         if not isinstance(each, Sequence) or isinstance(each, str) or len(each) != _PAIR:
             raise ConfigError(f"schedule: {each!r:.80} is no entry: {advice}", field="schedule")
         step, least = whole(each[0]), found[-1].step + 1 if found else 1
@@ -240,12 +248,6 @@ def _schedule(names: Sequence[str], given: object) -> tuple[ScheduledWeights, ..
             after = f" after step {found[-1].step}" if found else ""
             raise ConfigError(f"schedule: step {each[0]!r:.80}{after}: {advice}", field="schedule")
         found.append(ScheduledWeights(step, weights_of(names, each[1], f"schedule, step {step}")))
-    if len(found) * len(names) > _SCHEDULED_MAX:
-        raise ConfigError(
-            f"a schedule of {len(found)} steps for {len(names)} sources: {_SCHEDULED_MAX} weights"
-            " at most. Change them less often",
-            field="schedule",
-        )
     return tuple(found)
 
 
