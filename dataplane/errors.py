@@ -120,7 +120,11 @@ class ConfigError(DataplaneError):
 
 
 class SpecMismatch(ConfigError):
-    """Two members of a job disagree. Nouns: field, expected, found."""
+    """Two members of a job disagree. Nouns: field, expected, found; `reopened` if they may agree
+    once other ranks have closed their old loaders.
+    """
+
+    known: ClassVar[tuple[str, ...]] = ("reopened",)
 
 
 class BudgetTooSmall(ConfigError):

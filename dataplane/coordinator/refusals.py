@@ -123,8 +123,13 @@ def spec_mismatch(
     differences: Sequence[Difference],
     lease_left_s: float,
     table: str,
+    *,
+    reopened: bool,
 ) -> SpecMismatch:
-    """`differences` are (field, the holder's value, the newcomer's); `table` says who said what."""
+    """`differences` are (field, the holder's value, the newcomer's); `table` says who said what. If
+    the newcomer's rank has `reopened` the job with other arguments, its node asks again until the
+    other ranks have left, too.
+    """
     field, expected, found = differences[0]
     rank = request.topology.rank
     sentence = (
@@ -144,6 +149,11 @@ def spec_mismatch(
             f". Both are rank {rank}: if these are two runs, give each a name= of its own, or "
             "another MASTER_PORT; if they are one, give both the same arguments"
         )
+    elif reopened:
+        sentence += (
+            f". Rank {rank} has closed its loader of this job to open another one, and other ranks"
+            " still have theirs: close that of each rank first, or give the new one another name="
+        )
     elif request.incarnation == job.incarnation:
         sentence += ". Give every rank of the job the same arguments"
     else:
@@ -158,6 +168,7 @@ def spec_mismatch(
         found=found,
         job=job.job_id,
         rank=rank,
+        **({"reopened": True} if reopened else {}),
     )
 
 

@@ -124,6 +124,12 @@ class Roster:
         older = incarnation != self.job.incarnation and incarnation in self._incarnations
         return older and not self.is_idle
 
+    def is_reopened_by(self, request: JoinRequest) -> bool:
+        """Whether a member of this dp rank has left the present generation, of the same launch."""
+        gone = self._last_gone.get(request.topology.dp_rank)
+        is_same = request.incarnation == self.job.incarnation
+        return is_same and gone is not None and self.members[gone].phase is Phase.LEFT
+
     def begin(self, job: Job, now: float) -> list[Write]:
         """Start a new generation: no member of the old one remains.
 

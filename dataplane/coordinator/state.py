@@ -191,7 +191,10 @@ class CoordinatorState:
             holder = min(roster.joined(), key=lambda member: member.topology.rank)
             left_s = max(member.deadline for member in roster.joined()) - self._clock
             table = self._who_said_what(roster, request, [holder])
-            raise refusals.spec_mismatch(job, holder, request, differences, left_s, table)
+            reopened = roster.is_reopened_by(request)
+            raise refusals.spec_mismatch(
+                job, holder, request, differences, left_s, table, reopened=reopened
+            )
         # A launcher may give two launches one name: then its first process shows the second one.
         is_new = roster.is_idle and request.member_id not in roster.members
         if differences or request.incarnation != job.incarnation or (is_new and roster.is_changed):

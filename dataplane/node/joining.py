@@ -1,4 +1,6 @@
-"""Waiting for a coordinator that does not answer yet: it may start later than its nodes."""
+"""Waiting for a coordinator that does not answer yet: it may start later than its nodes. And for
+other ranks, if a trainer has closed a loader and opens another one of the same job.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dataplane.errors import DataStallError, NotWrittenError, PeerLost
+from dataplane.errors import DataStallError, NotWrittenError, PeerLost, SpecMismatch
 
 T = TypeVar("T")
 
 _PAUSE_S_MAX = 1.0
+_REOPENING_S = 60.0
 
 
 async def pause() -> None:
@@ -23,7 +26,8 @@ async def pause() -> None:
 async def patiently(
     ask: Callable[[], Awaitable[T]], timeout_s: float, *, job: str, coordinator: str, node: str
 ) -> T:
-    """The answer of `ask`, which is called again until the coordinator answers.
+    """The answer of `ask`, which is called again until the coordinator answers, and while other
+    ranks have not closed their old loaders of a job that is reopened with other arguments.
 
     Raises:  DataStallError: not within `timeout_s`.  DataplaneError: as `ask`.
     """
@@ -35,6 +39,9 @@ async def patiently(
             waited_s = time.monotonic() - began
             if waited_s >= timeout_s:
                 raise unanswered(waited_s, error, job, coordinator, node) from error
+        except SpecMismatch as error:
+            if not error.reopened or time.monotonic() - began >= min(timeout_s / 2, _REOPENING_S):
+                raise
         await pause()
 
 

@@ -130,6 +130,21 @@ def test_2_a_node_that_makes_other_pixels_is_refused_and_the_error_says_what_to_
     assert machine.ask(join(1, pixels=IN_C, node_id="n1")).generation == 1
 
 
+def test_2_a_rank_that_reopens_a_job_with_another_batch_is_to_wait_for_the_others(machine):
+    for rank in range(2):
+        machine.ask(join(rank))
+    machine.ask(leave("m0-i1"))
+    refusal = machine.ask(join(0, spec=other(global_batch=64)))
+    assert isinstance(refusal, SpecMismatch)
+    assert refusal.reopened
+    assert "other ranks still have theirs: close that of each rank first" in str(refusal)
+    # A rank that has not left disagrees with the others.
+    assert not machine.ask(join(1, spec=other(global_batch=64))).reopened
+    machine.ask(leave("m1-i1"))
+    for rank in (1, 0):
+        assert machine.ask(join(rank, spec=other(global_batch=64))).generation == 2
+
+
 def test_2_the_image_software_is_known_after_a_restart_and_may_change_without_members(machine):
     machine.ask(join(0, pixels=IN_C))
     machine.restart()

@@ -346,3 +346,23 @@ def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, s
     wrong = DataLoader(path, 64, stack={"x": ["i", "f0"]})
     with wrong, pytest.raises(ConfigError, match="dtype"):
         len(wrong)
+
+
+def test_a_rank_that_reopens_a_job_with_another_batch_waits_until_the_others_have_closed_it(
+    shards: str,
+) -> None:
+    def opened(rank: int, batch: int) -> DataLoader:
+        place = {"name": "reopened", "dp_rank": rank, "dp_size": 2}
+        loader = DataLoader(shards, global_batch_size=batch, columns=["i"], **place)
+        rows.append((rank, len(next(iter(loader))["i"])))
+        return loader
+
+    rows: list[tuple[int, int]] = []
+    first, second = opened(0, 8), opened(1, 8)
+    first.close()
+    waits = threading.Thread(target=lambda: opened(0, 16).close())
+    waits.start()
+    second.close()
+    opened(1, 16).close()
+    waits.join(60)
+    assert sorted(rows) == [(0, 4), (0, 8), (1, 4), (1, 8)]
