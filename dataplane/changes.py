@@ -24,7 +24,7 @@ from msgspec import Struct, structs
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity
+from dataplane.model import DatasetIdentity, End
 from dataplane.weights import MixHistory, ShareChange
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
@@ -75,6 +75,80 @@ class Gaps(Struct, frozen=True):
 
 
 NO_GAPS = Gaps()
+
+
+def step_count(rows: int, global_batch: int, end: End, dp_size: int = 1, fixed: int = 0) -> int:
+    """How many steps so many rows make; the same on every rank.
+
+    A ragged last step with fewer rows than there are ranks joins the step before, so that no rank
+    has an empty batch. It does not if that step begins within the first `fixed` rows: some ranks
+    may have read it before the present end of the epoch was known.
+    """
+    if end is End.DROP:
+        return rows // global_batch
+    count = -(-rows // global_batch)
+    joins = end is End.RAGGED and count > 1 and 0 < rows % global_batch < dp_size
+    return count - (joins and (count - 2) * global_batch >= fixed)
+
+
+class EpochSteps(Struct, frozen=True):
+    """The steps of an epoch from a cursor on, as all ranks count them. `weights_from` is the last
+    position of the epoch at which the weights of a mixture change.
+    """
+
+    sample_count: int
+    cursor: int
+    global_batch: int
+    end: End
+    dp_size: int = 1
+    gaps: Gaps = NO_GAPS
+    weights_from: int = 0
+
+    @property
+    def left(self) -> int:
+        """How many samples come after the cursor."""
+        return self.gaps.live(self.sample_count) - self.gaps.live(self.cursor)
+
+    @property
+    def count(self) -> int:
+        """Steps from the cursor to the end of the epoch."""
+        live = self.gaps.live
+        fixed = max(0, live(self.weights_from) - live(self.cursor)) if self.weights_from else 0
+        return step_count(self.left, self.global_batch, self.end, self.dp_size, fixed)
+
+    def live_count(self, steps: int) -> int:
+        """How many live positions these many steps have, padding included."""
+        whole, left = steps * self.global_batch, self.left
+        may_join = self.end is End.RAGGED and left - self.dp_size < whole < left
+        return left if may_join and steps >= self.count else whole
+
+    def begin(self, step: int) -> int:
+        """Where a step begins in the epoch; also of a step beyond the last one."""
+        return self.gaps.place(self.gaps.live(self.cursor) + self.live_count(step))
+
+    def after(self, steps: int) -> int:
+        """The cursor after so many steps."""
+        return self.gaps.after(self.cursor, min(self.left, self.live_count(steps)))
+
+    def check_ranks(self, epoch: int) -> None:
+        """Check that each rank gets a row.
+
+        Raises:  ConfigError: fewer rows are left than there are ranks, and `end` adds none.
+        """
+        left, ranks = self.left, self.dp_size
+        if self.end is not End.RAGGED or not 0 < left < ranks:
+            return
+        if self.cursor:
+            state = f"behind position {self.cursor}, epoch {epoch} has"
+            remedy = f"resume on fewer ranks, or begin the next epoch with set_epoch({epoch + 1})"
+        else:
+            state = f"epoch {epoch} has"
+            remedy = 'use fewer ranks, or end="pad", which fills the step with repeated samples'
+        raise ConfigError(
+            f"{state} fewer samples ({left}) than there are data-parallel ranks ({ranks}), so some"
+            f" would get an empty batch, whose mean is NaN: {remedy}",
+            field="dp_size",
+        )
 
 
 class Skip(Struct, frozen=True, order=True):

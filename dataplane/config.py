@@ -22,7 +22,7 @@ from dataplane.model import (
 
 # The build reads the version here. Clients, nodes and coordinators of a service must have the same.
 VERSION = "0.1.0"
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2
 

@@ -65,6 +65,13 @@ class MixHistory(Struct, frozen=True):
         )
 
 
+def weights_from(mix: MixHistory | None, epoch: int) -> int:
+    """The last position of an epoch at which shares change; 0 if they stay the same."""
+    if mix is None:
+        return 0
+    return max((one.position for one in mix.changes if one.epoch == epoch), default=0)
+
+
 def _digest(length: int, changes: tuple[ShareChange, ...]) -> str:
     told = [length, [[change.epoch, change.position, *change.shares] for change in changes]]
     text = json.dumps(told, separators=(",", ":"))

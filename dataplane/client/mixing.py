@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec import structs
 
-from dataplane.changes import MixAt
+from dataplane.changes import EpochSteps, MixAt
 from dataplane.client.describe import answer_of
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Mount
@@ -21,7 +21,7 @@ from dataplane.client.state import RunState
 from dataplane.errors import ConfigError, PeerLost
 from dataplane.ledger import LedgerPosition
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
-from dataplane.weights import MixHistory
+from dataplane.weights import MixHistory, weights_from
 
 _COUNTS_MAX = 64
 
@@ -40,6 +40,18 @@ def sample_count(session: Session, epoch: int) -> int:
             del counts[next(iter(counts))]
         counts[at] = answer_of(session, partial(_sample_count, epoch, mix))
     return counts[at]
+
+
+def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
+    """The steps of an epoch from a cursor on, with the weights that are known now.
+
+    Raises:  DataplaneError: as the node says.
+    """
+    spec, ranks = session.job.spec, session.request.topology.dp_size
+    return EpochSteps(
+        sample_count(session, epoch), cursor, spec.global_batch, spec.end, ranks,
+        session.changes.gaps(epoch), weights_from(session.mix, epoch),
+    )  # fmt: skip
 
 
 def state_at(session: Session, epoch: int, cursor: int) -> RunState:

@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from dataplane.changes import NO_GAPS, Gaps
+from dataplane.changes import NO_GAPS, EpochSteps, Gaps
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mix_state import mix_from_dict, mix_to_dict
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerMark
-from dataplane.model import DatasetIdentity, End
+from dataplane.model import DatasetIdentity
 from dataplane.rpc.messages import JobOpened
 from dataplane.units import whole
 from dataplane.weights import MixHistory
@@ -105,8 +105,8 @@ class RunState(Struct, frozen=True):
         the next one. `gaps` are the positions of the epoch that are skipped. Older versions saved
         the end of the finished epoch.
         """
-        left = left_of(self.sample_count, self.cursor, gaps)
-        if not self.cursor or step_count(left, spec.global_batch, spec.end):
+        steps = EpochSteps(self.sample_count, self.cursor, spec.global_batch, spec.end, gaps=gaps)
+        if not self.cursor or steps.count:
             return self
         return structs.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
 
@@ -346,21 +346,3 @@ def _number(saved: Mapping[object, object], key: str) -> int:
             key=key,
         )
     return value
-
-
-def left_of(sample_count: int, cursor: int, gaps: Gaps) -> int:
-    """How many samples of an epoch come after this cursor."""
-    return gaps.live(sample_count) - gaps.live(cursor)
-
-
-def consumed(sample_count: int, cursor: int, global_batch: int, steps: int, gaps: Gaps) -> int:
-    """The cursor, `steps` steps after this one."""
-    count = min(left_of(sample_count, cursor, gaps), steps * global_batch)
-    return gaps.after(cursor, count)
-
-
-def step_count(sample_count: int, global_batch: int, end: End) -> int:
-    """Steps of so many samples; the same on every rank."""
-    if end is End.DROP:
-        return sample_count // global_batch
-    return -(-sample_count // global_batch)

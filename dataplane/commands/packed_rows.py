@@ -216,7 +216,7 @@ def packs_with(
             for piece in np.flatnonzero(np.isin(whole.pieces[0], rows)).tolist():
                 pack = int(whole.starts.searchsorted(piece, side="right")) - 1
                 for place in places_of(
-                    job.spec, order, number, pack, cursor=cursor, dp_size=job.dp_size
+                    job.spec, order, number, pack, cursor=cursor, **job.cut(epoch)
                 ):
                     if keyed not in (None, _key_at(order, place, number)):
                         continue

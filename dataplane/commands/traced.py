@@ -81,6 +81,15 @@ class Traced:
 
         return job_order(self.spec, [source.manifest for source in self.sources], epoch)
 
+    def cut(self, epoch: int) -> dict[str, int]:
+        """The ranks and weights that decide how the end of an epoch is cut into steps, as arguments
+        of `rows_of_step` and `places_of`.
+        """
+        from dataplane.weights import weights_from
+
+        mix = None if self.spec.mixture is None else self.spec.mixture.history
+        return {"dp_size": self.dp_size, "weights_from": weights_from(mix, epoch)}
+
     @property
     def first_blocks(self) -> Int64:
         """How the order counts the blocks of the sources: one after the other. Shapes:  result:

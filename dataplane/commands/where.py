@@ -167,11 +167,9 @@ def _places(
         return
     number, row = int(job.first_blocks[source]) + at[0], at[1]
     for epoch in epochs:
-        order = job.order(epoch)
+        order, steps = job.order(epoch), job.cut(epoch)
         for stood in dict.fromkeys((row, *left_out.taken_rows(number))):
-            for place in places_of(
-                job.spec, order, number, stood, cursor=cursor, dp_size=job.dp_size
-            ):
+            for place in places_of(job.spec, order, number, stood, cursor=cursor, **steps):
                 given = left_out.given(epoch, place.position, number, stood)
                 if row in (stood, given):
                     yield epoch, place, stood, given, {}

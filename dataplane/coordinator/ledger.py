@@ -37,13 +37,14 @@ from dataplane.changes import (
     quarantined_rows,
     rows_layout,
     skip_payload,
+    step_count,
     tombstone_payload,
     weights_entry,
 )
 from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity, End
+from dataplane.model import DatasetIdentity
 from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096
@@ -306,7 +307,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
     mixture, samples = job.spec.mixture, job.sample_count
     if mixture is not None and not mixture.length:
         samples = _SAMPLES_MAX  # how many an epoch has depends on the weights
-    count = samples // batch if job.spec.end is End.DROP else -(-samples // batch)
+    count = step_count(samples, batch, job.spec.end)
     if not 0 <= asked.first < asked.stop <= count:
         raise ConfigError(
             f"there are no steps {asked.first}:{asked.stop}: an epoch of job {job.job_id!r} has "
@@ -316,7 +317,8 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
         )
     # What a member consumes now, it has not reported yet.
     following = -(-job.cursor // batch) + 1
-    free = (job.epoch, following) if following < count else (job.epoch + 1, 0)
+    read = step_count(samples, batch, job.spec.end, job.dp_size)
+    free = (job.epoch, following) if following < read else (job.epoch + 1, 0)
     if not is_idle and (epoch, asked.first) < free:
         raise ConfigError(
             f"job {job.job_id!r} is running and has begun some of the steps "

@@ -124,10 +124,13 @@ class Roster:
         older = incarnation != self.job.incarnation and incarnation in self._incarnations
         return older and not self.is_idle
 
-    def is_reopened_by(self, request: JoinRequest) -> bool:
-        """Whether a member of this dp rank has left the present generation, of the same launch."""
+    def is_reopened_by(self, request: JoinRequest, holder: Member) -> bool:
+        """Whether a member of this dp rank has left the present generation, of the same launch, and
+        another rank is the holder.
+        """
         gone = self._last_gone.get(request.topology.dp_rank)
         is_same = request.incarnation == self.job.incarnation
+        is_same &= request.topology.rank != holder.topology.rank
         return is_same and gone is not None and self.members[gone].phase is Phase.LEFT
 
     def begin(self, job: Job, now: float) -> list[Write]:

@@ -191,7 +191,7 @@ class CoordinatorState:
             holder = min(roster.joined(), key=lambda member: member.topology.rank)
             left_s = max(member.deadline for member in roster.joined()) - self._clock
             table = self._who_said_what(roster, request, [holder])
-            reopened = roster.is_reopened_by(request)
+            reopened = roster.is_reopened_by(request, holder)
             raise refusals.spec_mismatch(
                 job, holder, request, differences, left_s, table, reopened=reopened
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dataplane.changes import NO_GAPS, Gaps, mix_of_entry
+from dataplane.changes import EpochSteps, mix_of_entry
 from dataplane.errors import DataplaneError
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.node.served import Send
@@ -50,17 +50,14 @@ class Following:
         """The last entry that is known here."""
         return self.entries[-1].seq if self.entries else 0
 
-    def sending(
-        self, epoch: int, cursor: int, known_entry: int, send: Send, gaps: Gaps = NO_GAPS
-    ) -> Send:
-        """What answers the requests of a stream that begins there, if `gaps` are skipped."""
+    def sending(self, epoch: int, steps: EpochSteps, known_entry: int, send: Send) -> Send:
+        """What answers the requests of a stream of these steps of an epoch."""
 
         def answer(request_id: int, body: FromNodeBody) -> None:
             if not isinstance(body, Slab):
                 send(request_id, body)
                 return
-            samples = (body.batches[-1].step + 1) * self._global_batch
-            end = LedgerPosition(epoch, gaps.after(cursor, samples))
+            end = LedgerPosition(epoch, steps.after(body.batches[-1].step + 1))
             unknown = [entry for entry in self.entries if entry.seq > known_entry]
             if any(entry.position < end for entry in unknown) and self._follows:
                 self._release(body.slab_id)

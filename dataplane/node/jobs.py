@@ -150,7 +150,8 @@ class Jobs:
     ) -> ServedMember:
         """Check what can be checked here, take the place, then the memory."""
         spec, samples, place = opened.spec, opened.sample_count, request.topology
-        Slice(samples, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
+        own = Slice(samples, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
+        own.steps.check_ranks(0)
         for dataset in opened.datasets:
             self._check_budget(dataset)
         joined = await self.places.join(joining)

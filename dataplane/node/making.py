@@ -54,6 +54,7 @@ from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
 from dataplane.store.urls import normalise
 from dataplane.trace import Trace
+from dataplane.weights import weights_from
 
 JOB_IDLE_S = 600.0
 TRY_AGAIN_S = 5.0
@@ -301,9 +302,9 @@ class Making:
             wanted.step_stride,
             mix,
         )
-        gaps = opened.changes.gaps(at.epoch)
+        gaps, changed_at = opened.changes.gaps(at.epoch), weights_from(mix, at.epoch)
         ranks = at.dp_rank, at.dp_size
-        own = Slice(samples, at.cursor, spec.global_batch, spec.end, *ranks, gaps)
+        own = Slice(samples, at.cursor, spec.global_batch, spec.end, *ranks, gaps, changed_at)
         own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
         place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
         if not 1 <= wanted.steps.count <= place.sizes.batches_max:

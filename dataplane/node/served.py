@@ -48,7 +48,7 @@ class ServedStream(Struct, eq=False):
         """
         walk, begin = self.walk, self.walk.stream
         steps = max(begin.first_step, self.steps_sent)
-        end = walk.gaps.after(begin.cursor, steps * walk.global_batch)
+        end = walk.steps.after(steps)
         if cursor > end:
             raise ConfigError(
                 f"this trainer says that {cursor} samples of epoch {begin.epoch} are consumed, and"

@@ -62,9 +62,6 @@ class Streams:
             request.step_stride,
             mix_of(member.spec, request.mix),
         )
-        if member.following is not None:
-            at_place, gaps = (request.epoch, request.cursor), member.changes.gaps(request.epoch)
-            send = member.following.sending(*at_place, request.known_entry, send, gaps)
         stream = self._made_ahead(member, at)
         if stream is None:
             order = await self._order(member, at.epoch, at.mix)
@@ -73,13 +70,16 @@ class Streams:
             if member.closed:
                 raise ClosedError(f"job {member.job_id!r} was closed while it was opened")
             stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
+        if member.following is not None:
+            steps, known = stream.walk.steps, request.known_entry
+            send = member.following.sending(request.epoch, steps, known, send)
         stream.send = send
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         member.seen = (0.0, 0, 0)  # the way to this place was not read
         member.began = member.began or LedgerPosition(request.epoch, request.cursor)
         first_step = min(request.first_step, stream.walk.step_count)
-        begin = request.cursor + first_step * member.spec.global_batch
+        begin = stream.walk.steps.begin(first_step)
         member.mix, member.mix_from = at.mix, LedgerPosition(request.epoch, begin)
         # Not before: the order takes processor time that the first batch needs.
         stream.on_begun = partial(self._start, "next order", self._expect_next, member, stream)

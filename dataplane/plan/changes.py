@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import Struct, structs
+
+from dataplane.changes import step_count
 from dataplane.errors import ConfigError
 from dataplane.model import End
-from dataplane.plan.mixture import EpochPlan, Mixed, Shares, plan_of, runs_of
-from dataplane.plan.slices import steps_of
+from dataplane.plan.mixture import EpochPlan, EpochStart, Mixed, Shares, runs_of
 from dataplane.weights import ScheduledShares, ShareChange
+
+_ENTRIES_AT_ONCE = 16
 
 Changes = tuple[ShareChange, ...]
 Place = tuple[int, int]
@@ -28,17 +32,22 @@ def in_effect(mixed: Mixed, asked: Sequence[ShareChange]) -> Changes:
     """
     found: list[ShareChange] = []
     for run in runs_of(mixed, asked):
-        if run.count is None:
-            break
-        found += [ShareChange(run.first, *change) for change in run.plan.changed]
-        if run.plan.shares != (found[-1].shares if found else mixed.shares):
-            found.append(ShareChange(run.first + 1, 0, run.plan.shares))
-    last = {change.place: change for change in found}
-    before = (mixed.shares, *(change.shares for change in last.values()))
-    pairs = zip(last.values(), before, strict=False)
-    kept = tuple(change for change, shares in pairs if change.shares != shares)
-    # Without those that are left out, sources may be exhausted elsewhere.
-    return kept if len(kept) == len(found) else in_effect(mixed, kept)
+        if run.count is not None:
+            _add_changes(mixed, found, run.plan)
+    return tuple(found)
+
+
+def _add_changes(mixed: Mixed, found: list[ShareChange], plan: EpochPlan) -> None:
+    """Add the changes of an epoch to those of earlier epochs."""
+    changed = [ShareChange(plan.epoch, *change) for change in plan.changed]
+    now = changed or found
+    if plan.shares != (now[-1].shares if now else mixed.shares):
+        changed.append(ShareChange(plan.epoch + 1, 0, plan.shares))
+    for change in changed:
+        if found and found[-1].place == change.place:
+            del found[-1]
+        if change.shares != (found[-1].shares if found else mixed.shares):
+            found.append(change)
 
 
 def next_boundary(mixed: Mixed, changes: Changes, place: Place) -> Place:
@@ -77,31 +86,76 @@ def scheduled(
 
     Raises:  ConfigError: as `in_effect`, and as `check_steps`.
     """
-    epoch, position = place
-    found = tuple(change for change in changes if change.place < place)
-    left, gone = list(schedule), 0
-    while left:
-        asked = [
-            ShareChange(epoch, position + (one.step - gone) * global_batch, one.shares)
-            for one in left
-        ]
-        plan = plan_of(mixed, epoch, (*found, *asked))
-        steps = steps_of(plan.sample_count - position, global_batch, end)
-        if not position:
+    found: list[ShareChange] = []
+    start, at, gone = EpochStart.of(mixed), 0, 0
+    before = [change for change in changes if change.place < place]
+    for run in runs_of(mixed, [change for change in before if change.epoch < place[0]]):
+        start = run.start
+        if run.count is not None:
+            _add_changes(mixed, found, run.plan)
+    start = start.after(start.plan(mixed), place[0] - start.epoch)
+    own, position = tuple(change for change in before if change.epoch == place[0]), place[1]
+    while at < len(schedule):
+        part = _Part(mixed, start, own, position, gone, global_batch, end)
+        if not own and not position:
+            part = part.behind_epochs_before(schedule[at].step)
+        count = part.reached(schedule, at)
+        plan = part.plan(schedule[at : at + count])
+        if not part.position:
             _check_step(plan, global_batch, end)
-        mine = [each for each, one in zip(asked, left, strict=True) if one.step - gone < steps]
-        if mine:
-            found = in_effect(mixed, (*found, *mine))
-        left, gone = left[len(mine) :], gone + steps
-        epoch, position = epoch + 1, 0
-        if left:
-            plan = plan_of(mixed, epoch, found)
-            _check_step(plan, global_batch, end)
-            each = steps_of(plan.sample_count, global_batch, end)
-            passed = (left[0].step - gone) // each
-            epoch, gone = epoch + passed, gone + passed * each
-    check_steps(mixed, found, global_batch, end)
-    return found
+        _add_changes(mixed, found, plan)
+        start, at, gone = part.start.after(plan), at + count, part.gone + part.steps(plan)
+        own, position = (), 0
+    check_steps(mixed, tuple(found), global_batch, end)
+    return tuple(found)
+
+
+class _Part(Struct, frozen=True):
+    """An epoch from a position on, which is step `gone` of a schedule. `own` are the changes of the
+    epoch before that position.
+    """
+
+    mixed: Mixed
+    start: EpochStart
+    own: Changes
+    position: int
+    gone: int
+    global_batch: int
+    end: End
+
+    def behind_epochs_before(self, step: int) -> _Part:
+        """The epoch of this step, if none before it has any changes."""
+        plan = self.plan(())
+        _check_step(plan, self.global_batch, self.end)
+        passed, _ = divmod(step - self.gone, self.steps(plan))
+        gone = self.gone + passed * self.steps(plan)
+        return structs.replace(self, start=self.start.after(plan, passed), gone=gone)
+
+    def plan(self, some: Sequence[ScheduledShares]) -> EpochPlan:
+        """The epoch with these entries of the schedule."""
+        return self.start.plan(self.mixed, (*self.own, *map(self._asked, some)))
+
+    def _asked(self, one: ScheduledShares) -> ShareChange:
+        position = self.position + (one.step - self.gone) * self.global_batch
+        return ShareChange(self.start.epoch, position, one.shares)
+
+    def steps(self, plan: EpochPlan) -> int:
+        """How many steps the epoch has from the position on."""
+        return step_count(plan.sample_count - self.position, self.global_batch, self.end)
+
+    def reached(self, schedule: Sequence[ScheduledShares], at: int) -> int:
+        """How many entries of the schedule, from this one on, the epoch comes to: it has their step
+        also without them and those behind them.
+        """
+        most, step = _ENTRIES_AT_ONCE, self.global_batch if self.end is End.DROP else 1
+        while True:
+            some = schedule[at : at + most]
+            changes = (*self.own, *map(self._asked, some))
+            reached = self.start.reached(self.mixed, changes, self.position, step)
+            count = reached - len(self.own)
+            if count < len(some) or at + most >= len(schedule):
+                return count
+            most *= 2
 
 
 def check_steps(mixed: Mixed, changes: Changes, global_batch: int, end: End) -> None:
@@ -114,7 +168,7 @@ def check_steps(mixed: Mixed, changes: Changes, global_batch: int, end: End) -> 
 
 
 def _check_step(plan: EpochPlan, global_batch: int, end: End) -> None:
-    if not steps_of(plan.sample_count, global_batch, end):
+    if not step_count(plan.sample_count, global_batch, end):
         raise ConfigError(
             f"with these weights, epoch {plan.epoch} of the mixture has {plan.sample_count}"
             f" samples, less than a global batch of {global_batch}, and incomplete batches are"
@@ -130,6 +184,6 @@ def steps_before(mixed: Mixed, changes: Changes, place: Place, global_batch: int
     steps = -(-position // global_batch)
     for run in runs_of(mixed, changes):
         last = epoch if run.count is None else min(run.first + run.count, epoch)
-        each = steps_of(run.plan.sample_count, global_batch, end)
+        each = step_count(run.plan.sample_count, global_batch, end)
         steps += max(last - run.first, 0) * each
     return steps

@@ -105,11 +105,11 @@ def explain(
     windows = _ramp_windows(order, ramp)
     read = readers.read_bytes(cluster, rows, lengths)
     covered = steps * global_batch
-    dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
+    dropped = samples - covered if end is End.DROP else 0
     return Explanation(
         step_count=steps,
         samples_dropped=dropped,
-        samples_padded=padded if end is End.PAD else 0,
+        samples_padded=covered - samples if end is End.PAD else 0,
         lanes=order.lanes,
         window=order.window,
         lanes_per_rank=cluster.lanes_per_rank(order.lanes),

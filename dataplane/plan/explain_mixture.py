@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dataplane.changes import NO_GAPS
 from dataplane.config import JobSpec
 from dataplane.model import End
 from dataplane.plan.cluster import Cluster
@@ -27,6 +28,7 @@ from dataplane.plan.shuffled import (
     source_of_mixture,
 )
 from dataplane.plan.slices import Slice
+from dataplane.weights import weights_from
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
 # much less from later ones (Muennighoff et al., Scaling Data-Constrained Language Models, 2023).
@@ -92,7 +94,9 @@ def explain_mixture(
     order = job_order(spec, manifests, epoch)
     assert isinstance(order, MixedOrder)
     count, batch = order.plan.sample_count, spec.global_batch
-    steps = Slice(count, 0, batch, spec.end, 0, cluster.dp_size).step_count
+    mix = None if spec.mixture is None else spec.mixture.history
+    own = Slice(count, 0, batch, spec.end, 0, cluster.dp_size, NO_GAPS, weights_from(mix, epoch))
+    steps = own.step_count
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])
     asked = _asked(spec, order.plan)
@@ -100,8 +104,8 @@ def explain_mixture(
     return MixtureExplanation(
         sample_count=count,
         step_count=steps,
-        samples_dropped=max(count - covered, 0),
-        samples_padded=max(covered - count, 0) if spec.end is End.PAD else 0,
+        samples_dropped=count - covered if spec.end is End.DROP else 0,
+        samples_padded=covered - count if spec.end is End.PAD else 0,
         lanes=spec.lanes,
         lanes_per_rank=cluster.lanes_per_rank(spec.lanes),
         host_count=cluster.host_count,

@@ -1,10 +1,11 @@
 """The batches of one data-parallel rank: the positions of an epoch that each of its steps reads.
 
 1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N; where some are
-   skipped, the next G positions that are not.
+   skipped, the next G positions that are not. Of a ragged end, the last step goes on to N.
 2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
    owner's batches joined by rising t are the global batch, whatever dp_size is.
-3. The number of steps depends only on (N, cursor, G, end): it is the same on every rank.
+3. The number of steps is the same on every rank (`EpochSteps` in dataplane/changes.py), and with
+   a ragged end the last one may be joined by fewer rows than there are ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import NO_GAPS, Gaps
+from dataplane.changes import NO_GAPS, EpochSteps, Gaps
 from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.order import SAMPLE_COUNT_MAX
@@ -35,13 +36,6 @@ class Steps(Struct, frozen=True):
     valid: Int64
 
 
-def steps_of(sample_count: int, global_batch: int, end: End) -> int:
-    """How many steps these samples make."""
-    if end is End.DROP:
-        return sample_count // global_batch
-    return -(-sample_count // global_batch)
-
-
 class Slice(Struct, frozen=True):
     """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
 
@@ -55,6 +49,7 @@ class Slice(Struct, frozen=True):
     dp_rank: int = 0
     dp_size: int = 1
     gaps: Gaps = NO_GAPS
+    weights_from: int = 0
 
     def __post_init__(self) -> None:
         _check_ranks(self.dp_rank, self.dp_size)
@@ -79,21 +74,17 @@ class Slice(Struct, frozen=True):
             )
 
     @property
+    def steps(self) -> EpochSteps:
+        """Where the steps of all ranks begin and end."""
+        return EpochSteps(
+            self.sample_count, self.cursor, self.global_batch, self.end, self.dp_size, self.gaps,
+            self.weights_from,
+        )  # fmt: skip
+
+    @property
     def step_count(self) -> int:
         """Steps from the cursor to the end of the epoch: the same on every rank."""
-        left = self.live_index(self.sample_count) - self.live_index(self.cursor)
-        return steps_of(left, self.global_batch, self.end)
-
-    def live_index(self, position: int) -> int:
-        """How many positions before this one are not skipped."""
-        return self.gaps.live(position) if self.gaps.ranges else position
-
-    def position_of(self, step: int) -> int:
-        """Where a step begins in the epoch; also of a step beyond the last one."""
-        begin = self.cursor + step * self.global_batch
-        if not self.gaps.ranges:
-            return begin
-        return self.gaps.place(self.live_index(self.cursor) + step * self.global_batch)
+        return self.steps.count
 
     def positions(self, step: int) -> Int64:
         """The positions of one step of this rank, in batch order.
@@ -112,15 +103,16 @@ class Slice(Struct, frozen=True):
         if not count:
             return Steps(*(np.empty(0, np.int64) for _ in range(3)))
         last = first + (count - 1) * stride
-        steps = range(first, last + 1, stride)
+        steps, own = range(first, last + 1, stride), self.steps
         begin = np.array(steps, np.int64) * self.global_batch
         begin += self.cursor
         if self.gaps.ranges:
-            begin = np.array([self.position_of(step) for step in steps], np.int64)
-            stop = self.position_of(last) + self.global_batch
-            if any(begin[0] < gap < stop for gap, _ in self.gaps.ranges):
-                return self._over_gaps(steps)
+            begin = np.array([own.begin(step) for step in steps], np.int64)
         end = begin + self.global_batch
+        if self.end is End.RAGGED and last == own.count - 1:
+            end[-1] = self.sample_count
+        if any(begin[0] < gap < end[-1] for gap, _ in self.gaps.ranges):
+            return self._over_gaps(steps)
         bounded = np.minimum(end, self.sample_count)
         owned = begin + (self.dp_rank - begin) % self.dp_size
         valid = self._owned(owned, bounded)
@@ -135,10 +127,11 @@ class Slice(Struct, frozen=True):
     def _over_gaps(self, steps: range) -> Steps:
         """Steps of which some go on behind a gap."""
         found, rows, valid = [], [], []
-        live_count, before = self.live_index(self.sample_count), self.live_index(self.cursor)
+        own, live_count = self.steps, self.gaps.live(self.sample_count)
+        before = self.gaps.live(self.cursor)
         for step in steps:
             first = before + step * self.global_batch
-            stop = min(first + self.global_batch, live_count)
+            stop = min(before + own.live_count(step + 1), live_count)
             pieces = [self._owned_range(*piece) for piece in self.gaps.pieces(first, stop)]
             valid.append(sum(map(len, pieces)))
             if self.end is End.PAD:

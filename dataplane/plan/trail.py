@@ -181,18 +181,18 @@ def rows_of_step(
     dp_size: int = 1,
     gaps: Gaps = NO_GAPS,
     rows_for: RowsFor | None = None,
+    weights_from: int = 0,
 ) -> StepRows:
     """The global batch of a step, and the rank that gets each of its rows. `names` are those of
     each source. `gaps` are skipped, and `rows_for` gives the rows that stand for those that were
-    taken out, if any were.
+    taken out, if any were. Other weights of a mixture end at `weights_from`.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
     count = order.sample_count
-    steps = Slice(count, cursor, spec.global_batch, spec.end, 0, dp_size)
-    steps.check_steps(step, 1, 1)
-    begin = cursor + step * spec.global_batch
-    end = begin + spec.global_batch
+    own = Slice(count, cursor, spec.global_batch, spec.end, 0, dp_size, NO_GAPS, weights_from)
+    own.check_steps(step, 1, 1)
+    begin, end = own.steps.begin(step), own.steps.begin(step + 1)
     positions = np.arange(begin, end if spec.end is End.PAD else min(end, count), dtype=np.int64)
     blocks, rows = order.locate(positions % count)
     first = starts_of([each.block_count for each in names])
@@ -215,7 +215,14 @@ def rows_of_step(
 
 
 def places_of(
-    spec: JobSpec, order: TracedOrder, block: int, row: int, *, cursor: int = 0, dp_size: int = 1
+    spec: JobSpec,
+    order: TracedOrder,
+    block: int,
+    row: int,
+    *,
+    cursor: int = 0,
+    dp_size: int = 1,
+    weights_from: int = 0,
 ) -> tuple[Place, ...]:
     """Where a row of a block stands in an epoch: once for each pass over its source, and again for
     each time that it pads the last step. A position before the cursor has no step.
@@ -223,14 +230,14 @@ def places_of(
     Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
     """
     count, batch = order.sample_count, spec.global_batch
-    steps = Slice(count, cursor, batch, spec.end, 0, dp_size)
-    found = order.positions_of(block, row).tolist()
-    stop = cursor + steps.step_count * batch
+    steps = Slice(count, cursor, batch, spec.end, 0, dp_size, NO_GAPS, weights_from).steps
+    found, last = order.positions_of(block, row).tolist(), steps.count - 1
+    stop = steps.begin(steps.count)
     padded = [at for one in found for at in range(one + count, stop, count)]
     return tuple(
         Place(
             at,
-            (at - cursor) // batch if cursor <= at < stop else None,
+            min((at - cursor) // batch, last) if cursor <= at < stop else None,
             at % dp_size,
             at >= count,
         )

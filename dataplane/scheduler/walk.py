@@ -37,6 +37,7 @@ from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Collation, Render
 from dataplane.transforms.image_steps import steps_of
+from dataplane.weights import weights_from
 
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
@@ -183,8 +184,9 @@ class Walk:
             stream.dp_rank,
             stream.dp_size,
             gaps,
+            weights_from(stream.mix, stream.epoch),
         )
-        self.gaps = gaps
+        self.gaps, self.steps = gaps, self._slice.steps
         self.sizes = sizes
         self._next_step = stream.first_step
         self.is_aligned = is_aligned
@@ -219,16 +221,16 @@ class Walk:
     @property
     def step_count(self) -> int:
         """Number of steps of the whole slice."""
-        return self._slice.step_count
+        return self.steps.count
 
     @property
     def position(self) -> int:
         """Where the next plan starts in the epoch."""
-        return self._slice.position_of(self._next_step)
+        return self.steps.begin(self._next_step)
 
     def position_of(self, plan: Plan) -> int:
         """Where a plan of this walk starts in the epoch."""
-        return self._slice.position_of(plan.batches[0].step)
+        return self.steps.begin(plan.batches[0].step)
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
         """As SlabSizes.fitted; a walk that is aligned or fed keeps its first value."""
@@ -251,7 +253,7 @@ class Walk:
         left = -(-(self.step_count - self._next_step) // stride)
         count = min(self._batch_count, left)
         if self.is_aligned:
-            ordinal = self._slice.live_index(self.position) // (self.global_batch * stride)
+            ordinal = self.gaps.live(self.position) // (self.global_batch * stride)
             count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
         self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return self._plan(StepRange(self._next_step, count))

@@ -215,7 +215,9 @@ def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, 
     unknown = next((name for name in given if name not in known), None)
     missing = next((name for name in names if name not in given), None)
     if unknown is not None or missing is not None:
-        wrong = f"{missing!r} is missing" if unknown is None else f"there is no source {unknown!r:.80}"
+        wrong = (
+            f"{missing!r} is missing" if unknown is None else f"there is no source {unknown!r:.80}"
+        )
         raise ConfigError(
             f"{field}: {wrong}. Give a weight for each of the sources"
             f" {', '.join(map(repr, names[:_NAMED_MAX]))}; 0 for one that is not read",

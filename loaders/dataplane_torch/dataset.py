@@ -11,9 +11,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
 from dataplane.client.describe import describe_columns, read_categories
-from dataplane.client.mixing import catch_up, place_of, sample_count, state_at
+from dataplane.client.mixing import catch_up, epoch_steps, place_of, state_at
 from dataplane.client.session import Session
-from dataplane.client.state import consumed, left_of, step_count
 from dataplane.errors import ConfigError
 from dataplane.ledger import PLACE_MAX
 from dataplane.transforms.mixture_options import Mixture, Urls
@@ -103,9 +102,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """Steps of the next pass's whole epoch, over all DataLoader workers."""
         session = self._session_of_process()
         epoch = int(self._next_epochs.min())
-        spec = session.job.spec
-        left = left_of(sample_count(session, epoch), 0, session.changes.gaps(epoch))
-        return step_count(left, spec.global_batch, spec.end)
+        return epoch_steps(session, epoch).count
 
     @property
     def schema(self) -> Schema:
@@ -143,9 +140,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             state = state_at(session, epoch, start).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
-            whole_epoch, gaps = sample_count(session, epoch), session.changes.gaps(epoch)
-            batch = session.job.spec.global_batch
-            start, cursor = cursor, consumed(whole_epoch, cursor, batch, batches, gaps)
+            start, cursor = cursor, epoch_steps(session, epoch, cursor).after(batches)
             catch_up(session, epoch, start, cursor)
         elif reader is not None:
             cursor = reader.cursor

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from dataplane.changes import MixAt
-from dataplane.client.mixing import asked_of, follow, sample_count
+from dataplane.client.mixing import asked_of, epoch_steps, follow
 from dataplane.client.session import Session
-from dataplane.client.state import consumed, left_of, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.errors import ConfigError
 from dataplane.rpc import messages
@@ -47,7 +46,8 @@ class EpochReader:
         self.step, self.stride = first_step, stride
         self.valid_count: int | None = None
         self._decoder = decoder
-        self._session, self._global_batch = session, session.job.spec.global_batch
+        self._session, self._steps = session, epoch_steps(session, epoch, cursor)
+        self._steps.check_ranks(epoch)
         # The step with which other weights of a mixture begin, and these weights.
         self._change: tuple[int, MixHistory] | None = None
         # Weights that people ask for while the job runs, as the session knew them when looked up.
@@ -62,9 +62,6 @@ class EpochReader:
                 session, epoch, cursor, first_step, stride, mix=session.mix, ahead=not in_worker
             )
         )
-        self._gaps = session.changes.gaps(epoch)
-        self._sample_count = self._step_count = 0
-        self._count()
         self._in_worker, self._copy_stream = in_worker, copy_stream
         self._pid = os.getpid()
         self._ready: list[_Made] = []
@@ -72,12 +69,12 @@ class EpochReader:
     @property
     def cursor(self) -> int:
         """How many samples all ranks together have consumed after the last batch returned here."""
-        return self._after(max(0, self.step - self.stride + 1))
+        return self._steps.after(max(0, self.step - self.stride + 1))
 
     @property
     def is_complete(self) -> bool:
         """Whether the epoch's last batch was returned."""
-        return self.step >= self._step_count
+        return self.step >= self._steps.count
 
     def next(self) -> Batch | None:
         """The next batch; None at the end of the epoch.
@@ -133,7 +130,7 @@ class EpochReader:
         while (
             self._asked
             and not self.is_complete
-            and self._asked[0].position.cursor < self._after(self.step + 1)
+            and self._asked[0].position.cursor < self._steps.after(self.step + 1)
         ):
             found = follow(session, self._asked[0], self.cursor)
             del self._asked[0]
@@ -145,14 +142,16 @@ class EpochReader:
         they are in force only in the next one. Steps before that position stay as they are read
         ahead.
         """
-        mix = self._session.mix
-        self._count()
+        mix, before = self._session.mix, self._steps
+        self._steps = epoch_steps(self._session, self.epoch, self.start_cursor)
         is_known = self._stream is None or self._stream.mix == mix
         if is_known or mix is None or position is None:
             self._change = None
             return
-        live = self._gaps.live
-        self._change = ((live(position) - live(self.start_cursor)) // self._global_batch, mix)
+        # The last step of the weights before may go on beyond its global batch.
+        live, last = before.gaps.live, before.count - 1
+        step = (live(position) - live(self.start_cursor)) // before.global_batch
+        self._change = (min(step, last), mix)
 
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""
@@ -160,33 +159,21 @@ class EpochReader:
             self._stream.close()
         self._ready = []
 
-    def _count(self) -> None:
-        session, spec = self._session, self._session.job.spec
-        self._sample_count = sample_count(session, self.epoch)
-        left = left_of(self._sample_count, self.start_cursor, self._gaps)
-        self._step_count = step_count(left, spec.global_batch, spec.end)
-
     def _without_columns(self) -> Batch | None:
         if self.is_complete:
             return None
-        live = self._gaps.live
-        first, stop = live(self._after(self.step)), live(self._after(self.step + 1))
-        pieces = self._gaps.pieces(first, stop)
+        gaps, after = self._steps.gaps, self._steps.after
+        pieces = gaps.pieces(gaps.live(after(self.step)), gaps.live(after(self.step + 1)))
         size, rank = self._place.dp_size, self._place.dp_rank
         self.valid_count = sum(len(range(at + (rank - at) % size, end, size)) for at, end in pieces)
         self.step += self.stride
         return {}
 
-    def _after(self, steps: int) -> int:
-        """The cursor after so many steps."""
-        start, batch = self.start_cursor, self._global_batch
-        return consumed(self._sample_count, start, batch, steps, self._gaps)
-
     def _look_ahead(self, step: int) -> None:
         stream = self._stream
         # Ignore errors of a batch that is not due yet: they are raised again when it is.
         with contextlib.suppress(Exception):
-            at_hand = stream is not None and step < self._step_count and stream.is_at_hand
+            at_hand = stream is not None and step < self._steps.count and stream.is_at_hand
             if stream is not None and at_hand and not self._ready:
                 self._ready = self._unpacked(stream.batches_from(step))
             if self._ready and isinstance(sending := self._ready[-1][1], Sending):

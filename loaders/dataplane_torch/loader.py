@@ -53,10 +53,11 @@ class DataLoader(LoaderBase[_T_co]):
 
     Over urls a node reads, decodes and batches. `batch_size` counts samples of one data-parallel
     rank; `global_batch_size` counts those of all ranks, so that a run may continue with another
-    number of ranks. `end` says what to do with an incomplete last global batch: "ragged" (every
-    rank has as many steps, local batches may differ by one and be empty), "drop" (as
-    drop_last=True), or "pad" (samples from the epoch's start fill it; `valid_count` says how many
-    rows of the last batch are not padding). `timeout` is how long to wait for a batch in seconds, 0
+    number of ranks. `end` says what to do with an incomplete last global batch: "ragged" (all ranks
+    have as many steps; local batches differ by one at most, and fewer samples than there are ranks
+    join the step before), "drop" (as drop_last=True), or "pad" (samples from the epoch's start fill
+    it; `valid_count` says how many rows of the last batch are not padding). `timeout` is how long
+    to wait for a batch in seconds, 0
     for the node's setting. `transforms` maps columns of encoded images to the steps that the node
     applies: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact;
     for a random crop of at least twice the wanted size, a JPEG is decoded at a reduced size.

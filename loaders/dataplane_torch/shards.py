@@ -15,10 +15,16 @@ from torch.utils.data import IterableDataset
 from dataplane.client.begun import BegunNode
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.digest import RowsDigest
-from dataplane.client.mixing import changed, place_of, rows_reached, sample_count, state_at
+from dataplane.client.mixing import (
+    changed,
+    epoch_steps,
+    place_of,
+    rows_reached,
+    sample_count,
+    state_at,
+)
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
-from dataplane.client.state import left_of, step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ClosedError, ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of
@@ -138,8 +144,7 @@ class UrlJob:
     @property
     def step_count(self) -> int:
         """Steps of the whole of the present epoch."""
-        spec = self._session.job.spec
-        return step_count(self.sample_count, spec.global_batch, spec.end)
+        return epoch_steps(self._session, self.epoch).count
 
     @property
     def schema(self) -> Schema:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from dataplane.changes import EpochSteps
 from dataplane.errors import DataStallError
 from dataplane.ledger import LedgerPosition
-from dataplane.model import Region
+from dataplane.model import End, Region
 from dataplane.node.following import Following
 from dataplane.rpc.membership import MemberVerdict, MixProposal
 from dataplane.rpc.messages import Batch, Slab
 
-START = LedgerPosition(0, 0)
+START, STEPS = LedgerPosition(0, 0), EpochSteps(80, 0, 8, End.RAGGED)
 NOTHING, PROPOSED = MemberVerdict("m"), MemberVerdict("m", proposal=MixProposal("r"))
 SLAB = Slab(1, 5, Region(0, 0), (Batch(0, 8, 8),), b"")
 
@@ -22,7 +23,7 @@ def test_2_who_waits_too_long_for_the_outcome_gets_an_error_and_nothing_else() -
     released: list[int] = []
     found: list[Any] = []
     following = Following((), 8, released.append, follows=True)
-    send = following.sending(0, 0, 0, lambda number, body: found.append((number, body)))
+    send = following.sending(0, STEPS, 0, lambda number, body: found.append((number, body)))
     assert following.heard(PROPOSED, START, 0.0)
     assert not following.is_overdue(1e6, 60)
     error = DataStallError("the coordinator is away")

@@ -11,11 +11,12 @@ import pytest
 from membership import join, node, progress
 from msgspec.structs import replace
 
+from dataplane.changes import EpochSteps
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import DataStallError, LeaseFenced
 from dataplane.ledger import LedgerPosition
-from dataplane.model import Region
+from dataplane.model import End, Region
 from dataplane.node import heartbeat
 from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
@@ -92,7 +93,9 @@ def test_who_waits_for_an_outcome_is_told_which_coordinator_owes_it() -> None:
     verdict = MemberVerdict("m", proposal=MixProposal("r"))
     assert following.heard(verdict, LedgerPosition(0, 0), 0.0)
     slab = Slab(1, 1, Region(0, 0), (Batch(0, 8, 8),), b"")
-    following.sending(0, 0, 0, lambda number, body: found.append((number, body)))(7, slab)
+    following.sending(
+        0, EpochSteps(80, 0, 8, End.RAGGED), 0, lambda number, body: found.append((number, body))
+    )(7, slab)
     jobs: Any = SimpleNamespace(members={"m": SimpleNamespace(following=following, job_id="j")})
     engine: Any = None
     trace = Trace("test")

@@ -127,10 +127,16 @@ def first_of(keyed, count, able):
         keyed = (keyed + GAMMA) & MASK
 
 
-def skipping(count, cursor, batch, end, skipped):
-    """The positions of each step from a cursor on, with skipped ranges of positions left out."""
+def skipping(count, cursor, batch, end, skipped=(), size=1, weights_from=0):
+    """The positions of each step of `size` ranks from a cursor on, with skipped ranges of positions
+    left out, if weights change last at `weights_from`.
+    """
     live = [at for at in range(cursor, count) if not any(a <= at < b for a, b in skipped)]
     steps = [live[at : at + batch] for at in range(0, len(live), batch)]
+    fixed = sum(at < weights_from for at in live)
+    is_short = len(steps) > 1 and len(steps[-1]) < size
+    if end == "ragged" and is_short and fixed <= (len(steps) - 2) * batch:
+        steps[-2:] = [steps[-2] + steps[-1]]
     if end == "drop" and steps and len(steps[-1]) < batch:
         del steps[-1]
     if end == "pad" and steps:
@@ -271,20 +277,15 @@ def defaults(samples, blocks, decoded):
     return lanes, length, ramp
 
 
-def steps(served, shard_blocks, batch, end, cursor=0):
-    """The (shard, row in the shard) of each step from the cursor on, of the (block, row) `served`
-    at each position, for shards that have blocks of so many rows.
+def steps(served, shard_blocks, batch, end, cursor=0, size=1):
+    """The (shard, row in the shard) of each step of `size` ranks from the cursor on, of the (block,
+    row) `served` at each position, for shards that have blocks of so many rows.
     """
     names = []
     for shard, blocks in enumerate(shard_blocks):
         for at, rows in enumerate(blocks):
             names.append([(shard, sum(blocks[:at]) + row) for row in range(rows)])
-    positions = list(range(cursor, len(served)))
-    if end == "pad":
-        positions += range(len(served), len(served) + -len(positions) % batch)
-    found = [positions[begin : begin + batch] for begin in range(0, len(positions), batch)]
-    if end == "drop":
-        found = [step for step in found if len(step) == batch]
+    found = skipping(len(served), cursor, batch, end, (), size)
     rows = [[served[position % len(served)] for position in step] for step in found]
     return [[names[block][row] for block, row in step] for step in rows]
 

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from plan import golden
 from plan.test_mixture import everything, mixtures, order_of, twin_of
 
+from dataplane.changes import step_count
 from dataplane.errors import ConfigError
 from dataplane.model import End, Exhausted
 from dataplane.plan import mixture
@@ -16,7 +17,6 @@ from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled,
 from dataplane.plan.counting import CountingTree
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.shares import quantised
-from dataplane.plan.slices import steps_of
 from dataplane.weights import ScheduledShares, ShareChange
 
 modest = settings(max_examples=60)
@@ -188,7 +188,7 @@ def test_scheduled_shares_take_effect_in_their_step_or_with_the_next_round(
     asked = []
     for one in schedule:  # step by step
         left, epoch = one.step, 0
-        while (count := steps_of(plan_of(of, epoch, found).sample_count, batch, end)) <= left:
+        while (count := step_count(plan_of(of, epoch, found).sample_count, batch, end)) <= left:
             left, epoch = left - count, epoch + 1
             if epoch > 100:
                 return  # there are no more steps
@@ -199,6 +199,57 @@ def test_scheduled_shares_take_effect_in_their_step_or_with_the_next_round(
         assert change.place == next_boundary(
             of, before, max(at, *[one.place for one in before], (0, 0))
         )
+
+
+@st.composite
+def exhaustible(draw):
+    """A mixture whose sources may run out, entries of a schedule, and a global batch. Some shares
+    are 0, so that a change may leave no source to read.
+    """
+    counts = tuple(draw(st.lists(st.integers(1, 120), min_size=2, max_size=3)))
+    exhausted = draw(st.sampled_from(Exhausted))
+    shares = st.lists(st.integers(0, 3), min_size=len(counts), max_size=len(counts)).filter(any)
+    passes = (0 if exhausted is Exhausted.CYCLE else 1,) * len(counts)
+    length = draw(st.just(0) | st.integers(1, 100)) if exhausted is Exhausted.CYCLE else 0
+    of = Mixed(
+        counts, quantised(draw(shares)), passes, draw(st.integers(1, 2)), exhausted, length,
+        round_steps=draw(st.sampled_from([2, 8, 32])),
+    )  # fmt: skip
+    steps = sorted(draw(st.sets(st.integers(1, 60), min_size=1, max_size=5)))
+    schedule = [ScheduledShares(step, quantised(draw(shares))) for step in steps]
+    return of, schedule, draw(st.integers(1, 16))
+
+
+@settings(max_examples=150)
+@given(exhaustible())
+def test_a_schedule_is_what_is_set_while_the_job_reads(drawn):
+    of, schedule, batch = drawn
+    expected = ()
+    try:
+        for one in schedule:  # after so many steps, the job is at this place
+            epoch, gone = 0, 0
+            while True:
+                plan = plan_of(of, epoch, expected)
+                steps = step_count(plan.sample_count, batch, End.RAGGED)
+                if one.step < gone + steps:
+                    break
+                epoch, gone = epoch + 1, gone + steps
+            place = (epoch, (one.step - gone) * batch)
+            expected, _ = changed(of, expected, place, one.shares)
+    except ConfigError:
+        assume(False)
+    assert scheduled(of, (), (0, 0), schedule, batch, End.RAGGED) == expected
+
+
+def test_of_two_changes_at_one_round_the_last_one_counts_even_if_the_first_leaves_no_source():
+    of = Mixed((200, 3000), HALVES, (1, 1), 1, Exhausted.RENORMALISE, round_steps=64)
+    over, rest = quantised([1, 0]), quantised([0, 1])  # the first source ends at sample 400
+    schedule = [ScheduledShares(80, over), ScheduledShares(81, rest)]
+    found = scheduled(of, (), (0, 0), schedule, 8, End.RAGGED)
+    first, _ = changed(of, (), (0, 80 * 8), over)
+    assert plan_of(of, 0, first).sample_count == 656
+    assert changed(of, first, (0, 81 * 8), rest)[0] == found
+    assert plan_of(of, 0, found).sample_count == 3200
 
 
 def test_scheduled_shares_with_which_an_epoch_has_no_step_are_refused():

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 
-from dataplane.changes import Changes, Gaps, Skip, TakenDocument, Tombstone, rows_layout
+from dataplane.changes import Changes, EpochSteps, Gaps, Skip, TakenDocument, Tombstone, rows_layout
 from dataplane.client.digest import RowsDigest
-from dataplane.client.state import consumed, left_of, step_count
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.mixture import MixtureSpec, SourceSpec
@@ -42,6 +41,9 @@ def epochs(draw):
     return count, cursor, batch, end, Changes(tuple(sorted(skips))).gaps(0)
 
 
+sizes, weights = st.integers(1, 4), st.integers(0, 120)
+
+
 @modest
 @given(epochs())
 def test_live_indices_number_the_positions_that_are_not_skipped(epoch):
@@ -51,18 +53,19 @@ def test_live_indices_number_the_positions_that_are_not_skipped(epoch):
     live = [at for at in range(count) if not any(a <= at < b for a, b in gaps.ranges)]
     assert [gaps.place(index) for index in range(len(live))] == live
     assert [gaps.live(at) for at in live] == list(range(len(live)))
-    assert left_of(count, cursor, gaps) == sum(at >= cursor for at in live)
+    left = EpochSteps(count, cursor, 4, End.PAD, gaps=gaps).left
+    assert left == sum(at >= cursor for at in live)
     pieces = gaps.pieces(gaps.live(cursor), len(live))
     assert [at for piece in pieces for at in range(*piece)] == [at for at in live if at >= cursor]
 
 
 @modest
-@given(epochs())
-def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch):
+@given(epochs(), weights)
+def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch, changed):
     count, cursor, batch, end, gaps = epoch
-    expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
     for size in (1, 2, 3, 4):
-        own = [Slice(count, cursor, batch, end, rank, size, gaps) for rank in range(size)]
+        expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges, size, changed)
+        own = [Slice(count, cursor, batch, end, rank, size, gaps, changed) for rank in range(size)]
         assert {each.step_count for each in own} == {len(expected)}
         for step, positions in enumerate(expected):
             for rank, each in enumerate(own):
@@ -70,7 +73,7 @@ def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch):
                 found = each.positions_of_steps(step, 1)
                 assert found.positions.tolist() == [at % count for at in mine]
                 assert found.valid.tolist() == [sum(at < count for at in mine)]
-            assert own[0].position_of(step) == positions[0]
+            assert own[0].steps.begin(step) == positions[0]
     many = own[-1].positions_of_steps(0, len(expected))
     singly = [own[-1].positions(step).tolist() for step in range(len(expected))]
     assert many.positions.tolist() == [at for each in singly for at in each]
@@ -78,15 +81,15 @@ def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch):
 
 
 @modest
-@given(epochs(), st.integers(0, 40))
-def test_a_run_that_is_resumed_after_any_step_has_the_rest(epoch, step):
+@given(epochs(), st.integers(0, 40), sizes, weights)
+def test_a_run_that_is_resumed_after_any_step_has_the_rest(epoch, step, size, changed):
     count, cursor, batch, end, gaps = epoch
-    steps = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
-    step = min(step, len(steps))
-    at = consumed(count, cursor, batch, step, gaps)
+    steps = plain.skipping(count, cursor, batch, end.value, gaps.ranges, size, changed)
+    step, own = min(step, len(steps)), EpochSteps(count, cursor, batch, end, size, gaps, changed)
+    at = own.after(step)
     assert at == (max(one for one in steps[step - 1] if one < count) + 1 if step else cursor)
-    assert step_count(left_of(count, at, gaps), batch, end) == len(steps) - step
-    assert plain.skipping(count, at, batch, end.value, gaps.ranges) == steps[step:]
+    assert EpochSteps(count, at, batch, end, size, gaps, changed).count == len(steps) - step
+    assert plain.skipping(count, at, batch, end.value, gaps.ranges, size, changed) == steps[step:]
 
 
 @modest
@@ -94,15 +97,16 @@ def test_a_run_that_is_resumed_after_any_step_has_the_rest(epoch, step):
 def test_a_digest_covers_the_positions_that_were_read_however_often_it_was_resumed(epoch, stops):
     count, cursor, batch, end, gaps = epoch
     steps = len(plain.skipping(count, cursor, batch, end.value, gaps.ranges))
-    last = consumed(count, cursor, batch, steps, gaps)
+    own = EpochSteps(count, cursor, batch, end, gaps=gaps)
+    last = own.after(steps)
     whole = RowsDigest().continued("o", 0, cursor).reached(last, gaps)
     found = RowsDigest().continued("o", 0, cursor)
     for stop in sorted(min(stop, steps) for stop in stops):
-        at = consumed(count, cursor, batch, stop, gaps)
+        at = own.after(stop)
         found = found.reached(at, gaps)
         found = RowsDigest.from_dict(found.to_dict(0, at), 0, at).continued("o", 0, at)
     assert found.reached(last, gaps).value == whole.value
-    read = left_of(last, cursor, gaps)
+    read = gaps.live(last) - gaps.live(cursor)
     plainly = RowsDigest().continued("o", 0, cursor).reached(last)
     assert (plainly.value == whole.value) == (read == last - cursor)
 
@@ -114,7 +118,7 @@ def test_a_walk_plans_exactly_the_steps_that_are_not_skipped(epoch, size, most):
     spec = JobSpec("f", global_batch=batch, end=end)
     order = job_order(spec, (manifest_of([[count]]),), 0)
     walk = Walk(spec, order, Stream(0, cursor, 0, size), SlabSizes(most, most, 0), gaps=gaps)
-    expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges)
+    expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges, size)
     plans = walk.next_plans(200)
     rows = [plan.row_index[:, 1].tolist() for plan in plans]
     mine = [at % count for positions in expected for at in positions if at % size == 0]

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from dataplane.errors import ConfigError
 from dataplane.model import End
@@ -44,7 +45,12 @@ def test_global_batches_are_the_same_for_every_dp_size(epoch, more):
     sample_count, batch, end, cursor = epoch
     dp_size = more.draw(st.integers(1, min(batch, 9)))
     alone = list(global_batches(sample_count, cursor, batch, end, 1))
-    assert list(global_batches(sample_count, cursor, batch, end, dp_size)) == alone
+    found = list(global_batches(sample_count, cursor, batch, end, dp_size))
+    if len(found) < len(alone):  # the last one has joined the one before
+        assert end is End.RAGGED
+        assert len(alone[-1]) < dp_size
+        alone[-2:] = [alone[-2] + alone[-1]]
+    assert found == alone
     flat = [position for each in alone for position in each]
     assert flat == [(cursor + place) % sample_count for place in range(len(flat))]
 
@@ -58,9 +64,13 @@ def test_every_rank_makes_the_same_steps_and_batches_differ_by_one_at_most(epoch
     assert len({each.step_count for each in slices}) == 1
     steps = slices[0].step_count
     left = sample_count - cursor
-    assert steps == (left // batch if end is End.DROP else -(-left // batch))
+    joins = end is End.RAGGED and left > batch and 0 < left % batch < dp_size
+    assert steps == (left // batch if end is End.DROP or joins else -(-left // batch))
     rows = np.array([each.positions_of_steps(0, steps).rows for each in slices])
     assert steps == 0 or (rows.max(axis=0) - rows.min(axis=0)).max() <= 1
+    assert steps == 0 or rows.max() <= -(-batch // dp_size) + 1
+    if left >= dp_size:
+        assert steps == 0 or rows.min() >= 1
     if end is not End.RAGGED:
         assert (rows.sum(axis=0) == batch).all()
 
@@ -122,10 +132,49 @@ def test_resuming_anywhere_on_any_dp_size_gives_the_identical_suffix(
     assert np.array_equal(np.concatenate(consumed, axis=1), whole)
 
 
-def test_ragged_end_may_leave_ranks_without_samples():
-    slices = ranks(10, 0, 8, End.RAGGED, 4)
-    assert [each.positions(1).tolist() for each in slices] == [[8], [9], [], []]
+@modest
+@given(epochs(), st.data())
+def test_a_run_of_many_launches_reads_every_sample_of_an_epoch_once(epoch, more):
+    sample_count, batch, end, cursor = epoch
+    seen, last = list(range(cursor)), []
+    while cursor < sample_count:
+        if end is not End.DROP:
+            batch = more.draw(st.integers(1, 40))
+        own = ranks(sample_count, cursor, batch, end, more.draw(st.integers(1, min(batch, 9))))
+        steps = more.draw(st.integers(1, 9))
+        last = [step for step in range(own[0].step_count) if step < steps]
+        for step in last:
+            each = [one.positions_of_steps(step, 1) for one in own]
+            seen += sorted(at for one in each for at in one.positions[: one.valid[0]].tolist())
+        cursor = own[0].steps.after(len(last))
+        assert cursor == len(seen)
+        if end is End.DROP and own[0].step_count <= steps:
+            break
+    assert seen == list(range(cursor))
+    assert cursor == sample_count or (end is End.DROP and sample_count - cursor < batch)
+
+
+def test_fewer_rows_than_ranks_join_the_step_before():
+    slices = ranks(10, 0, 4, End.RAGGED, 4)
+    assert [each.positions(1).tolist() for each in slices] == [[4, 8], [5, 9], [6], [7]]
     assert [each.step_count for each in slices] == [2] * 4
+    enough = ranks(20, 0, 8, End.RAGGED, 4)
+    assert [each.positions(2).tolist() for each in enough] == [[16], [17], [18], [19]]
+
+
+def test_no_row_joins_a_step_that_begins_before_other_weights():
+    for changed, rows in ((4, [2, 2, 1, 1]), (5, [1, 1, 0, 0])):
+        own = [replace(each, weights_from=changed) for each in ranks(10, 0, 4, End.RAGGED, 4)]
+        assert [len(each.positions(each.step_count - 1)) for each in own] == rows
+
+
+def test_fewer_rows_than_ranks_in_all_are_refused():
+    for sample_count, cursor, end in ((3, 0, End.PAD), (4, 0, End.RAGGED), (10, 10, End.RAGGED)):
+        Slice(sample_count, cursor, 4, end, 0, 4).steps.check_ranks(2)
+    with pytest.raises(ConfigError, match=r"^epoch 2 has fewer samples \(3\) .* end=.pad"):
+        Slice(3, 0, 4, End.RAGGED, 0, 4).steps.check_ranks(2)
+    with pytest.raises(ConfigError, match=r"^behind position 8, epoch 2 has .*\(3\)"):
+        Slice(10, 8, 4, End.RAGGED, 0, 4).steps.check_ranks(2)
 
 
 def test_pad_wraps_to_the_start_of_the_epoch_and_says_so():

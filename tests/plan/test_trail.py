@@ -69,7 +69,7 @@ def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(
     manifest, spec, epoch, cursor = job
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
     for size in SIZES:
-        for step in range(steps_of(manifest, spec, cursor)):
+        for step in range(steps_of(manifest, spec, cursor, size)):
             found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
             for rank in range(size):
                 own = Slice(
@@ -87,7 +87,7 @@ def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     manifest, spec, epoch, cursor = job
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
     forwards = {}
-    for step in range(steps_of(manifest, spec, cursor)):
+    for step in range(steps_of(manifest, spec, cursor, size)):
         found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
         rows = zip(
             found.shards.tolist(), found.shard_rows.tolist(), found.positions.tolist(),
@@ -110,8 +110,8 @@ def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
 
 
 @settings(max_examples=60)
-@given(jobs())
-def test_steps_are_what_the_documentation_defines(job):
+@given(jobs(), st.sampled_from(SIZES))
+def test_steps_are_what_the_documentation_defines(job, size):
     manifest, spec, epoch, cursor = job
     if not spec.shuffle:
         return
@@ -123,10 +123,10 @@ def test_steps_are_what_the_documentation_defines(job):
     served = plain.order(
         manifest.block_rows.tolist(), spec.seed, spec.lanes, spec.window, epoch, spec.ramp
     )
-    expected = plain.steps(served, shard_blocks, spec.global_batch, spec.end.value, cursor)
+    expected = plain.steps(served, shard_blocks, spec.global_batch, spec.end.value, cursor, size)
     found = []
-    for step in range(steps_of(manifest, spec, cursor)):
-        rows = rows_of_step(spec, order, [names], step, cursor=cursor)
+    for step in range(steps_of(manifest, spec, cursor, size)):
+        rows = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
         found.append(list(zip(rows.shards.tolist(), rows.shard_rows.tolist(), strict=True)))
     assert found == expected
 

@@ -360,7 +360,8 @@ def check_documents_of_packs(mixed: Mixture, data: list[str], command: Command) 
     assert moved.keys() == {106, 206}
     assert all(one // GROUP == other // GROUP for one, other in moved.items())
     assert packs(2) == found
-    assert packs(4, state) == found[2:]
+    # The last step of one rank has too few packs for four.
+    assert [*itertools.chain(*packs(4, state))] == [*itertools.chain(*found[2:])]
     step = next(at for at, batch in enumerate(found) if batch != whole[at])
     of_step = ("--epoch", "0", "--step", str(step), *data)
     traced = command("trace", "p", *of_step)

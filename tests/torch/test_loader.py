@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane import errors
-from dataplane.changes import NO_GAPS
-from dataplane.client.state import RunState, consumed, step_count
+from dataplane.changes import EpochSteps
+from dataplane.client.state import RunState
 from dataplane.errors import ClosedError, ConfigError, DataStallError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, End, ListPolicy
 from dataplane.rpc.messages import OpenJob
@@ -102,18 +102,37 @@ def test_dtypes_shapes_and_writing_in_place(fake) -> None:
     assert not any(value.is_pinned() for value in batch.values() if isinstance(value, torch.Tensor))
 
 
-def test_an_empty_batch_has_the_right_types_and_shapes(fake) -> None:
-    fake(sample_count=5)
-    with DataLoader(URL, global_batch_size=4, dp_rank=3, dp_size=4) as loader:
-        first, last = list(loader)
-    assert rows_of(first) == [sample(3)]
-    assert rows_of(last) == []
-    assert {name: one.dtype for name, one in last.items() if isinstance(one, torch.Tensor)} == {
-        name: one.dtype for name, one in first.items() if isinstance(one, torch.Tensor)
-    }
-    assert last["x"].shape == (0, 4)
-    assert last["steps"].offsets.tolist() == [0]
-    assert (last["text"], last["raw"]) == ([], [])
+@pytest.mark.parametrize(("count", "rows"), [(9, [1, 2]), (11, [1, 2]), (12, [1, 1, 1])])
+def test_no_rank_gets_an_empty_batch_at_the_end_of_an_epoch(fake, count, rows) -> None:
+    fake(sample_count=count)
+    found, lengths = [], []
+    for rank in range(4):
+        given = {"global_batch_size": 4, "dp_rank": rank, "dp_size": 4, "name": "ends"}
+        with DataLoader(URL, **given) as loader:
+            steps = [batch["t"].tolist() for batch in loader]
+            assert len(loader) == len(steps) == len(rows)
+            found += [row for step in steps for row in step]
+            lengths.append([len(step) for step in steps])
+    assert sorted(found) == list(range(count))
+    assert lengths[0] == rows
+    assert min(map(min, lengths)) == 1
+
+
+def test_fewer_samples_than_ranks_are_refused(fake) -> None:
+    fake(sample_count=10)
+    given = {"global_batch_size": 4, "name": "more"}
+    with DataLoader(URL, dp_rank=0, dp_size=1, **given) as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        assert next(batches)["t"].tolist() == [8, 9]
+    with DataLoader(URL, dp_rank=0, dp_size=2, **given) as loader:
+        loader.load_state_dict(state)
+        assert [batch["t"].tolist() for batch in loader] == [[8]]
+    with DataLoader(URL, dp_rank=0, dp_size=4, **given) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match=r"has fewer samples \(2\) than .* ranks \(4\)"):
+            next(iter(loader))
 
 
 def test_padding_is_counted(fake) -> None:
@@ -243,9 +262,9 @@ def test_an_iterator_that_ended_stays_ended(fake) -> None:
     steps=st.integers(0, 50),
 )
 def test_the_cursor_counts_what_the_steps_cover(count, batch, end, steps) -> None:
-    total = step_count(count, batch, end)
-    assert total == (count // batch if end is End.DROP else math.ceil(count / batch))
-    assert consumed(count, 0, batch, steps, NO_GAPS) == min(count, steps * batch)
+    own = EpochSteps(count, 0, batch, end)
+    assert own.count == (count // batch if end is End.DROP else math.ceil(count / batch))
+    assert own.after(steps) == min(count, steps * batch)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

@@ -75,23 +75,28 @@ def test_batches_have_the_weights_share_of_each_source(folder) -> None:
         assert abs((batch["from"] == 0).sum() - 0.7 * 24) < 4
 
 
-def test_a_rank_without_rows_in_the_last_step_has_all_columns(folder) -> None:
-    given = {**SHUFFLED, "global_batch_size": 3, "columns": ["id"]}
-    batch = {"id": torch.int64, "from": torch.int32}
-    with DataLoader(mixed(folder, length=10, source_column="from"), **given) as loader:
-        rows = iter(loader)
-        for _ in range(3):
-            next(rows)
-        state = loader.state_dict()
-    ranks = {"dp_size": 3, "name": "without-rows"}
-    with ExitStack() as stack:
-        for rank in range(3):
-            mixture = mixed(folder, length=10, source_column="from")
-            loader = stack.enter_context(DataLoader(mixture, dp_rank=rank, **ranks, **given))
-            loader.load_state_dict(state)
-            (last,) = loader
-            assert {name: column.dtype for name, column in last.items()} == batch
-            assert [len(column) for column in last.values()] == [rank == 0] * 2
+def test_a_last_step_of_fewer_rows_than_ranks_joins_the_step_before(folder) -> None:
+    given = {**SHUFFLED, "global_batch_size": 3, "columns": ["id"], "name": "short"}
+    found = []
+    for size in (1, 3):
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    DataLoader(mixed(folder, length=10), dp_rank=rank, dp_size=size, **given)
+                )
+                for rank in range(size)
+            ]
+            state = loaders[0].state_dict()
+            passes = [[batch["id"].tolist() for batch in loader] for loader in loaders]
+            assert [len(loader) for loader in loaders] == [len(each) for each in passes]
+            for loader in loaders:
+                loader.load_state_dict(state)
+            assert [[batch["id"].tolist() for batch in loader] for loader in loaders] == passes
+        found.append(passes)
+    ((whole,), parts) = found
+    assert [[*map(len, each)] for each in parts] == [[1, 1, 2], [1, 1, 1], [1, 1, 1]]
+    joined = [parts[at % 3][min(at // 3, 2)][at // 3 - min(at // 3, 2)] for at in range(10)]
+    assert joined == [one for step in whole for one in step]
 
 
 def test_global_batches_are_the_same_for_every_number_of_ranks(folder) -> None:
