@@ -214,16 +214,27 @@ def _shares(asked: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]
     weights = [source.weight for source in sources]
     if asked.unit is not MixUnit.TOKENS:
         return quantised(weights)
-    lengths = [source.mean_length for source in sources]
+    lengths = _mean_lengths(asked)
     # Without lengths, the bytes of the columns that are asked for: tokens in proportion.
     return quantised(of_tokens(weights, lengths if all(lengths) else row_bytes))
 
 
+def _mean_lengths(asked: MixtureAsked) -> list[float]:
+    """How many tokens a sample of each source has on average, 0 if that is not known: as the user
+    says, or as many as a pack.
+    """
+    packs = [source.view.pack for source in asked.sources]
+    return [
+        source.mean_length or (0.0 if pack is None else pack.length)
+        for source, pack in zip(asked.sources, packs, strict=True)
+    ]
+
+
 def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
     """The length of an epoch, asked for in tokens."""
-    lengths = [Fraction(source.mean_length) for source in asked.sources]
+    lengths = [Fraction(length) for length in _mean_lengths(asked)]
     if not all(lengths):
-        missing = next(source.name for source in asked.sources if not source.mean_length)
+        missing = asked.sources[lengths.index(0)].name
         raise ConfigError(
             f"a length of {asked.length} tokens needs the mean length of the samples of each"
             f" source, and that of {missing!r} is missing: Source(…, mean_length=…)",

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 
 from dataplane.errors import ConfigError, SpecMismatch
 from dataplane.model import View
@@ -140,6 +140,9 @@ def test_a_run_goes_on_anywhere_on_another_number_of_ranks(folder, shuffle, with
             for loader in loaders:
                 loader.load_state_dict(state)
             rest = steps_of(loaders)
+            if stop == first_count:  # nothing is left of the epoch: the next pass is the next one
+                assert rest == []
+                rest = steps_of(loaders)
         end = first_count if stop < first_count else len(whole)
         assert rest == whole[stop:end]
 
@@ -199,6 +202,32 @@ def test_shares_may_follow_from_sizes_passes_and_lengths(folder) -> None:
     # As many tokens of each source: 58,800 of all.
     found = counted(Mixture(sources, unit="tokens", exhausted="cycle", length=58_800))
     assert np.abs(found - [196, 98, 49]).max() < 4
+
+
+def test_a_pack_has_as_many_tokens_as_it_is_long(tmp_path, shared_node) -> None:
+    """Documents of the sources differ in length, and their packs do not."""
+    for at, (name, tokens) in enumerate({"short": 3, "long": 16}.items()):
+        table = pa.table({"tokens": pa.array([[at] * tokens] * 200, pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=50)
+    sources = {name: Source(tmp_path / f"{name}.parquet", weight=1) for name in ("short", "long")}
+    mixture = Mixture(sources, unit="tokens", exhausted="cycle", length=640, source_column="from")
+    with DataLoader(mixture, 4, pack=Pack("tokens", 16)) as loader:
+        batches = list(loader)
+    assert [batch["tokens"].shape for batch in batches] == [(4, 16)] * 10
+    assert sum(int(batch["from"].sum()) for batch in batches) == 20
+
+
+def test_too_many_sources_and_entries_are_refused_before_any_is_read() -> None:
+    urls = {f"s{at}": f"/nowhere/{at}" for at in range(1025)}
+    with pytest.raises(ConfigError, match="a mixture of 1025 sources: 1 to 1024 are possible"):
+        Mixture(urls, temperature=1)
+    weights = {f"s{at}": 1 for at in range(20)}
+    sources = {name: Source(urls[name], weight=1) for name in weights}
+    for names, most in ((["s0", "s1"], 4096), (list(sources), 3276)):
+        some, entry = {name: sources[name] for name in names}, {name: 1 for name in names}
+        Mixture(some, schedule=[(1 + step, entry) for step in range(most)])
+        with pytest.raises(ConfigError, match=f"more than {most} entries for {len(names)} sources"):
+            Mixture(some, schedule=((1 + step, entry) for step in range(10**9)))
 
 
 def test_rows_in_place_and_decoded_rows_of_numbers_are_mixed(tmp_path, shared_node) -> None:
