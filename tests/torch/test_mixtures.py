@@ -224,7 +224,7 @@ def test_too_many_sources_and_entries_are_refused_before_any_is_read() -> None:
     weights = {f"s{at}": 1 for at in range(20)}
     sources = {name: Source(urls[name], weight=1) for name in weights}
     for names, most in ((["s0", "s1"], 4096), (list(sources), 3276)):
-        some, entry = {name: sources[name] for name in names}, {name: 1 for name in names}
+        some, entry = {name: sources[name] for name in names}, dict.fromkeys(names, 1)
         Mixture(some, schedule=[(1 + step, entry) for step in range(most)])
         with pytest.raises(ConfigError, match=f"more than {most} entries for {len(names)} sources"):
             Mixture(some, schedule=((1 + step, entry) for step in range(10**9)))
