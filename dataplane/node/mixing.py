@@ -234,7 +234,7 @@ def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
     """The length of an epoch, asked for in tokens."""
     lengths = [Fraction(length) for length in _mean_lengths(asked)]
     if not all(lengths):
-        missing = asked.sources[lengths.index(0)].name
+        missing = asked.sources[lengths.index(Fraction(0))].name
         raise ConfigError(
             f"a length of {asked.length} tokens needs the mean length of the samples of each"
             f" source, and that of {missing!r} is missing: Source(…, mean_length=…)",

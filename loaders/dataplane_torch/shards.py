@@ -138,8 +138,7 @@ class UrlJob:
     @property
     def sample_count(self) -> int:
         """Samples of the whole of the present epoch, over all ranks."""
-        gaps = self._session.changes.gaps(self.epoch)
-        return left_of(sample_count(self._session, self.epoch), 0, gaps)
+        return epoch_steps(self._session, self.epoch).left
 
     @property
     def step_count(self) -> int:
