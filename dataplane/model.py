@@ -226,7 +226,8 @@ class PackSpec(Struct, frozen=True):
     `pad_value`, carried columns with zero. With the policy PAD, a pack is a padded batch [rows,
     width], the width a multiple of `multiple`, of `length` tokens at most; its outputs are
     "lengths", always, and "labels". `balanced`: at each step all ranks have packs of about the same
-    cost.
+    cost. `loss_mask` is a column with one value a token: where that is 0, no label is this token.
+    `dtype` is that of the tokens, "" for the stored one.
     """
 
     column: str
@@ -239,6 +240,14 @@ class PackSpec(Struct, frozen=True):
     documents: int = 0
     pad_value: int = 0
     balanced: bool = False
+    loss_mask: str = ""
+    dtype: str = ""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The columns that packs are made of."""
+        names = (self.column, *self.carry, *filter(None, (self.loss_mask,)))
+        return tuple(dict.fromkeys(names))
 
 
 ColumnValue = tuple[str, float]

@@ -151,7 +151,7 @@ class PackCounter:
         spec = JobSpec(
             manifest.fingerprint,
             seed,
-            column_options=only((pack.column, *pack.carry)),
+            column_options=only(pack.stored),
             view=replace(view, pack=replace(pack, outputs=(PACKING,))),
         )
         mapped = await self._mapped_reader.of_job(manifest, spec)

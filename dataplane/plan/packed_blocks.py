@@ -64,7 +64,9 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
     assert view.pack is not None
     # These change no counts.
     pack = structs.replace(view.pack, carry=(), outputs=(), pad_value=0, balanced=False)
-    recipe = structs.asdict(structs.replace(view, collate="")) | {"pack": structs.asdict(pack)}
+    of_pack = structs.asdict(pack)
+    del of_pack["loss_mask"], of_pack["dtype"]
+    recipe = structs.asdict(structs.replace(view, collate="")) | {"pack": of_pack}
     recipe |= {"seed": seed if view.map else 0, "code": code}
     text = f"packs-2 {manifest.fingerprint} {json.dumps(recipe, sort_keys=True)}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -14,6 +14,7 @@ from dataplane.units import whole
 
 LENGTH_MAX = 1 << 21
 _LABELS: Final = "labels"
+_DTYPES: Final = ("", "int32", "int64")
 _OUTPUTS: Final = {
     PackPolicy.BEST_FIT: PACK_OUTPUTS,
     PackPolicy.WRAP: PACK_OUTPUTS,
@@ -35,7 +36,10 @@ class Pack(Struct, frozen=True):
     int32[length], "cu_seqlens" int32[documents + 2] and "max_seqlen", int32, and "labels",
     int64[length], which has the next token of each token, and -100 where a row ends and in padding.
     Each row starts at a multiple of `multiple` tokens; a pack has at most `documents` rows, an
-    eighth of `length` if not given. Padding has `pad_value`.
+    eighth of `length` if not given. Padding has `pad_value`. `loss_mask` is a list column with one
+    value a token, which is 0 or false for tokens without a loss: labels are -100 where the token
+    that they name has none. `dtype`, "int32" or "int64", is that of the tokens, which otherwise
+    come as they are stored.
 
     With `policy="pad"` each sample is a padded batch of rows of similar length: tokens and `carry`
     [rows, width], where width is the longest row, rounded up to `multiple`, and rows times width
@@ -51,6 +55,8 @@ class Pack(Struct, frozen=True):
     multiple: int = 1
     documents: int | None = None
     pad_value: int = 0
+    loss_mask: str | None = None
+    dtype: str | None = None
 
 
 def pack_of_text(text: str) -> PackSpec:
@@ -92,16 +98,31 @@ def pack_spec(given: object) -> PackSpec | None:
         raise _wrong("multiple", multiple, f"choose one that divides length={length}")
     if policy is PackPolicy.WRAP and documents:
         raise _wrong("documents", documents, 'leave it out with policy="wrap", which cuts anywhere')
+    mask, dtype = given.loss_mask or "", given.dtype or ""
+    if mask:
+        _names("loss_mask", [mask])
+        if mask == column:
+            raise _wrong("loss_mask", mask, "name another column, with one value a token")
+    if dtype not in _DTYPES:
+        raise _wrong("dtype", given.dtype, 'pass "int32" or "int64", or leave it out')
+    outputs = _outputs(given.outputs, policy, (column, *carry))
+    if mask and _LABELS not in outputs:
+        if given.outputs is not None:
+            advice = f"only labels have a loss: add {_LABELS!r} to outputs=, or leave that out"
+            raise _wrong("loss_mask", mask, advice)
+        outputs = (*outputs, _LABELS)
     return PackSpec(
         column,
         length,
         policy,
         _one_of("long", given.long, LongPolicy),
         carry,
-        _outputs(given.outputs, policy, (column, *carry)),
+        outputs,
         multiple,
         documents,
         _count("pad_value", given.pad_value, -_PAD_MAX, _PAD_MAX),
+        loss_mask=mask,
+        dtype=dtype,
     )
 
 

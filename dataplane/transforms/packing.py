@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import structs
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
@@ -48,6 +49,16 @@ def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnS
             " the tokens of documents",
             field=pack.column,
         )
+    if pack.dtype:
+        columns[0] = _cast(columns[0], pack)
+    if pack.loss_mask:
+        mask = _packed(pack.loss_mask, known, pack)
+        if mask.dtype != "bool" and not mask.dtype.lstrip("u").startswith("int"):
+            raise ConfigError(
+                f"column {pack.loss_mask!r} has lists of {mask.dtype}: loss_mask= in Pack(…) needs"
+                " lists of bools or integers, which are 0 for tokens without a loss",
+                field=pack.loss_mask,
+            )
     bounds = np.iinfo(columns[0].dtype)
     if not bounds.min <= pack.pad_value <= bounds.max:
         raise ConfigError(
@@ -78,10 +89,22 @@ def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSp
         raise ConfigError(
             f"pack= needs column {name!r} to be lists of numbers, one number a token, and it is"
             f" {'missing' if spec is None else 'not'}: name columns of lists in Pack(column,"
-            " carry=[…])",
+            " carry=[…], loss_mask=…)",
             field=name,
         )
     return ColumnSpec(name, Kind.FIXED, spec.dtype, (pack.length,))
+
+
+def _cast(tokens: ColumnSpec, pack: PackSpec) -> ColumnSpec:
+    """The tokens in the type that is asked for, which has all values of the stored one."""
+    if not np.can_cast(tokens.dtype, pack.dtype):
+        raise ConfigError(
+            f"dtype={pack.dtype!r} in Pack({pack.column!r}, …) has not all values of"
+            f" {tokens.dtype}, the type of its tokens: leave it out"
+            + ("" if pack.dtype == "int64" or tokens.dtype == "uint64" else ', or pass "int64"'),
+            field=pack.column,
+        )
+    return structs.replace(tokens, dtype=pack.dtype)
 
 
 def _output(name: str, pack: PackSpec) -> ColumnSpec:

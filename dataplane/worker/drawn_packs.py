@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,17 +101,46 @@ def write_packs(
         put, room = placed.put, placed.room
         if kind == TOKENS_KIND:
             spans, padding = (starts, pieces.lengths), b"" if at else form.padding
-            rows.runs(source, width, spans, put * width, room * width, out, padding)
+            if spec.dtype == form.stored[source].dtype:
+                rows.runs(source, width, spans, put * width, room * width, out, padding)
+                continue
+            values, fill = out.view(spec.dtype), form.pack.pad_value
+            _widen(rows, source, form.stored[source].dtype, spans, placed, values, fill)
             continue
         # The token after the last one of a document that is cut is its label, too.
         spans = starts + 1, np.minimum(pieces.lengths, lengths - pieces.begins - 1)
-        tokens = np.empty(len(out) // 8, form.stored[source].dtype)
-        into = tokens.view(np.uint8)
-        rows.runs(source, width, spans, put * width, room * width, into)
         labels = out.view(np.int64)
-        for begin, length, size in zip(put, spans[1], room, strict=True):
-            labels[begin : begin + length] = tokens[begin : begin + length]
-            labels[begin + length : begin + size] = NO_LABEL
+        _widen(rows, source, form.stored[source].dtype, spans, placed, labels, NO_LABEL)
+        if form.pack.loss_mask:
+            mask = form.column(form.pack.loss_mask)
+            starts, lengths = rows.spans(mask)
+            if (pieces.begins + spans[1] >= np.maximum(lengths, 1)).any():
+                raise RowOutOfBounds("a document has fewer values of its loss mask", row=0)
+            spans = starts + pieces.begins + 1, spans[1]
+            has_loss = np.zeros_like(labels)
+            _widen(rows, mask, form.stored[mask].dtype, spans, placed, has_loss, 1)
+            labels[has_loss == 0] = NO_LABEL
+
+
+def _widen(
+    rows: NumpyRows,
+    source: int,
+    dtype: str,
+    spans: tuple[Ints, Ints],
+    placed: _Placed,
+    out: npt.NDArray[Any],
+    padding: int,
+) -> None:
+    """Write a column of these lists into one with larger values.
+
+    Shapes:  spans: int64[pieces] each, start and length.   out: int[packs * length].
+    """
+    stored, width = np.empty(len(out), dtype), np.dtype(dtype).itemsize
+    put, room = placed.put, placed.room
+    rows.runs(source, width, spans, put * width, room * width, stored.view(np.uint8))
+    for begin, length, size in zip(put, spans[1], room, strict=True):
+        out[begin : begin + length] = stored[begin : begin + length]
+        out[begin + length : begin + size] = padding
 
 
 class _Drawn(Struct, frozen=True, eq=False):

@@ -205,27 +205,36 @@ int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t 
     return -1;
 }
 
-#define WIDENED(type)                                                                              \
+#define WIDENED(type, wide)                                                                        \
     for (int64_t i = 0; i < count; i++) {                                                          \
         type number;                                                                               \
         memcpy(&number, from + i * (int64_t)sizeof number, sizeof number);                         \
-        out[i] = (int64_t)number;                                                                  \
+        ((wide *)out)[i] = (wide)number;                                                           \
     }                                                                                              \
     return
 
+/* Integers of element_bytes as those of out_bytes, which has them all. */
 INLINE void widen(const char *from, int64_t count, int64_t element_bytes, int64_t is_signed,
-                  int64_t *out)
+                  int64_t out_bytes, void *out)
 {
-    switch (is_signed ? -element_bytes : element_bytes) {
-    case -1: WIDENED(int8_t);
-    case -2: WIDENED(int16_t);
-    case -4: WIDENED(int32_t);
-    case 1: WIDENED(uint8_t);
-    case 2: WIDENED(uint16_t);
-    case 4: WIDENED(uint32_t);
-    default:
+    int64_t kind = is_signed ? -element_bytes : element_bytes;
+    if (element_bytes == out_bytes) {
         if (count > 0)
-            memcpy(out, from, count * (int64_t)sizeof *out);
+            memcpy(out, from, count * element_bytes);
+        return;
+    }
+    switch (out_bytes == 4 ? 16 * kind : kind) {
+    case -1: WIDENED(int8_t, int64_t);
+    case -2: WIDENED(int16_t, int64_t);
+    case -4: WIDENED(int32_t, int64_t);
+    case 1: WIDENED(uint8_t, int64_t);
+    case 2: WIDENED(uint16_t, int64_t);
+    case 4: WIDENED(uint32_t, int64_t);
+    case -16: WIDENED(int8_t, int32_t);
+    case -32: WIDENED(int16_t, int32_t);
+    case 16: WIDENED(uint8_t, int32_t);
+    case 32: WIDENED(uint16_t, int32_t);
+    default: return;
     }
 }
 
@@ -312,7 +321,7 @@ INLINE int copy_tokens(const struct packs *packs, int64_t start, int64_t end,
                        const struct packing *packing, const struct pack_column *column, char *out)
 {
     const struct source *source = packs->sources + column->source;
-    int64_t width = column->element_bytes, left;
+    int64_t width = column->element_bytes, wide = column->out_bytes, left;
     for (int64_t at = start; at < end; at++) {
         if (at + AHEAD_PIECES < end)
             ask_piece(packs, at + AHEAD_PIECES, end, packing);
@@ -320,11 +329,29 @@ INLINE int copy_tokens(const struct packs *packs, int64_t start, int64_t end,
         int64_t from = tokens_of(source, &piece, &left);
         if (from < 0 || piece.length > left)
             return 0;
-        char *to = out + piece.place * width;
-        if (piece.length > 0)
-            memcpy(to, source->values + from * width, piece.length * width);
-        pad(to + piece.length * width, (piece.room - piece.length) * width,
-            (const char *)&column->padding, width);
+        char *to = out + piece.place * wide;
+        widen(source->values + from * width, piece.length, width, column->is_signed, wide, to);
+        pad(to + piece.length * wide, (piece.room - piece.length) * wide,
+            (const char *)&column->padding, wide);
+    }
+    return 1;
+}
+
+/* The labels of a piece have no loss where the mask of their token, the next one, is 0. */
+INLINE int mask_labels(const struct packs *packs, const struct piece *piece,
+                       const struct pack_column *column, int64_t count, int64_t *labels)
+{
+    const struct source *source = packs->sources + column->mask;
+    int64_t left, from = tokens_of(source, piece, &left);
+    if (from < 0 || count >= left)
+        return 0;
+    const char *values = source->values + (from + 1) * column->mask_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        char any = 0;
+        for (int64_t byte = 0; byte < column->mask_bytes; byte++)
+            any |= values[i * column->mask_bytes + byte];
+        if (!any)
+            labels[i] = column->padding;
     }
     return 1;
 }
@@ -344,7 +371,10 @@ INLINE int copy_labels(const struct packs *packs, int64_t start, int64_t end,
         int64_t count = piece.length < left ? piece.length : left - 1;
         if (count > 0)
             widen(source->values + (from + 1) * width, count, width, column->is_signed,
-                  out + piece.place);
+                  (int64_t)sizeof *out, out + piece.place);
+        if (count > 0 && column->mask >= 0 &&
+            !mask_labels(packs, &piece, column, count, out + piece.place))
+            return 0;
         for (int64_t i = count > 0 ? count : 0; i < piece.room; i++)
             out[piece.place + i] = column->padding;
     }

@@ -62,6 +62,9 @@ struct pack_column {
     int64_t element_bytes; /* the size of its values, */
     int64_t is_signed;     /* and whether they are signed integers */
     int64_t padding;       /* in the first bytes; of labels: int64 */
+    int64_t out_bytes;     /* the size of what is written: element_bytes, 4 or 8 */
+    int64_t mask;          /* of labels: a column of blocks that is 0 where there is none, or -1, */
+    int64_t mask_bytes;    /* and the size of its values */
 };
 
 /* A row of the index is a pack: these bits are its number, those above say which table it is in. */

@@ -61,15 +61,20 @@ class PackForm(Struct, frozen=True):
         spec, pack = self.specs[at], self.pack
         is_copied = at <= len(pack.carry)
         if not is_copied and spec.name != LABELS:
-            return (_KINDS[spec.name], row_bytes(spec), 0, 0, 0, 0)
+            return (_KINDS[spec.name], row_bytes(spec), 0, 0, 0, 0, 0, -1, 0)
         source = self.column(spec.name if is_copied else pack.column)
         dtype = np.dtype(self.stored[source].dtype)
         padding = NO_LABEL
         if is_copied:
             element = b"" if at else self.padding
             padding = int.from_bytes(element, "little", signed=len(element) == 8)
-        kind = TOKENS_KIND if is_copied else LABELS_KIND
-        return (kind, row_bytes(spec), source, dtype.itemsize, dtype.kind == "i", padding)
+        kind, own_bytes = TOKENS_KIND if is_copied else LABELS_KIND, np.dtype(spec.dtype).itemsize
+        mask, mask_bytes = -1, 0
+        if not is_copied and pack.loss_mask:
+            mask = self.column(pack.loss_mask)
+            mask_bytes = np.dtype(self.stored[mask].dtype).itemsize
+        form = (row_bytes(spec), source, dtype.itemsize, dtype.kind == "i", padding)
+        return (kind, *form, own_bytes, mask, mask_bytes)
 
     @property
     def padding(self) -> bytes:
@@ -223,7 +228,7 @@ def document_lengths(columns: BlockColumns, origin: tasks.Origin | None, form: P
     lengths = _list_lengths(columns, form.column(name))
     if len(lengths) and lengths.min() < 0:
         raise RowOutOfBounds(f"the lists of column {name!r} have negative lengths", row=0)
-    for other in form.pack.carry:
+    for other in form.pack.stored[1:]:
         others = _list_lengths(columns, form.column(other))
         differ = np.flatnonzero(others != lengths)
         if len(differ):

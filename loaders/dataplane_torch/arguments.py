@@ -197,7 +197,7 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
                 " stored: to change them, or to fill nulls, write a map=",
                 field=refused[0],
             )
-        asked["columns"] = (pack.column, *pack.carry)
+        asked["columns"] = pack.stored
     return column_options(**asked)
 
 

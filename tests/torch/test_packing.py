@@ -16,6 +16,7 @@ from plan import plain
 from shards import arrow_bytes, parquet_bytes
 
 from dataplane.errors import ConfigError, CorruptShard, FunctionError, SpecMismatch
+from dataplane.model import PACK_OUTPUTS
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 SIZE, BLOCK = 32, 60
@@ -82,6 +83,27 @@ def test_packs_have_every_token_of_every_document_once(tmp_path: Path, suffix: s
             tokens.flatten().tolist(), joined["labels"].flatten().tolist(), strict=True
         ):
             assert label == (-100 if token < 0 or token in last else token + 1)
+
+
+@pytest.mark.parametrize("policy", ["best_fit", "wrap"])
+def test_labels_have_no_loss_where_the_mask_of_their_token_has_none(
+    tmp_path: Path, policy: str
+) -> None:
+    """Also across the pieces of a document that is longer than a pack."""
+    rows = [*documents(100), list(range(10_000, 10_000 + 5 * SIZE))]
+    url = written(tmp_path / "d", rows, "parquet")
+    pack = Pack("tokens", SIZE, policy, loss_mask="mask", dtype="int64", pad_value=-1)
+    seen: set[int] = set()
+    for batch in read(url, pack, shuffle=True):
+        assert set(batch) == {"tokens", *PACK_OUTPUTS, "labels"}
+        assert batch["tokens"].dtype == torch.int64
+        labels, tokens = batch["labels"].flatten().tolist(), batch["tokens"].flatten().tolist()
+        assert all(label in (-100, token + 1) for token, label in zip(tokens, labels, strict=True))
+        assert not any(label % 2 == 0 for label in labels if label != -100)
+        seen.update(label for label in labels if label != -100)
+    trained = {token for row in rows for token in row[1:] if token % 2}
+    # The rest of a block fills no pack with "wrap".
+    assert seen == trained if policy == "best_fit" else len(trained - seen) < 4 * SIZE
 
 
 def test_packs_are_those_of_the_specification(tmp_path: Path) -> None:
@@ -199,6 +221,13 @@ def test_packs_of_a_view_have_only_its_rows(tmp_path: Path) -> None:
         ({"pack": Pack("tokens", SIZE, "first_fit")}, "best_fit, wrap"),
         ({"pack": Pack("tokens", SIZE, pad_value=1 << 40)}, "no int32"),
         ({"pack": Pack("tokens", SIZE, outputs=["mask"])}, "choose from position_ids"),
+        ({"pack": Pack("tokens", SIZE, loss_mask="msk")}, "no column 'msk'"),
+        ({"pack": Pack("tokens", SIZE, loss_mask="tokens")}, "name another column"),
+        (
+            {"pack": Pack("tokens", SIZE, loss_mask="mask", outputs=["document_ids"])},
+            "only labels have a loss",
+        ),
+        ({"pack": Pack("tokens", SIZE, dtype="int16")}, 'pass "int32" or "int64"'),
         ({"pack": Pack("tokens", SIZE), "balance": "cost"}, "balance='cost': .*shuffle=True"),
         ({"pack": Pack("tokens", SIZE), "balance": True, "shuffle": True}, 'pass "cost"'),
         ({"balance": "cost", "shuffle": True}, "balance='cost': only packs"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import BOTH
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from plan import plain
 
@@ -35,10 +36,12 @@ from dataplane.worker.packing import PackGather
 Documents = list[list[int]]
 Arrays = dict[str, NDArray[np.generic]]
 DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64")
+LOSSES = dict(zip(DTYPES, ("bool", "int8", "int32", "bool", "int64", "uint16"), strict=True))
 SPECS = {
     dtype: (
         ColumnSpec("mask", Kind.RAGGED, "float32"),
         ColumnSpec("tokens", Kind.PADDED, dtype),
+        ColumnSpec("loss", Kind.PADDED, LOSSES[dtype]),
     )
     for dtype in DTYPES
 }
@@ -49,7 +52,14 @@ def block_of(documents: Documents, dtype: str, *, is_large: bool = False) -> Blo
     make = pa.large_list if is_large else pa.list_
     tokens = pa.array(documents, make(pa.from_numpy_dtype(np.dtype(dtype))))
     masks = [[token / 2 for token in each] for each in documents]
-    batch = pa.record_batch({"mask": pa.array(masks, pa.list_(pa.float32())), "tokens": tokens})
+    stored = LOSSES[dtype].replace("bool", "uint8")  # as blocks have them
+    has_loss = 1 if stored.endswith("int8") else 256  # the last byte is 0
+    losses = [[has_loss * (token % 3 > 0) for token in each] for each in documents]
+    batch = pa.record_batch({
+        "mask": pa.array(masks, pa.list_(pa.float32())),
+        "tokens": tokens,
+        "loss": pa.array(losses, pa.list_(pa.from_numpy_dtype(np.dtype(stored)))),
+    })  # fmt: skip
     return open_block(batch, SPECS[dtype])
 
 
@@ -70,8 +80,9 @@ def expected_pack(
         for at in range(length):
             token = documents[row][begin + at]
             tokens[place + at], mask[place + at] = token, token / 2
-            if begin + at + 1 < len(documents[row]):
-                labels[place + at] = documents[row][begin + at + 1]
+            following = documents[row][begin + at + 1 : begin + at + 2]
+            if following and (not form.loss_mask or following[0] % 3):
+                labels[place + at] = following[0]
     for at in range(ends[-1], size):
         positions[at] = at - ends[-1]
     cuts = [0, *ends] + [size] * (width - len(ends) - 1)
@@ -135,6 +146,7 @@ def forms(draw: st.DrawFn) -> PackSpec:
         ("lengths", "labels") if policy is PackPolicy.PAD else ALL,
         multiple=multiple,
         pad_value=draw(st.sampled_from([0, 99])),
+        loss_mask=draw(st.sampled_from(["", "loss"])),
     )
 
 
@@ -158,6 +170,8 @@ def keys_of_some(draw: st.DrawFn, kept: list[int]) -> dict[int, int]:
 def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     drawn: list[Documents], pack: PackSpec, dtype: str, keyed: int | None, data: st.DataObject
 ) -> None:
+    wide = [one for one in ("int32", "int64") if np.can_cast(dtype, one)]
+    pack = replace(pack, dtype=data.draw(st.sampled_from(["", *wide]), "dtype"))
     form, blocks, packs = PackForm.of(SPECS[dtype], pack), [], []
     for documents in drawn:
         lengths = np.array([len(each) for each in documents], np.int64)
@@ -290,8 +304,8 @@ def test_carried_columns_of_other_lengths_are_named_with_their_row() -> None:
         "mask": pa.array([[1.0], [1.0, 1.0]], pa.list_(pa.float32())),
         "tokens": pa.array([[1], [1]], pa.list_(pa.int32())),
     })  # fmt: skip
-    block = open_block(batch, SPECS["int32"])
-    form = PackForm.of(SPECS["int32"], pack)
+    block = open_block(batch, SPECS["int32"][:2])
+    form = PackForm.of(SPECS["int32"][:2], pack)
     with pytest.raises(CorruptShard, match=r"s3://a: row 11: column 'mask' has 2 values and 'tok"):
         KnownPacks().of(1, block, form, None, Origin("s3://a", 0, 10))
 

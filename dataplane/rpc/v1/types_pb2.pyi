@@ -278,7 +278,7 @@ class View(_message.Message):
     def __init__(self, where: _Optional[str] = ..., sample: _Optional[int] = ..., split_from: _Optional[int] = ..., split_to: _Optional[int] = ..., limit: _Optional[int] = ..., map: _Optional[str] = ..., collate: _Optional[str] = ..., pack: _Optional[_Union[PackSpec, _Mapping]] = ...) -> None: ...
 
 class PackSpec(_message.Message):
-    __slots__ = ("column", "length", "policy", "long", "carry", "outputs", "multiple", "documents", "pad_value", "balanced")
+    __slots__ = ("column", "length", "policy", "long", "carry", "outputs", "multiple", "documents", "pad_value", "balanced", "loss_mask", "dtype")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +289,8 @@ class PackSpec(_message.Message):
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     PAD_VALUE_FIELD_NUMBER: _ClassVar[int]
     BALANCED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     column: str
     length: int
     policy: PackPolicy
@@ -299,7 +301,9 @@ class PackSpec(_message.Message):
     documents: int
     pad_value: int
     balanced: bool
-    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ..., policy: _Optional[_Union[PackPolicy, str]] = ..., long: _Optional[_Union[LongPolicy, str]] = ..., carry: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., multiple: _Optional[int] = ..., documents: _Optional[int] = ..., pad_value: _Optional[int] = ..., balanced: bool = ...) -> None: ...
+    loss_mask: str
+    dtype: str
+    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ..., policy: _Optional[_Union[PackPolicy, str]] = ..., long: _Optional[_Union[LongPolicy, str]] = ..., carry: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., multiple: _Optional[int] = ..., documents: _Optional[int] = ..., pad_value: _Optional[int] = ..., balanced: bool = ..., loss_mask: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options", "ramp", "view", "mixture")
