@@ -5,7 +5,7 @@ The rest of the name, in lower case, is the field. Directories, names without a 
 with one, and names in double underscores are skipped, as the webdataset library does. A shard in
 which the members of a key do not follow one another is refused.
 
-Schema: `__key__`, then the fields of the first shard in the order of occurrence, images of several
+Schema: `__key__`, then the fields of the shard in the order of occurrence, images of several
 extensions as one column (see tarfields.py). cls, cls2, index, inx and id are int64 where all values
 in the first 4 MiB are integers (else string); txt, text, transcript, json and jsn are string; all
 others binary. A field that a sample lacks is null.
@@ -41,6 +41,7 @@ from dataplane.formats.tarfields import (
     FieldReader,
     FieldSurvey,
     Sample,
+    column_of,
     refuse_scattered,
     with_fields,
 )
@@ -124,6 +125,13 @@ class Tar:
             keys = [sample.key.encode() for sample in found]
             arrays[KEY] = bytes_column(keys, schema.field(KEY).type, block.url, KEY)
         return batch_of(arrays, schema, columns, block.rows)
+
+
+def is_new_field(schema: pa.Schema, field: str) -> bool:
+    """Whether a field of a shard, which the first shard of a tar dataset lacks, is a column of the
+    dataset: an image may be one of the first shard's column, or is refused when it is read.
+    """
+    return KEY in schema.names and not column_of(schema, field)[0]
 
 
 def samples(source: ByteSource, at: int, end: int | None) -> Iterator[Sample]:

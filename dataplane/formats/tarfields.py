@@ -182,6 +182,21 @@ def with_fields(schema: pa.Schema, columns: Mapping[str, Sequence[str]]) -> pa.S
     return schema
 
 
+def column_of(schema: pa.Schema, field: str) -> tuple[str, bool]:
+    """The only column of such images, and whether it has this kind; "" if there is none."""
+    prefix, kind = _image_kind(field)
+    kinds = dict[str, set[str]]()
+    for column in schema if kind else ():
+        noted = json.loads((column.metadata or {}).get(EXTENSIONS, b"[]"))
+        of = {_image_kind(each) for each in noted or [column.name]}
+        if {before for before, has in of if has} == {prefix}:
+            kinds[column.name] = {has for _, has in of}
+    same = [name for name, has in kinds.items() if kind in has]
+    if len(same) == 1 or len(kinds) == 1:
+        return (same or list(kinds))[0], bool(same)
+    return "", False
+
+
 class FieldReader:
     """Which fields of a shard's samples are read as which of `columns`, by the dataset's schema."""
 
@@ -211,23 +226,10 @@ class FieldReader:
         return found
 
     def _column_of(self, field: str) -> tuple[str, bool]:
-        """The only column of such images, and whether it has this kind; "" if there is none."""
         known = self._elsewhere.get(field)
-        if known is not None:
-            return known
-        prefix, kind = _image_kind(field)
-        kinds = dict[str, set[str]]()
-        for column in self._schema if kind else ():
-            noted = json.loads((column.metadata or {}).get(EXTENSIONS, b"[]"))
-            of = {_image_kind(each) for each in noted or [column.name]}
-            if {before for before, has in of if has} == {prefix}:
-                kinds[column.name] = {has for _, has in of}
-        same = [name for name, has in kinds.items() if kind in has]
-        found = ("", False)
-        if len(same) == 1 or len(kinds) == 1:
-            found = (same or list(kinds))[0], bool(same)
-        self._elsewhere[field] = found
-        return found
+        if known is None:
+            known = self._elsewhere[field] = column_of(self._schema, field)
+        return known
 
     def _other_kind(self, column: str, member: TarMember) -> SchemaMismatch:
         return mismatch(

@@ -15,6 +15,7 @@ from msgspec import Struct
 from dataplane.formats.differing import Difference, differing, mismatch_of, with_difference
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
 from dataplane.formats.joint_types import joint_inferred, joint_type
+from dataplane.formats.tar import is_new_field
 
 _AT_HAND = 8
 """Of so many schemas, an object is recognised before it is serialised."""
@@ -114,7 +115,7 @@ def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
             if column is not None:
                 column.run += column.run == at
                 _merge(column, field.type, _first_filled(seen), inferred=inferred, closed=closed)
-            elif not at or not inferred or closed:
+            elif not at or not inferred or closed or is_new_field(first, field.name):
                 columns[field.name] = _Column(field, field.type, _first_filled(seen), int(not at))
     if not inferred:
         _mark_missing(columns, schemas)

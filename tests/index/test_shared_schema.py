@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shards import (
+    MemoryShard,
     arrow_bytes,
     example_bytes,
     json_lines,
     parquet_bytes,
     read_rows,
+    tar_bytes,
     tfrecord_bytes,
 )
 
@@ -28,6 +30,7 @@ from dataplane.errors import SchemaMismatch
 from dataplane.formats import registry
 from dataplane.formats.differing import Difference, differing, refuse_differing
 from dataplane.formats.joint_types import is_readable_as, joint_type, same_type
+from dataplane.formats.tar import Tar
 from dataplane.index.indexing import index_dataset
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model import ColumnOptions, NullPolicy
@@ -411,3 +414,23 @@ def test_a_feature_with_several_values_in_any_shard_is_a_list(tmp_path: Path) ->
     manifest = index_dataset(tmp_path)
     assert schema_of(manifest).field("x").type == pa.list_(pa.int64())
     assert values_of(list(read_back(manifest))) == [[1], [1, 2], []]
+
+
+def test_a_tar_dataset_has_the_fields_of_all_its_shards_and_one_column_of_images() -> None:
+    def merged(*shards: Sequence[str]) -> list[str]:
+        schemas = SharedSchema(str)
+        for number, names in enumerate(shards):
+            content = tar_bytes([(name, b"1") for name in names])
+            schemas.note(number, Tar().index(MemoryShard(content)).schema, has_rows=True)
+        return schemas.merged().names
+
+    first = ("1.jpg", "1.cls")
+    assert merged(first, ("2.jpeg", "2.cls", "2.txt"), ("3.jpg",)) == [
+        "__key__",
+        "jpg",
+        "cls",
+        "txt",
+    ]
+    assert merged(("1.jpg", "2.png"), ("3.png",), ("4.jpe",)) == ["__key__", "jpg"]
+    assert merged(first, ("2.png", "2.cls")) == ["__key__", "jpg", "cls"]  # refused when it is read
+    assert merged(("1.txt",), ("2.png", "2.txt")) == ["__key__", "txt", "png"]
