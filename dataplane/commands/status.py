@@ -130,6 +130,9 @@ def render(found: StatusResponse) -> Group:
     for one in (jobs, work, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
         if one.row_count:
             parts += [one, Text()]
+    if found.node_count > len(found.nodes):
+        silent = found.node_count - len(found.nodes)
+        parts.append(Text(f"and {silent} nodes that were heard of earlier", style="dim"))
     about = printable(f"coordinator {found.coordinator_id}, dataplane {found.version}")
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)

@@ -8,23 +8,28 @@ Invariants:
    been heard of: until then, nodes keep what they know. If the job wants makers and had members
    before the restart, they are told only a third of a lease after it, since every node sends a
    heartbeat within that time: otherwise makers would go, and come back one by one.
-3. For a lease after a restart, no node is told that it has left a job: those that want makers are
+3. There are at most `_COUNT_MAX` nodes, and `_OF_JOB_MAX` whose tokens are for the same job: a new
+   one takes the place of one that was silent for a lease, or is refused.
+4. For a lease after a restart, no node is told that it has left a job: those that want makers are
    not known yet.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 
 from dataplane.coordinator.makers import Makers
 from dataplane.coordinator.records import NodeRecord
 from dataplane.coordinator.roster import Roster
+from dataplane.errors import ConfigError
 from dataplane.rpc.membership import HeartbeatRequest, JobNodes
 
 NODE_KEPT_S = 24 * 3600.0
 # A heartbeat is answered with the tables of further jobs until they have so many nodes together: a
 # maker of many jobs gets the others with its next heartbeats.
 _TOLD_MAX = 16384
+_COUNT_MAX, _OF_JOB_MAX = 16384, 4096
 
 
 class Nodes:
@@ -35,6 +40,8 @@ class Nodes:
     ) -> None:
         """`rosters` are those of the store; the same mapping is read later, too."""
         self.records: dict[str, NodeRecord] = {}
+        # Those of each job that a token is for, and of "" for the others; the longest silent first.
+        self._of_token: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._rosters, self._makers = rosters, makers
         self._salt, self._lease_s = salt, lease_s
         self._restored = {
@@ -42,10 +49,19 @@ class Nodes:
         }
 
     def heard(self, node: NodeRecord, clock: float) -> None:
-        """A node has registered, or sent a heartbeat."""
-        node_id = node.request.node_id
+        """A node has registered, or sent a heartbeat.
+
+        Raises:  ConfigError: there are too many.
+        """
+        node_id, only_job = node.request.node_id, node.request.only_job
         before = self.records.get(node_id)
+        if before is None:
+            self._make_room(only_job, node.seen_at)
+        elif before.request.only_job != only_job:
+            del self._of_token[before.request.only_job][node_id]
         self.records[node_id] = node
+        self._of_token[only_job][node_id] = None
+        self._of_token[only_job].move_to_end(node_id)
         self._makers.heard(node.request, clock)
         if before is None or _reached(before) != _reached(node):
             self._changed(node_id)
@@ -54,8 +70,29 @@ class Nodes:
         """Forget nodes that were last heard of a day ago."""
         for node_id, node in list(self.records.items()):
             if now - node.seen_at > NODE_KEPT_S:
-                del self.records[node_id]
-                self._changed(node_id)
+                self._forget(node_id)
+
+    def _make_room(self, only_job: str, now: float) -> None:
+        """For another node, whose token is for this job."""
+        of_job = self._of_token[only_job]
+        if only_job and len(of_job) >= _OF_JOB_MAX:
+            self._replace(of_job, now, f"with tokens for the job {only_job!r} ({_OF_JOB_MAX})")
+        elif len(self.records) >= _COUNT_MAX:
+            fullest = max(self._of_token.values(), key=len)
+            self._replace(fullest, now, f"of this coordinator ({_COUNT_MAX})")
+
+    def _replace(self, those: OrderedDict[str, None], now: float, whose: str) -> None:
+        silent = next(iter(those))
+        if now - self.records[silent].seen_at <= self._lease_s:
+            raise ConfigError(f"all places for nodes {whose} are taken", field="node_id")
+        self._forget(silent)
+
+    def _forget(self, node_id: str) -> None:
+        only_job = self.records.pop(node_id).request.only_job
+        del self._of_token[only_job][node_id]
+        if not self._of_token[only_job]:
+            del self._of_token[only_job]
+        self._changed(node_id)
 
     def host_of(self, node_id: str) -> str:
         """Its host, or else its id."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import heapq
+from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ from dataplane.rpc.membership import (
 )
 
 _SHOWN_MAX = 10
+_NODES_MAX = 1024
 
 
 def status(
@@ -27,23 +29,25 @@ def status(
     version: str,
     coordinator_id: str,
     rosters: Mapping[str, Roster],
-    nodes: Iterable[NodeRecord],
+    nodes: Collection[NodeRecord],
     nodes_of: Callable[[Roster], JobNodes | None],
     clock: float,
     now: float,
 ) -> StatusResponse:
-    """One job (or all jobs, sorted by name, for "") and all nodes.
+    """One job (or all jobs, sorted by name, for "") and the nodes that were heard of last.
 
     Raises:  ConfigError: no job has that name.
     """
     chosen = [named(job_id, rosters)] if job_id else [rosters[name] for name in sorted(rosters)]
+    last = heapq.nlargest(_NODES_MAX, nodes, key=lambda node: node.seen_at)
     return StatusResponse(
         version=version,
         coordinator_id=coordinator_id,
         jobs=tuple(_job(roster, nodes_of(roster), clock) for roster in chosen),
         nodes=tuple(
-            _node(node, now) for node in sorted(nodes, key=lambda node: node.request.node_id)
+            _node(node, now) for node in sorted(last, key=lambda node: node.request.node_id)
         ),
+        node_count=len(nodes),
     )
 
 

@@ -315,12 +315,13 @@ class NodeStatus(Struct, frozen=True):
 
 
 class StatusResponse(Struct, frozen=True):
-    """Jobs, ranks and nodes."""
+    """Jobs, ranks, and those of the `node_count` nodes that were heard of last."""
 
     version: str
     coordinator_id: str
     jobs: tuple[JobStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
+    node_count: int = 0
 
 
 class LedgerRequest(Struct, frozen=True):

@@ -2,12 +2,15 @@
 
 import pytest
 from machine import LEASE_S, other
-from membership import beat, join, leave, progress
+from membership import VERSION, beat, join, leave, node, progress
+from msgspec import structs
 
+from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Member
+from dataplane.coordinator.state import CoordinatorState
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
 from dataplane.model import ColumnOptions
-from dataplane.rpc.membership import LeaveRequest
+from dataplane.rpc.membership import LeaveRequest, StatusRequest
 
 # -- generations: 1 ------------------------------------------------------------------------------
 
@@ -330,3 +333,33 @@ def test_7_a_member_that_leaves_is_remembered_with_its_progress(machine, lost):
     assert machine.job().members[0].cursor == 48
     machine.restart()
     assert machine.job().cursor == machine.job().members[0].cursor == 48
+
+
+def test_nodes_with_tokens_for_one_job_have_so_many_places_and_status_shows_the_last_ones(
+    monkeypatch,
+):
+    monkeypatch.setattr("dataplane.coordinator.nodes._OF_JOB_MAX", 3)
+    monkeypatch.setattr("dataplane.coordinator.nodes._COUNT_MAX", 5)
+    monkeypatch.setattr("dataplane.coordinator.view._NODES_MAX", 2)
+    ids = {"coordinator_id": "c", "version": VERSION, "protocol": PROTOCOL_VERSION}
+    coordinator = CoordinatorState(**ids, lease_s=LEASE_S, now=0.0)
+
+    def register(name, only_job, now):
+        request = structs.replace(node(node_id=name), only_job=only_job)
+        return coordinator.decide(request, now).answer
+
+    for n in range(3):
+        assert register(f"n{n}", "j", n).lease_s
+    assert register("n0", "j", 4).lease_s  # it is known
+    refused = register("n3", "j", 5)
+    assert isinstance(refused, ConfigError)
+    assert "for the job 'j' (3) are taken" in str(refused)
+    assert register("other", "", 5).lease_s
+    # One that was silent for a lease gives way, and nobody else does.
+    assert register("n3", "j", 2 + LEASE_S).lease_s
+    told = coordinator.decide(StatusRequest(), 3 + LEASE_S).answer
+    assert [one.node_id for one in told.nodes] == ["n3", "other"]
+    assert told.node_count == 4
+    assert register("another", "", 3 + LEASE_S).lease_s
+    assert register("n2", "j", 3 + LEASE_S).lease_s
+    assert isinstance(register("more", "", 3 + LEASE_S), ConfigError)

@@ -393,16 +393,18 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[_sharing_pb2.NodeWork, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "coordinator_id", "jobs", "nodes")
+    __slots__ = ("version", "coordinator_id", "jobs", "nodes", "node_count")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    NODE_COUNT_FIELD_NUMBER: _ClassVar[int]
     version: str
     coordinator_id: str
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
-    def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
+    node_count: int
+    def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., node_count: _Optional[int] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ("job_id",)
