@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,14 @@ def sees_secrets(columns: Columns) -> dict[str, Any]:
     assert all("DATAPLANE_" in place for place in places)
     found = sum("hush" in place for place in places)
     return {"row": columns["row"], "found": [found] * len(columns["row"])}
+
+
+def hangs_later(columns: dict[str, Any]) -> dict[str, Any]:
+    """Never returns where it sees row 200, and says in which process, in a file that the
+    environment names.
+    """
+    if 200 in [int(row) for row in columns["row"].tolist()]:
+        with Path(os.environ["HUNG"]).open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+        threading.Event().wait()
+    return {"row": columns["row"]}

@@ -81,11 +81,19 @@ def _quoted(head: bytes) -> str:
     return repr(head[:80].decode("utf-8", "replace"))
 
 
+def text_of(fault: BaseException) -> str:
+    """What an error says; its class may be somebody else's, whose text cannot be made."""
+    try:
+        return str(fault)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is in somebody else's __str__
+        return f"(its __str__ fails with {type(error).__name__})"
+
+
 def is_out_of_memory(fault: BaseException) -> bool:
     """Whether this error means that memory ran out, in any library."""
     if isinstance(fault, MemoryError | DataplaneError):
         return isinstance(fault, MemoryError)
-    said = str(fault).lower()
+    said = text_of(fault).lower()
     return any(words in said for words in _MEMORY_WORDS)
 
 

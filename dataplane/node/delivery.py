@@ -67,7 +67,7 @@ class DeliveryArena(Struct, eq=False):
         """What a worker is told of the collate function."""
         if asked is None or self.collated is None:
             return asked
-        return replace(asked, columns=self.collated.specs)
+        return replace(asked, columns=self.collated.specs, code=self.collated.code)
 
     def sources_of(self, blocks: Ints) -> tuple[int, ...]:
         """The dataset of each block of its orders; () if nobody is told.

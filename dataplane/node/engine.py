@@ -127,6 +127,7 @@ class Engine:
     def close_delivery(self, delivery: DeliveryArena) -> None:
         """The arena has no users left: close it when no worker writes into it."""
         self._tell(events.DeliveryClosed(delivery.delivery_id))
+        self._pool.forget_slabs(delivery.datasets[0].dataset_id, delivery.delivery_id)
 
     def forget_dataset(self, dataset: Dataset) -> None:
         """The dataset has no readers left: drop its blocks as soon as they are not in use."""

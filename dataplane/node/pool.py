@@ -24,12 +24,12 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
 from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
 from dataplane.machine import bound_to, least_used, numa_nodes
 from dataplane.node.pool_worker import PoolTask, PoolWorker
 from dataplane.node.task_queue import TaskQueue
@@ -166,8 +166,35 @@ class WorkerPool:
 
     def forget_dataset(self, dataset_id: int) -> None:
         """The dataset has no readers left: others may have all workers."""
+        self._drop(dataset_id, lambda task: isinstance(task.body, tasks.Decode))
         self._queue.forget(dataset_id)
         self._dispatch()
+
+    def forget_slabs(self, dataset_id: int, arena_id: int) -> None:
+        """Nobody is left for slabs of this dataset in this arena."""
+
+        def is_of_arena(task: PoolTask) -> bool:
+            return isinstance(task.body, tasks.Assemble) and task.body.arena_id == arena_id
+
+        self._drop(dataset_id, is_of_arena)
+
+    def _drop(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> None:
+        """Nobody wants what these tasks of a dataset make: those that would call a user's function
+        fail, and one that is calling it may end soon, or its worker is. It could hang, and keep
+        workers from those who follow. What needs no function ends by itself, and may be of use.
+        """
+        now = time.monotonic()
+        for worker in self._workers:
+            task = worker.task
+            if task is None or task.dataset.dataset_id != dataset_id:
+                continue
+            if task.calls_function and is_unwanted(task) and task.unwanted_since is None:
+                task.unwanted_since = now
+                self._watch_soon()
+        for task in self._queue.remove(
+            dataset_id, lambda one: one.calls_function and is_unwanted(one)
+        ):
+            task.report(_unwanted())
 
     def detach_arena(self, arena_id: int) -> None:
         """The arena is no longer needed."""
@@ -325,6 +352,9 @@ class WorkerPool:
         task = worker.task
         if not worker.jobs_done:
             self._quick_deaths += 1
+        if task is not None and task.unwanted_since is not None:
+            task.report(_unwanted())
+            task = None
         # A worker that dies before its first answer never reached the task.
         if task is not None and worker.is_up and self._is_blamed(task, worker, end):
             task = None
@@ -360,7 +390,7 @@ class WorkerPool:
 
     def _watch_soon(self) -> None:
         """Check the workers periodically while any of them has a task."""
-        if self._loop is not None and self._watching is None and self._task_timeout_s < math.inf:
+        if self._loop is not None and self._watching is None:
             self._watching = self._loop.call_later(_WATCH_S, self._watch)
 
     def _watch(self) -> None:
@@ -381,3 +411,7 @@ class WorkerPool:
             failed.append(task)
         for task in failed:
             task.report(nobody_alive(end))
+
+
+def _unwanted() -> ClosedError:
+    return ClosedError("the job that wanted this block or batch is gone")

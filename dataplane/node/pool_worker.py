@@ -22,6 +22,8 @@ from dataplane.worker.process import WorkerProcess
 _SCHEMA_PART_BYTES = 128 * 1024
 # A block's source has its url and its path, of a few thousand bytes each at most.
 _BLOCKS_A_PACKET = 20
+_UNWANTED_S = 1.0
+"""What a function may still take that nobody waits for: a new worker has to import it again."""
 _KEYS_A_PACKET = 10_000
 _NO_ARENA = (1 << 64) - 1
 
@@ -59,6 +61,15 @@ class PoolTask(Struct, eq=False):
     """The number of the worker that has it, had it last, or should get it if it is idle."""
     numa_node: int | None = None
     """Where the trainer runs that gets the result; None if that does not matter."""
+    unwanted_since: float | None = None
+    """When the last one who wanted the result went; None if somebody wants it."""
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether it may call a function of the user, which may hang."""
+        if isinstance(self.body, tasks.Decode):
+            return bool(self.dataset.view.map)
+        return isinstance(self.body, tasks.Assemble) and self.body.collate is not None
 
     @property
     def block_keys(self) -> tuple[int, ...]:
@@ -113,6 +124,7 @@ class PoolWorker(Struct, eq=False):
     end: ProcessEnd | None = None
     """Why it is being ended, if known before its exit status."""
     _watched: tuple[PoolTask, OwnTime] | None = None
+    _began: float = 0.0
     _kill_count: int = field(default_factory=kill_count_for_memory)
 
     @property
@@ -217,20 +229,28 @@ class PoolWorker(Struct, eq=False):
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether it has worked on one task for this long, not counting time spent waiting for a
-        processor. Called periodically; the time counts from the first call.
+        """Whether it has worked on one task for this long, or for a second too long on one that
+        nobody wants any more. Time spent waiting for a processor does not count, unless the task
+        calls a function: whoever waits for that counts all time, too. Called periodically; the time
+        counts from the first call.
         """
         task = self.task
         if task is None or self.is_ending or not self.process.has_started:
             self._watched = None
             return False
         if self._watched is None or self._watched[0] is not task:
-            self._watched = (task, OwnTime(self.process.pid, now))
+            self._watched, self._began = (task, OwnTime(self.process.pid, now)), now
             return False
-        if not self._watched[1].exceeds(timeout_s, now):
-            return False
-        self.end = ProcessEnd(Cause.STUCK, f"did not end within {timeout_s:g} s of its own time")
-        return True
+        if task.unwanted_since is not None and now - task.unwanted_since > _UNWANTED_S:
+            self.end = ProcessEnd(Cause.STUCK, "was ended: nobody waits for its function any more")
+            return True
+        if task.calls_function:
+            is_over, whose = now - self._began > timeout_s, ""
+        else:
+            is_over, whose = self._watched[1].exceeds(timeout_s, now), " of its own time"
+        if is_over:
+            self.end = ProcessEnd(Cause.STUCK, f"did not end within {timeout_s:g} s{whose}")
+        return is_over
 
 
 def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:

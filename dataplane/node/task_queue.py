@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from msgspec import Struct, field
@@ -126,6 +126,18 @@ class TaskQueue:
             if len(self._readers) > _SHARDS_MAX:
                 self._readers.popitem(last=False)
         return task, worker
+
+    def remove(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> list[PoolTask]:
+        """Remove the waiting tasks of a dataset that nobody wants."""
+        line = self._lines.get(dataset_id)
+        removed: list[PoolTask] = []
+        for urgency, waiting in [] if line is None else list(line.by_urgency.items()):
+            left = deque(one for one in waiting.tasks if not is_unwanted(one[1]))
+            removed += [task for _, task in waiting.tasks if is_unwanted(task)]
+            waiting.tasks = left
+            if line is not None and not left:
+                del line.by_urgency[urgency]
+        return removed
 
     def take_any(self) -> PoolTask | None:
         """Remove any waiting task, regardless of the tasks that run; None if none waits."""

@@ -153,7 +153,8 @@ class Render(Struct, frozen=True):
 
 class Collation(Struct, frozen=True):
     """A function of the user makes each batch of what was gathered for it: arrays with these
-    `columns`. Without any, one column of text says of the first batch what it returns.
+    `columns`, by a function of this `code`. Without any, one column of text says of the first
+    batch what it returns, and the code.
     """
 
     function: str
@@ -164,6 +165,7 @@ class Collation(Struct, frozen=True):
     dp_rank: int
     source_column: str = ""
     columns: tuple[ColumnSpec, ...] = ()
+    code: str = ""
 
 
 class Assemble(Struct, frozen=True):

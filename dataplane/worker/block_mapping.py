@@ -14,6 +14,7 @@ from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.functions import (
     CalledAt,
     UserFunction,
+    check_code,
     loaded,
     mapped_block,
     untyped,
@@ -43,6 +44,7 @@ class BlockMapping(Struct, frozen=True):
         function = loaded(_ARGUMENT, self.name)
         if self.columns is None:
             return _found(self._find(function, batch, raw), batch.num_rows)
+        check_code(function, self.columns.code, CalledAt(_ARGUMENT, self.name, raw.url, raw.index))
         return self._mapped(function, batch, raw, self.columns.schema)
 
     def _mapped(

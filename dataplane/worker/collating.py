@@ -23,6 +23,7 @@ from msgspec.structs import astuple, replace
 
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS, aligned, side_count, texts
 from dataplane.errors import CorruptShard, FunctionError
+from dataplane.formats.faults import is_out_of_memory, text_of
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assemble, Collation, Reading
@@ -30,7 +31,15 @@ from dataplane.transforms.images import delivered
 from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.worker.columns import Bytes, RowIndex
 from dataplane.worker.decoding import ReadDataset
-from dataplane.worker.functions import CalledAt, batch_generator, called, kind_of, loaded
+from dataplane.worker.functions import (
+    CalledAt,
+    batch_generator,
+    called,
+    check_code,
+    kind_of,
+    loaded,
+    results_of,
+)
 from dataplane.worker.gather import Gathered
 from dataplane.worker.named_sources import Gathers, NamedSources
 
@@ -133,10 +142,13 @@ class CollateGather:
             key = collate.seed, collate.epoch, position, collate.dp_rank
             generator = batch_generator(*key)
         at = CalledAt(_ARGUMENT, collate.function, step=step)
-        returned = called(function, columns, generator, at)
         if wanted:
-            return _as_before(returned, wanted, at)
-        return [_found(returned, batch.rows, function.code, at)]
+            check_code(function, collate.code, at)
+        returned = called(function, columns, generator, at)
+        with results_of(at):
+            if wanted:
+                return _as_before(returned, wanted, at)
+            return [_found(returned, batch.rows, function.code, at)]
 
     def _given(self, room: int) -> Iterator[_Given]:
         """What the function gets, batch after batch: as many as fit into this room are gathered
@@ -314,10 +326,13 @@ def _array(given: object, name: str, at: CalledAt) -> _Array:
         )
     try:
         array = np.asarray(given)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        advice = ". Pad lists of different lengths" if is_list else ""
         raise at.fault(
             f"returned {kind_of(given)} in column {name!r}, of which numpy makes no array: "
-            f"{error!s:.300}. Pad lists of different lengths"
+            f"{text_of(error):.300}{advice}"
         ) from error
     native = array.dtype.newbyteorder("=")
     if native not in _DTYPES:

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +27,9 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import ConfigError, FunctionError
+from dataplane.errors import ConfigError, DataplaneError, FunctionError
 from dataplane.formats.conform import check_values
-from dataplane.formats.faults import is_out_of_memory
+from dataplane.formats.faults import is_out_of_memory, text_of
 from dataplane.formats.unsupported import unsupported_type
 from dataplane.plan.permute import Domain, key
 from dataplane.transforms.functions import GENERATOR
@@ -37,8 +37,9 @@ from dataplane.transforms.plain import is_any_list
 from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TRACEBACK_MAX = 6000
-# A function that calls sys.exit has failed; workers hear of no interrupts.
-_FAILURES = (Exception, SystemExit)
+# A function that calls sys.exit has failed, and so has one that raises an error of its own that is
+# no Exception; workers hear of no interrupts.
+_FAILURES = (BaseException,)
 _NUMBER = re.compile(r"\b(u?int\d+|halffloat|float|double)\b")
 
 
@@ -73,7 +74,7 @@ class CalledAt(Struct, frozen=True):
         """The error that its result has this fault."""
         nouns = {"shard": self.shard, "block": self.block, "step": self.step}
         given = {name: noun for name, noun in nouns.items() if noun is not None}
-        return FunctionError(f"{self} {why}", function=self.function, **given)
+        return FunctionError(_sendable(f"{self} {why}"), function=self.function, **given)
 
 
 # -- import ------------------------------------------------------------------------------------
@@ -102,17 +103,20 @@ def loaded(argument: str, name: str) -> UserFunction:
         raise _not_imported(argument, name, error) from error
     except _FAILURES as error:
         raise _not_imported(argument, name, error) from error
+    content = _content_of(module)
     found = _defined(argument, name, module, path)
     try:
         call = found() if isinstance(found, type) else found
+        if not callable(call):
+            raise ConfigError(
+                f"{argument}={name!r} cannot be called: it is {_shown(call)}", field=argument
+            )
+        reads, takes_generator = _reads(call, argument, name), _takes_generator(call)
+        return UserFunction(name, call, takes_generator, reads, _code(content, call))
+    except ConfigError:
+        raise
     except _FAILURES as error:
         raise _not_imported(argument, name, error) from error
-    if not callable(call):
-        raise ConfigError(
-            f"{argument}={name!r} cannot be called: it is {call!r:.80}", field=argument
-        )
-    reads, code = _reads(call, argument, name), _code(call, module)
-    return UserFunction(name, call, _takes_generator(call), reads, code)
 
 
 def _defined(argument: str, name: str, module: str, path: str) -> Any:
@@ -154,9 +158,8 @@ def _use_import_path() -> None:
 def _not_imported(argument: str, name: str, error: BaseException) -> BaseException:
     if is_out_of_memory(error):
         return error
-    return FunctionError(
-        f"{argument}={name!r} could not be imported: {_told(error)}", function=name
-    )
+    words = f"{argument}={name!r} could not be imported: {_told(error)}"
+    return FunctionError(_sendable(words), function=name)
 
 
 def _takes_generator(call: Callable[..., Any]) -> bool:
@@ -166,28 +169,64 @@ def _takes_generator(call: Callable[..., Any]) -> bool:
         return False
 
 
-def _code(call: Callable[..., Any], module: str) -> str:
-    """16 hex digits of a hash of the module's file, and of the function's version if it has one."""
+@functools.cache
+def _content_of(module: str) -> bytes:
+    """The content of the file of a module that has been imported, as it was then: read once, so
+    that it is the same for all functions that this process calls, whatever becomes of the file.
+    """
     file = getattr(sys.modules[module], "__file__", None)
     try:
-        content = b"" if file is None else Path(file).read_bytes()
+        return b"" if file is None else Path(file).read_bytes()
     except OSError:  # it is within an archive
-        content = b""
-    version = repr(getattr(call, "version", None)).encode()
+        return b""
+
+
+def _code(content: bytes, call: Callable[..., Any]) -> str:
+    """16 hex digits of a hash of a module's file, and of the function's version if it has one."""
+    version = repr(getattr(call, "version", None)).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(content + version, digest_size=8).hexdigest()
+
+
+def check_code(function: UserFunction, before: str, at: CalledAt) -> None:
+    """Check that a job has one version of a function: a worker that replaces another imports the
+    module anew, and may find a file that was edited meanwhile.
+
+    Raises:  FunctionError: it is another version than that with which the job was opened.
+    """
+    if before != function.code:
+        raise at.fault(
+            "is not the function with which this job was opened: the file of its module, or its "
+            "`version`, has changed since, and a job has one version of its functions. Start the "
+            "run again, and if it uses a node of `dataplane serve`, that node before it"
+        )
 
 
 def _reads(call: Callable[..., Any], argument: str, name: str) -> tuple[str, ...] | None:
     given = getattr(call, "reads", None)
     if given is None:
         return None
-    if isinstance(given, str) or not all(isinstance(one, str) for one in given):
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    names = tuple(given) if is_list else (None,)
+    if not all(isinstance(one, str) for one in names):
         raise ConfigError(
             f"{argument}={name!r}: its attribute `reads` names the columns that it takes, as a "
-            f"list of str, and not {given!r:.80}",
+            f"list of str, and not {_shown(given)}",
             field=argument,
         )
-    return tuple(given)
+    return names
+
+
+def _shown(given: object) -> str:
+    """A short form of an object of the user."""
+    try:
+        return f"{given!r:.80}"
+    except _FAILURES:
+        return kind_of(given)
+
+
+def _sendable(text: str) -> str:
+    """The text with halves of surrogate pairs written out: no message can have them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # -- call --------------------------------------------------------------------------------------
@@ -222,10 +261,13 @@ def _told(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, frames)).strip()
+    try:
+        lines = "".join(traceback.format_exception(type(error), error, frames)).strip()
+    except _FAILURES:  # what it is made of, such as its cause, may be anything
+        lines = "".join(traceback.format_tb(frames)).strip()
     if len(lines) > _TRACEBACK_MAX:
         lines = f"{lines[: _TRACEBACK_MAX // 2]}\n  …\n{lines[-_TRACEBACK_MAX // 2 :]}"
-    return f"{type(error).__name__}: {error!s:.500}\n{lines}"
+    return f"{type(error).__name__}: {text_of(error):.500}\n{lines}"
 
 
 _OWN_FILES = frozenset({__file__, importlib.__file__, "<frozen importlib._bootstrap>"})
@@ -246,13 +288,44 @@ def called(
             returned = function.call(columns, generator=generator)
         else:
             returned = function.call(columns)
+    with results_of(at):
+        return _columns_by_name(returned, at)
+
+
+@contextmanager
+def results_of(at: CalledAt) -> Iterator[None]:
+    """Whoever looks at what a function has returned calls the user's code, too.
+
+    Raises:  FunctionError: that has failed.
+    """
+    try:
+        yield
+    except DataplaneError:
+        raise
+    except _FAILURES as error:
+        if is_out_of_memory(error):
+            raise
+        raise at.fault(f"returned what cannot be used: {_told(error)}") from error
+
+
+def _columns_by_name(returned: object, at: CalledAt) -> dict[str, object]:
     if isinstance(returned, pa.RecordBatch | pa.Table):
-        returned = dict(zip(returned.schema.names, returned.columns, strict=True))
-    if not isinstance(returned, Mapping) or not all(isinstance(one, str) for one in returned):
+        names = returned.schema.names
+        if len(set(names)) < len(names):
+            raise at.fault(f"returned two columns of one name: {', '.join(names)}")
+        returned = dict(zip(names, returned.columns, strict=True))
+    if not isinstance(returned, Mapping):
         raise at.fault(f"returned {kind_of(returned)}, and not a dict of columns by name")
-    if not returned:
+    # Once: what a mapping of the user gives the next time may be something else.
+    columns = {name: returned[name] for name in returned}
+    for name in columns:
+        if not isinstance(name, str) or name != _sendable(name):
+            raise at.fault(
+                f"returned a dict with the key {_shown(name)}, and not a dict of columns by name"
+            )
+    if not columns:
         raise at.fault("returned no column")
-    return returned
+    return columns
 
 
 # -- columns -----------------------------------------------------------------------------------
@@ -271,6 +344,13 @@ def mapped(
     """
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     returned = called(function, columns, generator, at)
+    with results_of(at):
+        return _as_block(returned, batch.num_rows, at, schema)
+
+
+def _as_block(
+    returned: Mapping[str, object], row_count: int, at: CalledAt, schema: pa.Schema | None
+) -> pa.RecordBatch:
     if schema is not None and set(returned) != set(schema.names):
         raise at.fault(
             f"returned the columns {', '.join(returned)}, and {', '.join(schema.names)} for the "
@@ -282,9 +362,9 @@ def mapped(
         for name in names
     ]
     for name, array in zip(names, arrays, strict=True):
-        if len(array) != batch.num_rows:
+        if len(array) != row_count:
             raise at.fault(
-                f"returned {len(array)} rows in column {name!r}, and got {batch.num_rows}: a map "
+                f"returned {len(array)} rows in column {name!r}, and got {row_count}: a map "
                 "returns one row for each (where= leaves rows out)"
             )
     return pa.RecordBatch.from_arrays(arrays, names=names)
@@ -310,11 +390,13 @@ def _array(given: object, wanted: pa.DataType | None, name: str, at: CalledAt) -
     where = f"column {name!r}"
     try:
         array = _arrow(given)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+    except _FAILURES as error:
+        if is_out_of_memory(error):
+            raise
         more = "" if wanted is None else f", which is {wanted} in the first rows of the dataset"
         raise at.fault(
             f"returned {kind_of(given)} in {where}{more}, and that has no form in Arrow: "
-            f"{error!s:.300}"
+            f"{text_of(error):.300}"
         ) from error
     if array is None:
         raise at.fault(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("shared_node")
 
 def shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Path:
     """Rows (row, txt) of Parquet shards, in blocks."""
+    folder.mkdir(exist_ok=True)
     for shard in range(count):
         first = shard * rows
         numbers = list(range(first, first + rows))
@@ -29,6 +32,14 @@ def shards(folder: Path, rows: int = 256, blocks: int = 4, count: int = 2) -> Pa
         table = pa.table({"row": numbers, "txt": texts, "unused": [0.5] * rows})
         pq.write_table(table, folder / f"{shard}.parquet", row_group_size=rows // blocks)
     return folder
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for this, with a deadline that only ends a hang."""
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -219,3 +230,58 @@ def test_a_map_sees_no_secrets_of_the_environment(
         monkeypatch.setenv(name, "hush")
     loader = DataLoader(tmp_path, batch_size=100, map="user_functions:sees_secrets")
     assert next(iter(loader))["found"].tolist() == [0] * 100
+
+
+@pytest.mark.usefixtures("own_node")
+@pytest.mark.parametrize("argument", ["map", "collate"])
+def test_a_function_that_hangs_keeps_no_worker_from_others_once_its_loader_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setenv("HUNG", str(tmp_path / "hung"))
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "600")
+    folder = shards(tmp_path / "shards")
+    plain = DataLoader(folder, batch_size=64, columns=["row"])
+    first = next(iter(plain))  # it keeps the node
+    hanging = DataLoader(
+        folder, batch_size=64, columns=["row"], **{argument: "user_functions:hangs_later"}
+    )
+    with hanging:
+        assert next(iter(hanging))["row"].equal(first["row"])
+        until(lambda: (tmp_path / "hung").exists() and bool((tmp_path / "hung").read_text()))
+        (worker,) = map(int, (tmp_path / "hung").read_text().split())
+    assert rows_of(DataLoader(folder, batch_size=100, columns=["row"])) == list(range(512))
+    until(lambda: not psutil.pid_exists(worker))
+    assert len((tmp_path / "hung").read_text().split()) == 1
+
+
+EDITED = """
+import numpy as np
+
+def made(columns):
+    rows = columns["row"]
+    rows = np.asarray(rows) if isinstance(rows, np.ndarray) else rows.to_numpy()
+    wide = np.full((len(rows), 2048), {version}, np.float32)
+    return {{"row": rows, "wide": wide}}
+"""
+
+
+@pytest.mark.usefixtures("own_node")
+@pytest.mark.parametrize("argument", ["map", "collate"])
+def test_a_job_has_one_version_of_a_function_that_is_edited_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    module = tmp_path / f"edited_{argument}.py"
+    module.write_text(EDITED.format(version=1))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = shards(tmp_path / "shards", rows=2048, blocks=32)
+    others = set(psutil.Process().children(recursive=True))
+    name = f"edited_{argument}:made"
+    loader = iter(DataLoader(folder, batch_size=32, **{argument: name}))
+    versions = {int(next(loader)["wide"][0, 0])}
+    module.write_text(EDITED.format(version=2))
+    for process in set(psutil.Process().children(recursive=True)) - others:
+        if process.name() == "dp-worker":
+            process.kill()
+    with pytest.raises(FunctionError, match="is not the function with which this job was opened"):
+        versions |= {int(version) for batch in loader for version in batch["wide"][:, 0]}
+    assert versions == {1}

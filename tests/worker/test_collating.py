@@ -67,6 +67,13 @@ def wide(columns: dict[str, Any], generator: np.random.Generator) -> dict[str, A
     return {"wide": out, "noise": generator.random(2), "count": len(rows)}
 
 
+class OddArray:
+    """What raises when numpy takes it."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise LookupError("no array")
+
+
 def gather_of(
     rows: Sequence[Sequence[int]], columns: tuple[ColumnSpec, ...] = FOUND
 ) -> CollateGather:
@@ -205,6 +212,8 @@ def test_arrays_of_numbers_of_any_shape_are_returned(
         (np.array([None, 1]), None, "of type object: tensors have numbers or bools"),
         (np.array(["2020-01-01"], "datetime64[D]"), None, "of type datetime64"),
         (torch.zeros(2, dtype=torch.bfloat16), None, "of which numpy makes no array"),
+        (torch.zeros(2, requires_grad=True), None, "Use tensor.detach()"),
+        (OddArray(), None, "OddArray in column 'x', of which numpy makes no array: no array"),
         (np.zeros(2), np.zeros(2, np.float32), "float32 of 1 dimensions in column 'x', and float6"),
         (np.zeros(2), np.zeros((2, 1)), "float64 of 2 dimensions in column 'x', and float64 of 1"),
         ([1, 2], [1, 2.5], "float64 of 1 dimensions in column 'x', and int64 of 1"),

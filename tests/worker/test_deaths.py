@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -171,7 +172,10 @@ def test_a_worker_that_hangs_is_killed_and_its_block_is_named(
     on_bench(url, scene, task_timeout_s=2.0)
 
 
-def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("calls_function", [False, True])
+def test_a_worker_that_waits_for_a_processor_is_not_stuck_unless_it_calls_a_function(
+    monkeypatch: pytest.MonkeyPatch, *, calls_function: bool
+) -> None:
     waited = 7.0
     monkeypatch.setattr(machine, "waited_for_processor_s", lambda _pid: waited)
 
@@ -179,11 +183,15 @@ def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.Mo
         pid, has_started = 1, True
 
     worker = PoolWorker(Process(), 0, 1)  # type: ignore[arg-type]
-    worker.task = object()  # type: ignore[assignment]
+    task = SimpleNamespace(unwanted_since=None, calls_function=calls_function)
+    worker.task = task  # type: ignore[assignment]
     assert not worker.is_stuck(100.0, 10.0)
     waited = 30.0
-    assert not worker.is_stuck(132.0, 10.0)  # 23 of 32 s it could not run
+    assert worker.is_stuck(132.0, 10.0) == calls_function  # 23 of 32 s it could not run
     assert worker.is_stuck(134.0, 10.0)
+    task.unwanted_since = 133.5
+    assert not worker.is_stuck(134.0, 50.0)
+    assert worker.is_stuck(135.0, 50.0)
 
 
 def test_what_a_worker_last_wrote_tells_a_crash_from_a_lack_of_memory() -> None:

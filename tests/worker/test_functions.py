@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dataplane.worker.functions import (
     CalledAt,
     UserFunction,
     block_generator,
+    check_code,
     loaded,
     mapped,
     untyped,
@@ -87,6 +89,130 @@ def test_other_results_are_refused_by_name(columns: Any, why: str) -> None:
     assert (caught.value.function, caught.value.shard, caught.value.block) == (
         *("mine:f", "file:///a.parquet", 3),
     )
+
+
+class Odd(dict[Any, Any]):
+    """A dict that is none when its columns are taken."""
+
+    def __getitem__(self, name: Any) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+class OddKeys(Odd):
+    """A dict whose names cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no names")
+
+
+class OddArray:
+    """What raises when numpy looks at it."""
+
+    @property
+    def __array__(self) -> Any:
+        raise RuntimeError("no array")
+
+
+class OddList(list[Any]):
+    """A list without items."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise RuntimeError("no item")
+
+
+class UntoldError(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+class OwnError(BaseException):
+    """An error that is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"x": torch.ones(3, requires_grad=True)}, "a torch.Tensor in column 'x'.*detach()"),
+        (Odd(x=[1, 2, 3]), "what cannot be used: RuntimeError: no x"),
+        (OddKeys(x=[1, 2, 3]), "what cannot be used: RuntimeError: no names"),
+        ({"x": OddArray()}, "OddArray in column 'x'.*: no array"),
+        ({"x": OddList([1, 2, 3])}, "OddList in column 'x'.*: no item"),
+        ({"x": np.array([1, 2, 3], object) * 2**70}, "no form in Arrow"),
+        ({"\ud800": [1, 2, 3]}, r"the key '\\ud800'"),
+        ({("a",): [1, 2, 3]}, r"the key \('a',\)"),
+        (
+            pa.Table.from_arrays([pa.array([1, 2, 3])] * 2, names=["x", "x"]),
+            "two columns of one name: x, x",
+        ),
+    ],
+)
+def test_odd_results_are_blamed_on_the_function(columns: Any, why: str) -> None:
+    with pytest.raises(
+        FunctionError, match=f"(?s)block 3: map='mine:f' returned .*{why}"
+    ) as caught:
+        returned(columns)
+    assert caught.value.function == "mine:f"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (UntoldError(), r"failed: UntoldError: \(its __str__ fails with ValueError\)"),
+        (OwnError("mine"), "failed: OwnError: mine"),
+        (ValueError("half \ud800"), r"failed: ValueError: half \\ud800"),
+        (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
+    ],
+)
+def test_odd_errors_are_blamed_on_the_function(error: BaseException, why: str) -> None:
+    def fails(_: Any) -> None:
+        raise error
+
+    function = UserFunction("mine:f", fails, takes_generator=False, reads=None)
+    with pytest.raises(FunctionError, match=f"map='mine:f' {why}"):
+        mapped(function, BLOCK, None, AT)
+
+
+ODD_MODULE = """
+class Reads:
+    reads = {reads}
+    def __call__(self, columns):
+        return columns
+
+class Version(Reads):
+    reads = None
+    class version:
+        def __repr__(self):
+            raise RuntimeError("no version")
+    version = version()
+
+class NotCalled:
+    def __repr__(self):
+        raise RuntimeError("no words")
+"""
+
+
+@pytest.mark.parametrize("reads", ["5", "[5]", "'abc'", "{'a': 1, 2: 3}", "object()"])
+def test_odd_attributes_are_blamed_on_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    name = f"odd_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(ODD_MODULE.format(reads=reads))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"map='{name}:Reads': its attribute `reads`"):
+        loaded("map", f"{name}:Reads")
+    with pytest.raises(FunctionError, match=f"map='{name}:Version' .*RuntimeError: no version"):
+        loaded("map", f"{name}:Version")
+    with pytest.raises(ConfigError, match=f"map='{name}:NotCalled' cannot be called: it is a"):
+        loaded("map", f"{name}:NotCalled")
+
+
+def test_a_job_has_one_version_of_a_function() -> None:
+    function = UserFunction("mine:f", len, takes_generator=False, reads=None, code="a")
+    check_code(function, "a", AT)
+    with pytest.raises(FunctionError, match="is not the function with which this job was opened"):
+        check_code(function, "b", AT)
 
 
 def test_an_invalid_arrow_array_is_refused() -> None:

@@ -253,7 +253,7 @@ class TakenDocument(_message.Message):
     def __init__(self, row: _Optional[int] = ..., key: _Optional[int] = ...) -> None: ...
 
 class Collation(_message.Message):
-    __slots__ = ("function", "seed", "epoch", "cursor", "global_batch", "dp_rank", "source_column", "columns")
+    __slots__ = ("function", "seed", "epoch", "cursor", "global_batch", "dp_rank", "source_column", "columns", "code")
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class Collation(_message.Message):
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_COLUMN_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     function: str
     seed: int
     epoch: int
@@ -270,7 +271,8 @@ class Collation(_message.Message):
     dp_rank: int
     source_column: str
     columns: _containers.RepeatedCompositeFieldContainer[_types_pb2.ColumnSpec]
-    def __init__(self, function: _Optional[str] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., source_column: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ...) -> None: ...
+    code: str
+    def __init__(self, function: _Optional[str] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., global_batch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., source_column: _Optional[str] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., code: _Optional[str] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout", "replaced")
