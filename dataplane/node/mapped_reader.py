@@ -110,7 +110,7 @@ def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
     module = name.partition(":")[0]
     _trace.refused("function refused", by=module, argument=argument, function=name)
     allowed = config.allowed_functions.split()
-    listed = f"only {', '.join(allowed)}" if allowed else "no functions"
+    listed = f"only those that it lists: {', '.join(allowed)}" if allowed else "no functions"
     raise ConfigError(
         f"{argument}={name!r}: this node runs {listed}. Its operator allows more with "
         "allowed_functions, a list of modules and functions such as "

@@ -37,9 +37,8 @@ from dataplane.transforms.plain import is_any_list
 from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TRACEBACK_MAX = 6000
-# A function that calls sys.exit has failed, and so has one that raises an error of its own that is
-# no Exception; workers hear of no interrupts.
-_FAILURES = (BaseException,)
+# A function that calls sys.exit has failed; workers hear of no interrupts.
+_FAILURES = (Exception, SystemExit)
 _NUMBER = re.compile(r"\b(u?int\d+|halffloat|float|double)\b")
 
 

@@ -31,8 +31,8 @@ def test_a_served_node_calls_what_its_operator_lists(allowed: str, name: str) ->
     ("allowed", "told"),
     [
         ("", "this node runs no functions"),
-        ("mine.text:pad", "only mine.text:pad."),
-        ("ine.text:", "only ine.text:"),
+        ("mine.text:pad", "only those that it lists: mine.text:pad."),
+        ("ine.text:", "only those that it lists: ine.text:"),
     ],
 )
 def test_a_served_node_refuses_all_others_with_one_line_of_the_log(

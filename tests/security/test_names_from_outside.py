@@ -132,7 +132,9 @@ def test_the_error_says_where_a_function_is_at_home(good: str) -> None:
 )
 def test_an_entry_of_allowed_functions_has_nothing_beside_it(name: str) -> None:
     config = structs.replace(NODE, allowed_functions="mine.text: mine.audio:decode mine.pack.")
-    with pytest.raises(ConfigError, match=r"this node runs only mine\.text:, mine\.audio"):
+    with pytest.raises(
+        ConfigError, match=r"this node runs only those that it lists: mine\.text:, mine\.audio"
+    ):
         check_allowed(config, "map", name)
 
 
