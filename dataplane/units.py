@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,16 @@ class ValueKind(Struct, frozen=True):
     metavar: str
     parse: Callable[[object], Value]
     show: Callable[[Value], str] = str
+
+
+def meant(given: str, known: Iterable[str]) -> str:
+    """What a misspelt name most likely means, as the next part of an error: "; did you mean 'x'?";
+    "" if nothing is near it.
+    """
+    from difflib import get_close_matches  # only in errors
+
+    near = get_close_matches(given, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def show_bytes(value: Value) -> str:

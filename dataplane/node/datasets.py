@@ -57,23 +57,20 @@ class Datasets:
         """Raises:  ConfigError: as `open`."""
         await asyncio.to_thread(self._plan, 0, manifest, spec, {})
 
-    async def can_pack_all(
-        self,
-        manifests: Sequence[Manifest],
-        specs: Sequence[JobSpec],
-        mapped: Sequence[MappedColumns | None],
+    async def can_pack(
+        self, manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None
     ) -> bool:
-        """Whether packing pays for the blocks of all of these datasets.
+        """Whether packing pays for the blocks of this dataset.
 
         Raises:  ConfigError: as `open`.
         """
         arena_bytes = self._config.block_arena_bytes
 
-        def can(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None) -> bool:
+        def can() -> bool:
             with explaining_folders(manifest):
                 return can_pack(manifest, spec, arena_bytes, columns_of(manifest, spec, mapped))
 
-        return await asyncio.to_thread(lambda: all(map(can, manifests, specs, mapped)))
+        return await asyncio.to_thread(can)
 
     async def open(
         self,

@@ -9,8 +9,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from functools import partial
 
 from msgspec import Struct
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 
 from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
 from dataplane.index.folders import said_of_folders
 from dataplane.index.viewing import canonical_view, with_view
 from dataplane.model import ColumnSpec, DatasetIdentity, View
@@ -48,10 +50,12 @@ from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import samples_of
+from dataplane.redact import unsigned
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets
 from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.columns import shown
 from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.options import in_order
 from dataplane.transforms.packing import delivered_columns
@@ -195,8 +199,14 @@ class DatasetOpener:
 
         Raises:  DataplaneError: one cannot be opened; the next call tries again.
         """
-        requests = (request,) if request.mixture is None else requests_of(request)
-        return tuple(await asyncio.gather(*map(self.manifest, requests)))
+        if request.mixture is None:
+            return (await self.manifest(request),)
+        pairs = zip(request.mixture.sources, requests_of(request), strict=True)
+        return tuple(await asyncio.gather(*itertools.starmap(self._manifest_of, pairs)))
+
+    async def _manifest_of(self, source: messages.SourceAsked, request: messages.OpenJob) -> Opened:
+        with _naming(source):
+            return await self.manifest(request)
 
     async def job(self, request: messages.OpenJob, digest: str = "") -> OpenedJob:
         """What this job reads. Call `forget_unread` with each dataset if it is not read. With a
@@ -240,15 +250,19 @@ class DatasetOpener:
         specs = tuple(map(spec_of, opened, requests))
         manifests = [one.manifest for one in opened]
         pairs = list(zip(manifests, specs, strict=True))
-        mapped = [await self._mapped_reader.of_job(*pair) for pair in pairs]
         # Rows of packed and of other blocks cannot be gathered together.
-        packed = await self.datasets.can_pack_all(manifests, specs, mapped)
+        sources, mapped, packed = request.mixture.sources, [], True
+        for source, pair in zip(sources, pairs, strict=True):
+            with _naming(source):
+                mapped.append(await self._mapped_reader.of_job(*pair))
+                packed = await self.datasets.can_pack(*pair, mapped[-1]) and packed
         datasets = list[Dataset]()
         try:
-            for each, pair, made in zip(opened, pairs, mapped, strict=True):
-                datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
+            for source, each, pair, made in zip(sources, opened, pairs, mapped, strict=True):
+                with _naming(source):
+                    datasets.append(await self.datasets.open(*pair, {}, made, packed=packed))
                 await self._inherit(each, datasets[-1])
-            check_columns([each.name for each in request.mixture.sources], datasets)
+            check_columns([each.name for each in sources], datasets)
             spec = mixed_spec(request, specs, datasets)
             self._check_digest(request, spec, digest)
             delivered_columns(datasets[0].columns.specs, spec)
@@ -332,6 +346,20 @@ class DatasetOpener:
             return await asyncio.to_thread(_opened, rows, key.view, packed)
 
         return await (make(None) if self.shared is None else self.shared.opened(key, make))
+
+
+@contextlib.contextmanager
+def _naming(source: messages.SourceAsked) -> Iterator[None]:
+    """Errors within say which source of a mixture they are about.
+
+    Raises:  DataplaneError: the same, with its name, and its urls unless a shard is named.
+    """
+    try:
+        yield
+    except DataplaneError as error:
+        urls = shown(map(unsigned, source.source.urls))
+        where = f"source {source.name!r}" + ("" if "shard" in error.nouns else f" ({urls})")
+        raise rebuild(type(error).__name__, f"{where}: {error}", error.nouns) from error
 
 
 def _opened(rows: Manifest, view: View, packed: PackedManifest) -> Opened:

@@ -17,6 +17,7 @@ from dataplane.formats.arrays import decoded
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
+from dataplane.units import meant
 
 NULL_CODE = -1
 CODE_TYPE = "int64"
@@ -44,6 +45,7 @@ def check_codes(codes: Sequence[str], chosen: Sequence[Leaf], every: Sequence[Le
             if all(leaf.name != name for leaf in every):
                 known = ", ".join(sorted(by_name)[:100])
                 where = f"is not a column of single values; the batches have: {known}"
+                where += meant(name, by_name)
             raise ConfigError(f"codes names {name!r}, which {where}", field="codes")
         if not _has_codes(spec_of(leaf, ListPolicy.RAGGED)):
             raise ConfigError(

@@ -30,6 +30,7 @@ from dataplane.transforms.leaves import (
     spec_of,
 )
 from dataplane.transforms.stacks import stacks_of
+from dataplane.units import meant
 
 _NO_OPTIONS = ColumnOptions()
 _NAMES_SHOWN = 100
@@ -173,7 +174,9 @@ def _named(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
     for name in names:
         if name not in known:
             have = shown(leaf.name for leaf in leaves)
-            raise ConfigError(f"there is no column {name!r}; the dataset has: {have}", field=name)
+            near = meant(name, known)
+            text = f"{near} The dataset has" if near else "; the dataset has"
+            raise ConfigError(f"there is no column {name!r}{text}: {have}", field=name)
     return [leaf for name in names for leaf in known[name]]
 
 

@@ -11,6 +11,7 @@ from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, TruncationSide
 from dataplane.transforms.columns import shown
 from dataplane.transforms.nulls import is_value_of
+from dataplane.units import meant
 
 LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
 
@@ -64,7 +65,7 @@ def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
             if name not in lists:
                 raise ConfigError(
                     f"{argument} names {name!r}, which is not a column of lists of numbers; those "
-                    f"of the batches are: {shown(sorted(lists)) or 'none'}",
+                    f"of the batches are: {shown(sorted(lists)) or 'none'}{meant(name, lists)}",
                     field=argument,
                 )
     for name, value in options.pad_value:

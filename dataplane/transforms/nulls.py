@@ -21,6 +21,7 @@ from dataplane.plan.texts import Texts
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.columns import ColumnPlan, LeafPart, shown
 from dataplane.transforms.leaves import Leaf
+from dataplane.units import meant
 
 _COLUMNS_SHOWN = 100
 
@@ -63,7 +64,7 @@ def check_fills(plan: ColumnPlan) -> None:
         if name not in by_name:
             raise ConfigError(
                 f"fill_null names {name!r}, which is not a column of the batches; they have: "
-                f"{shown(sorted(by_name))}",
+                f"{shown(sorted(by_name))}{meant(name, by_name)}",
                 field="fill_null",
             )
         dtype = by_name[name].dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -14,8 +15,8 @@ from torch.utils.data import Dataset
 
 from dataplane.client import identity
 from dataplane.client.begun import BegunNode
-from dataplane.client.endpoint import Endpoint, find_endpoint
-from dataplane.errors import ConfigError
+from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
+from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.ledger import PLACE_MAX
 from dataplane.model import (
     ColumnOptions,
@@ -40,13 +41,15 @@ from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
-from dataplane.units import SECONDS_MAX, whole
+from dataplane.units import SECONDS_MAX, meant, whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions, check_texts
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
 _SEED_MAX = (1 << 64) - 1
+_CHECKED_MAX = 256
+_WILDCARD = re.compile(r"[*?\[{]")
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
@@ -90,6 +93,24 @@ class JobToOpen(Struct, frozen=True):
         mixture = self.request.mixture
         source = self.request.source if mixture is None else mixture.sources[0].source
         return self.endpoint.begin(source)
+
+    def check_files(self) -> None:
+        """Check that local paths exist, so that a misspelt one is an error when the loader is made.
+        Of a glob, the folder before its first wildcard is checked. A service's node opens them
+        elsewhere, and stores are asked by the node.
+
+        Raises:  ShardNotFound: one does not exist.
+        """
+        if not isinstance(self.endpoint, Embedded):
+            return
+        mixture = self.request.mixture
+        named = [("", self.request.source)]
+        if mixture is not None:
+            named = [(f"source {one.name!r}: ", one.source) for one in mixture.sources]
+        for name, source in named:
+            for url in source.urls[:_CHECKED_MAX]:
+                if problem := _missing(url):
+                    raise ShardNotFound(f"{name}{problem}", shard=url)
 
     def check_ranks(self, opened: JobOpened) -> None:
         """Compare what was opened with what other ranks have opened.
@@ -317,6 +338,25 @@ def _absolute(url: str) -> str:
         return url
     slash = "/" if url.endswith("/") else ""
     return os.path.abspath(os.path.expanduser(url)) + slash  # noqa: PTH100, PTH111 - may be a glob
+
+
+def _missing(url: str) -> str:
+    """What is wrong with a local path that does not exist; "" for all others."""
+    path = url.removeprefix("file://")
+    if not path.startswith("/") or os.path.lexists(path) or (path != url and "%" in path):
+        return ""
+    literal = _WILDCARD.split(path, maxsplit=1)[0]
+    if literal != path:
+        path = literal.rpartition("/")[0] or "/"
+        if os.path.lexists(path):
+            return ""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    near = ""
+    while folder and not os.path.isdir(folder):  # noqa: PTH112 - may be a surrogate
+        folder, _, name = folder.rpartition("/")
+    with contextlib.suppress(OSError):  # a folder that may not be listed
+        near = meant(name, os.listdir(folder or "/"))  # noqa: PTH208
+    return f"there is no file or folder {path}; {folder or '/'} is there{near}"
 
 
 def _pads(view: View, mixture: MixtureAsked | None) -> bool:

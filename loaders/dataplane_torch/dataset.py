@@ -56,6 +56,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         filled = cast("UrlOptions", {**DEFAULTS, **options})
         given = Arguments(urls, batch_size, bool(shuffle), drop_last, timeout, filled)
         self._job = job_of(given)
+        self._job.check_files()
         self._dataset_moved = filled["dataset_moved"]
         # Shared by all processes of one DataLoader: where to resume, and each worker's next epoch.
         # A worker that starts late finds its own entry, not yet advanced.

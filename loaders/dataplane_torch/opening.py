@@ -25,11 +25,12 @@ def open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> Ur
     """The job over urls. Its node is started, if this process has none yet, and begins to open the
     dataset; nobody waits for it before the first use.
 
-    Raises:  as `job_of`.
+    Raises:  as `job_of`, and `JobToOpen.check_files`.
     """
     job = job_of(given)
     begun = job.begin()
     try:
+        job.check_files()
         with collector.resting():  # as in dataplane_torch/__init__.py
             from dataplane_torch.pinning import cuda_pinning
             from dataplane_torch.shards import UrlJob

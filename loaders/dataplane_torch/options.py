@@ -5,7 +5,6 @@ Also the names that other loaders have for such options, with what to use here i
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -230,12 +229,11 @@ def _parameters() -> Iterator[inspect.Parameter]:
 
 def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     from dataplane.settings import BY_NAME
-    from dataplane.units import ways_to_set
+    from dataplane.units import meant, ways_to_set
 
     said = f"{taker}() has no argument {name!r}"
     if name in _ADVICE:
         return f"{said}: {_ADVICE[name]}"
     if name in BY_NAME:
         return f"{said}: it is a setting, and not of one loader. Set {ways_to_set(name, '…')}"
-    near = difflib.get_close_matches(name, known, 1)
-    return f"{said}; did you mean {near[0]!r}?" if near else said
+    return f"{said}{meant(name, known)}"

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Kind, Topology
-from dataplane.units import whole
+from dataplane.units import meant, whole
 
 _SIDES: Final = (".is_null", ".length")
 """Endings of the columns that a loader adds to one: they belong to the same stages as that one."""
@@ -44,7 +44,7 @@ class RankParts(Struct, frozen=True):
                 if name not in by_name:
                     raise ConfigError(
                         f"{argument} names {name!r}, and the columns of the batches are "
-                        f"{', '.join(by_name)}",
+                        f"{', '.join(by_name)}{meant(name, by_name)}",
                         field=argument,
                     )
         for name in self.sequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pytest
-from dataplane_torch import DataLoader
+from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 from shards import arrow_bytes
 
 from dataplane.errors import ConfigError, ShardNotFound
@@ -93,9 +94,30 @@ def test_a_node_that_was_killed_before_the_first_use_is_started_again(url: str) 
         assert numbers(loader) == list(range(30))
 
 
+def test_a_misspelt_local_path_is_an_error_when_the_loader_is_made(url: str) -> None:
+    folder = Path(url)
+    near = f"{folder}x"
+    sources = {"web": Source(url, passes=1), "code": Source(near, passes=1)}
+    for given, said in [
+        (near, f"no file or folder {near}; {folder.parent} is there"),
+        (f"file://{near}/", f"no file or folder {near}/"),
+        (f"{near}/y/*.parquet", f"no file or folder {near}/y; {folder.parent} is there"),
+        ([url, "/nowhere/a.arrow"], "no file or folder /nowhere/a.arrow; / is there"),
+        (Mixture(sources), f"source 'code': there is no file or folder {near}"),
+    ]:
+        for kind in (DataLoader, ShardedIterableDataset):
+            with pytest.raises(ShardNotFound, match=re.escape(said)):
+                kind(given, batch_size=4)
+    (folder.parent / "odd[1].parquet").symlink_to("gone")
+    DataLoader(f"{folder.parent}/odd[1].parquet").close()
+    with pytest.raises(ShardNotFound, match=r"did you mean '2\.arrow'"):
+        DataLoader(f"{url}9.arrow")
+    DataLoader(near, service="127.0.0.1:1").close()  # that one may have other folders
+
+
 def test_a_mistake_in_the_dataset_is_told_when_the_loader_is_used(url: str) -> None:
     with (
-        DataLoader(f"{url}none/", batch_size=4) as loader,
+        DataLoader(f"{url}none*", batch_size=4) as loader,
         pytest.raises(ShardNotFound, match="none"),
     ):
         next(iter(loader))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.errors import ConfigError, CorruptShard, SpecMismatch
 from dataplane.model import View
 
 COUNTS = {"web": 400, "code": 150, "math": 40}
@@ -52,6 +52,23 @@ def steps_of(loaders: list[Any]) -> list[list[int]]:
         [ids for turn in zip(*step, strict=True) for ids in turn]
         for step in zip(*passes, strict=True)
     ]
+
+
+def test_errors_name_the_source_and_its_url(folder) -> None:
+    for options, said in [
+        ({"columns": ["txt"]}, r"there is no column 'txt'; did you mean 'text'\?"),
+        ({"where": "cots > 1"}, "where: there is no column 'cots'"),
+    ]:
+        named = rf"^source '(\w+)' \(/.*/\1\): {said}"
+        with DataLoader(mixed(folder), **options) as loader:  # noqa: SIM117
+            with pytest.raises(ConfigError, match=named):
+                len(loader)
+    (folder / "code" / "1.parquet").write_bytes(b"PAR1")
+    with (
+        DataLoader(mixed(folder)) as loader,
+        pytest.raises(CorruptShard, match=r"^source .code.: file:"),
+    ):
+        len(loader)
 
 
 def test_batches_have_the_weights_share_of_each_source(folder) -> None:

@@ -106,7 +106,7 @@ def test_a_structs_name_means_all_of_its_leaves() -> None:
     ("columns", "message"),
     [
         (["c"], "no column 'c'; the dataset has: a.u, b"),
-        (["a.x"], "no column 'a.x'"),
+        (["a.x"], "no column 'a.x'; did you mean 'a.u'.* The dataset has: a.u, b"),
         (["b."], "no column 'b.'"),
         (["b", "b"], "'b' occurs twice"),
         (["a", "a.u"], "'a.u' occurs twice"),
