@@ -31,6 +31,7 @@ RAISE, REPLACE = "raise", "replace"
 
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40
+_VALUE_LENGTH_MAX = 2000
 _STALL_SHARE = 0.75
 
 
@@ -143,6 +144,19 @@ class JobSpec(Struct, frozen=True):
             if value != default
         }
 
+    def values(self) -> dict[str, str]:
+        """The texts of those facts that are hashes, for errors; of very long ones the beginning."""
+        texts = {
+            name: text_of(value)
+            for name, (value, default) in self.options().items()
+            if value != default and not isinstance(value, int)
+        }
+        return {
+            name: text if len(text) <= _VALUE_LENGTH_MAX else f"{text[:_VALUE_LENGTH_MAX]}…"
+            for name, text in texts.items()
+            if len(text) > _FACT_LENGTH_MAX
+        }
+
     def options(self) -> dict[str, tuple[Any, Any]]:
         """(value, default) of every option by name, including the options of contained values."""
         found = dict(_options(self))
@@ -238,10 +252,15 @@ def _told(value: Any) -> str:
     return _json(_digested(value))
 
 
+def text_of(value: Any) -> str:
+    """An option as text: a string itself, or else JSON."""
+    return str(value) if isinstance(value, str) else _json(_digested(value))
+
+
 def _fact(value: Any) -> Fact:
     if isinstance(value, int):
         return value
-    text = str(value) if isinstance(value, str) else _json(_digested(value))
+    text = text_of(value)
     if len(text) <= _FACT_LENGTH_MAX:
         return text
     return f"#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

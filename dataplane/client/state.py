@@ -7,15 +7,16 @@ covers the dataset's urls, and a dataset keeps its identity in another bucket or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from dataplane.changes import NO_GAPS, EpochSteps, Gaps
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mix_state import mix_from_dict, mix_to_dict
-from dataplane.config import ORDER_VERSION, Fact, JobSpec
+from dataplane.config import ORDER_VERSION, Fact, JobSpec, text_of
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerMark
 from dataplane.model import DatasetIdentity
@@ -28,7 +29,8 @@ _FROM_THE_DATASET = frozenset({"lanes", "window", "ramp"})
 _SHARES = frozenset({"sample", "split_from", "split_to"})
 _ROWS = _SHARES | {"where", "limit", "pack"}
 _ABOUT_ROWS = _ROWS | {"dataset"}
-_SHOWN_LENGTH_MAX = 120
+_SHOWN_LENGTH_MAX = 400
+_ENTRIES_SHOWN = 20
 _OLD_SHARDS = (
     "give the loader the shards that the dataset had when the state was saved, such as a list of "
     "their urls; with other shards, begin a run without this state"
@@ -44,7 +46,8 @@ class RunState(Struct, frozen=True):
     was taken in the last step of the one before. `order` is the version of the order; states of
     version 1 do not name theirs. `digest` covers the rows of all steps so far, if it is known.
     `mix` are the weights of a mixture, and `asked_weights` names those that its loader was given.
-    `mark` is where the job's ledger was, as far as the run depends on it.
+    `mark` is where the job's ledger was, as far as the run depends on it. `values` are the texts of
+    those options that `options` has as a hash, by name; states of older versions have none.
     """
 
     spec_digest: str
@@ -60,6 +63,7 @@ class RunState(Struct, frozen=True):
     mix: MixHistory | None = None
     asked_weights: str = ""
     mark: LedgerMark | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -67,11 +71,13 @@ class RunState(Struct, frozen=True):
         spec = job.spec
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
-            asked_weights=spec.asked_weights, mark=job.mark,
+            asked_weights=spec.asked_weights, mark=job.mark, values=spec.values(),
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain values for saving, under a kilobyte as JSON without a mixture."""
+        """The state as plain values for saving: under a kilobyte as JSON without a mixture, and two
+        more for each long option.
+        """
         saved: dict[str, Any] = {
             "version": STATE_VERSION,
             "spec_digest": self.spec_digest,
@@ -82,6 +88,8 @@ class RunState(Struct, frozen=True):
         }
         if self.options is not None and self.dataset is not None:
             saved["options"] = dict(self.options)
+            if self.values:
+                saved["values"] = dict(self.values)
             saved["dataset"] = {"content": self.dataset.content, "layout": self.dataset.layout}
         if self.pixels:
             saved["pixels"] = self.pixels
@@ -158,7 +166,7 @@ class RunState(Struct, frozen=True):
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
             order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
-            _mark(saved),
+            _mark(saved), _values(saved),
         )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
@@ -255,8 +263,12 @@ class RunState(Struct, frozen=True):
             saved = self.options.get(name, default)
             found = facts.get(name, value)
             if saved != found:
-                shown = _share if name in _SHARES else _shown
-                texts = shown(saved), shown(value if _is_hash(found) else found)
+                before = self.values.get(name, saved) if _is_hash(saved) else saved
+                now = text_of(value) if _is_hash(found) else found
+                if name in _SHARES:
+                    texts = _share(before), _share(now)
+                else:
+                    texts = _apart(_shown(before), _shown(now))
                 yield _Problem(name, *texts, f"{name}: {texts[0]} in the state, {texts[1]} here")
 
     def _unknown(self, job: JobOpened) -> _Problem:
@@ -291,12 +303,50 @@ def _share(value: object) -> str:
 
 def _shown(value: object) -> str:
     if _is_hash(value):
-        return f"another value (hash {str(value)[1:]})"
-    text = str(value) if value not in ((), "") else "not given"
-    if isinstance(value, Struct):
-        parts = [(each, getattr(value, each.name)) for each in structs.fields(value)]
-        text = ", ".join(f"{each.name}={part}" for each, part in parts if part != each.default)
-    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}…"
+        return f"a value that the state, of an older version, does not have (hash {str(value)[1:]})"
+    return str(value) if value not in ((), "") else "not given"
+
+
+def _apart(before: str, now: str) -> tuple[str, str]:
+    """Two texts that differ, whole if they are short. Of long lists, the entries that only one of
+    them has; of other texts, what is around the first difference.
+    """
+    if max(len(before), len(now)) <= _SHOWN_LENGTH_MAX:
+        return before, now
+    lists = _list(before), _list(now)
+    if lists[0] is not None and lists[1] is not None:
+        only = [one for one in lists[0] if one not in lists[1]]
+        others = [one for one in lists[1] if one not in lists[0]]
+        if only or others:
+            equal = len(lists[0]) - len(only)
+            return _entries(only, equal), _entries(others, equal)
+    if before.endswith("…") and now.startswith(before[:-1]):
+        return f"another value with the same first {len(before) - 1} characters", f"{now[:40]}…"
+    pairs = enumerate(zip(before, now, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(before), len(now)))
+    start = max(0, at - _SHOWN_LENGTH_MAX // 2)
+    end = start + _SHOWN_LENGTH_MAX
+    cut = [
+        ("…" if start else "") + text[start:end] + ("…" if len(text) > end else "")
+        for text in (before, now)
+    ]
+    return cut[0], cut[1]
+
+
+def _list(text: str) -> list[Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _entries(entries: list[Any], equal: int) -> str:
+    shown = ", ".join(json.dumps(one) for one in entries[:_ENTRIES_SHOWN])
+    more = len(entries) - _ENTRIES_SHOWN
+    return (
+        (shown or "nothing") + (f" and {more} more" * (more > 0)) + f" besides {equal} equal ones"
+    )
 
 
 def _options(saved: Mapping[object, object]) -> dict[str, Fact] | None:
@@ -314,6 +364,15 @@ def _options(saved: Mapping[object, object]) -> dict[str, Fact] | None:
             raise damaged
         options[name] = fact
     return options
+
+
+def _values(saved: Mapping[object, object]) -> dict[str, str]:
+    found = saved.get("values", {})
+    if isinstance(found, Mapping):
+        texts = {name: text for name, text in found.items() if isinstance(name, str)}
+        if len(texts) == len(found) and all(isinstance(text, str) for text in texts.values()):
+            return texts
+    raise ConfigError(f"this state is damaged: its values are {found!r:.80}", key="values")
 
 
 def _dataset(saved: Mapping[object, object]) -> DatasetIdentity | None:

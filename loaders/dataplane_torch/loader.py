@@ -24,7 +24,7 @@ from dataplane_torch.arguments import (
     refuse_torch_arguments,
 )
 from dataplane_torch.naming import names_shards
-from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
+from dataplane_torch.options import DEFAULTS, UrlOptions, brief, url_options
 from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ class DataLoader(LoaderBase[_T_co]):
     def __iter__(self) -> Any:
         """One pass: an iterator of batches."""
         if self._shards is not None:
-            return self._shards.begin()
+            with brief:
+                return self._shards.begin()
         if self._begun is not None:
             begun, self._begun = self._begun, None
         elif (kept := cast("WorkerPass | None", self._kept_pass)) is not None and kept.is_ours:
@@ -169,7 +170,10 @@ class DataLoader(LoaderBase[_T_co]):
 
         Raises:  TypeError: the dataset is iterable and has no length.
         """
-        return super().__len__() if self._shards is None else self._shards.step_count
+        if self._shards is None:
+            return super().__len__()
+        with brief:
+            return self._shards.step_count
 
     @property
     def valid_count(self) -> int | None:
@@ -193,7 +197,8 @@ class DataLoader(LoaderBase[_T_co]):
                 "only loaders over urls have a schema: look at a batch of a torch Dataset instead",
                 field="dataset",
             )
-        return self._shards.schema
+        with brief:
+            return self._shards.schema
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -211,7 +216,8 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError("only loaders over a Mixture have weights", field="set_weights")
-        return self._shards.set_weights(weights)
+        with brief:
+            return self._shards.set_weights(weights)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes: code i means the i-th value. Values are sorted, and the
@@ -221,7 +227,8 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError("only loaders over urls have categories()", field="dataset")
-        return self._shards.categories(column)
+        with brief:
+            return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass. If it is the epoch of a loaded state, the position is
@@ -254,7 +261,8 @@ class DataLoader(LoaderBase[_T_co]):
         saved as JSON unless a user's own states cannot. Over urls it is the same on every rank.
         """
         if self._shards is not None:
-            return self._shards.state_dict()
+            with brief:
+                return self._shards.state_dict()
         latest = self._latest() if self._latest is not None else None
         if latest is not None:
             self._place = latest.place
@@ -273,7 +281,8 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError("only loaders over urls have a ledger()", field="dataset")
-        return self._shards.ledger()
+        with brief:
+            return self._shards.ledger()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the next pass where the state was taken: over urls on any number of ranks, over
@@ -282,9 +291,13 @@ class DataLoader(LoaderBase[_T_co]):
         Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
         it.  ConfigError: it is not a state, or batch size, length or workers have changed.
         """
-        if self._shards is not None:
-            self._shards.load_state_dict(state_dict)
-            return
+        with brief:
+            if self._shards is None:
+                self._load_place(state_dict)
+            else:
+                self._shards.load_state_dict(state_dict)
+
+    def _load_place(self, state_dict: Mapping[str, Any]) -> None:
         from dataplane_torch.local.beginning import PassPlace
         from dataplane_torch.local.progress import PassState
         from dataplane_torch.local.sampling import epochs_of

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from dataplane.config import RAISE
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, DataplaneError, RowOutOfBounds
 from dataplane.rpc.bounds import NAME_LENGTH_MAX, check_name
 
 if TYPE_CHECKING:
@@ -183,6 +185,30 @@ _ADVICE: Final[Mapping[str, str]] = {
 }
 
 
+class _Brief:
+    """Around what a public method does: our frames are left out of the traceback of its errors, so
+    that these end below the line of the user's that is meant. Most come from a node, and those
+    frames only say so. With DATAPLANE_LOG_LEVEL=debug, and for bugs, tracebacks are whole.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, DataplaneError) or isinstance(error, RowOutOfBounds):
+            return
+        if os.environ.get("DATAPLANE_LOG_LEVEL", "").lower() != "debug":
+            raise error.with_traceback(None) from error.__cause__
+
+
+brief = _Brief()
+
+
 def check_texts(options: UrlOptions) -> None:
     """Raises:  ConfigError: an option that is a text is something else, or too long."""
     for name, (what, least, most) in _TEXTS.items():
@@ -210,7 +236,8 @@ def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
         for name in kwargs.keys() - known:
             raise TypeError(_unexpected(init.__qualname__.partition(".")[0], name, known))
-        init(*args, **kwargs)
+        with brief:
+            init(*args, **kwargs)
 
     spelled = [*own, *_parameters()]
     checked.__signature__ = inspect.Signature(spelled)  # type: ignore[attr-defined]

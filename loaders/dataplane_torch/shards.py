@@ -31,6 +31,7 @@ from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import JobToOpen
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
+from dataplane_torch.options import brief
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
@@ -53,7 +54,8 @@ class Shards(IterableDataset[Batch]):
         job = None if self._job is None else self._job()
         if job is None:
             raise ClosedError("only the loader of these shards knows how many samples they have")
-        return job.sample_count
+        with brief:
+            return job.sample_count
 
     def __bool__(self) -> bool:
         return True
@@ -300,7 +302,7 @@ class BatchIterator:
 
     def __next__(self) -> Batch:
         check_process(self._pid)  # before the lock, which a thread may have held at the fork
-        with self._lock:
+        with self._lock, brief:
             if self._is_done:
                 raise StopIteration
             reader = self._reader

@@ -14,6 +14,7 @@ import dataplane_torch
 import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged
+from dataplane_torch.options import brief
 from fake_node import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +77,50 @@ def test_the_dataset_of_a_loader_has_the_number_of_samples_of_all_ranks(fake) ->
         assert dataset
         with pytest.raises(ClosedError, match="only the loader of these shards"):
             len(pickle.loads(pickle.dumps(dataset)))
+
+
+def test_a_traceback_ends_below_the_users_line_unless_it_is_debugged(monkeypatch) -> None:
+    def deep(error: Exception, depth: int = 9) -> None:
+        if depth:
+            deep(error, depth - 1)
+        raise error
+
+    def called(error: Exception) -> None:
+        with brief:
+            deep(error)
+
+    for level, error, is_whole in [
+        ("info", errors.ConfigError("wrong"), False),
+        ("debug", errors.ConfigError("wrong"), True),
+        ("info", errors.RowOutOfBounds("a bug"), True),
+        ("info", KeyError("the user's own"), True),
+    ]:
+        monkeypatch.setenv("DATAPLANE_LOG_LEVEL", level)
+        with pytest.raises(type(error)) as caught:
+            called(error)
+        assert caught.value is error
+        assert (len(caught.traceback) > 9) == is_whole
+        assert is_whole or len(caught.traceback) == 3
+
+
+def test_the_last_line_of_an_error_is_near_the_users(fake) -> None:
+    fake(open_error="it is wrong")
+    for use in (
+        iter,
+        len,
+        DataLoader.state_dict,
+        lambda loader: loader.schema,
+        lambda _: DataLoader(""),
+    ):
+        with DataLoader(URL) as loader, pytest.raises(ConfigError) as caught:
+            use(loader)
+        assert len(caught.traceback) <= 4
+    fake(sample_count=9, hang_after=0)
+    with DataLoader(URL, timeout=0.2) as loader:
+        iterator = iter(loader)
+        with pytest.raises(DataStallError) as stalled:
+            next(iterator)
+        assert len(stalled.traceback) <= 4
 
 
 def test_errors_can_be_imported_from_here() -> None:

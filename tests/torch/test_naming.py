@@ -82,8 +82,11 @@ def test_arguments_of_torch_make_paths_samples(argument):
         assert sorted(one for batch in loader for one in batch) == paths
 
 
-def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch():
-    with DataLoader(["/data/train-0", "/data/train-1"], format="tfrecord") as loader:
+def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch(tmp_path):
+    paths = [tmp_path / "train-0", tmp_path / "train-1"]
+    for path in paths:
+        path.touch()
+    with DataLoader(list(map(str, paths)), format="tfrecord") as loader:
         assert isinstance(loader.dataset, Shards)
     for name, value in (("num_workers", 2), ("sampler", np.array([1, 0]))):
         with pytest.raises(ConfigError, match=f"{name}=.* does not apply"):
