@@ -110,7 +110,7 @@ class Traced:
         from dataplane.plan.slices import Slice
 
         spec, count = self.spec, self.order(epoch).sample_count
-        return Slice(count, 0, spec.global_batch, spec.end, 0, self.dp_size).step_count
+        return Slice(count, 0, spec.global_batch, spec.end, **self.cut(epoch)).step_count
 
     @property
     def epoch(self) -> int:

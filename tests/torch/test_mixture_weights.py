@@ -59,6 +59,32 @@ def test_a_schedule_takes_effect_with_the_first_round_that_begins_in_its_step_or
         assert counts_of(rows_of(loader))[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("at", "steps", "last"), [(None, 256, [3, 3, 3, 2]), (255, 257, [1, 1, 1, 0])]
+)
+def test_no_row_is_lost_where_weights_change_within_a_joined_last_step(
+    folder: Path, at: int | None, steps: int, last: list[int]
+) -> None:
+    """The last 3 of 2,051 rows join the step before, but not if other weights begin within it."""
+    options = {**OPTIONS, "end": "ragged", "global_batch_size": 8}
+    found = []
+    for size in (1, 4):
+        with ExitStack() as stack:
+            passes = []
+            for rank in range(size):
+                place = {"dp_rank": rank, "dp_size": size, "name": f"joined-{at}"}
+                loader = DataLoader(mixed(folder, length=2051), **place, **options)
+                stack.enter_context(loader)
+                assert len(loader) == (257 if size == 1 else 256)
+                passes.append(rows_of(loader) if at is None else changed_at(loader, at, SECOND))
+        found.append([[one for step in each for one in step] for each in passes])
+    assert len(passes[0]) == steps
+    assert [len(each[-1]) for each in passes] == last
+    ((alone,), parts) = found
+    assert len(alone) == 2051
+    assert [alone[rank::4] for rank in range(4)] == parts
+
+
 def test_weights_set_in_the_loop_are_those_of_a_schedule(folder: Path) -> None:
     make = lambda: mixed(folder, schedule=[(20, SECOND)])  # noqa: E731
     with DataLoader(make(), **OPTIONS) as loader:
