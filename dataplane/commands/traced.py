@@ -107,10 +107,10 @@ class Traced:
 
     def step_count(self, epoch: int) -> int:
         """How many steps an epoch has, skipped ones counted."""
-        from dataplane.plan.slices import Slice
+        from dataplane.changes import NO_GAPS, EpochSteps
 
-        spec, count = self.spec, self.order(epoch).sample_count
-        return Slice(count, 0, spec.global_batch, spec.end, **self.cut(epoch)).step_count
+        spec, count, cut = self.spec, self.order(epoch).sample_count, self.cut(epoch)
+        return EpochSteps(count, 0, spec.global_batch, spec.end, gaps=NO_GAPS, **cut).count
 
     @property
     def epoch(self) -> int:
