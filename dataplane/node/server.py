@@ -48,8 +48,9 @@ _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
 _WORK_S = 1.0
 _MESSAGES_A_TURN = 16
-_REQUESTS_MAX = 16
-_JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 64, 256, 1024
+_REQUESTS_MAX = 4
+_REFUSED_PAUSE_S = 0.05
+_JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
 """Messages of this length are parsed on the event loop."""
 _PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
@@ -159,14 +160,18 @@ class TrainerConnection:
                 return
 
     async def _parse(self, packet: local.Packet) -> None:
-        """Parse a long message. The next one has to wait in proportion."""
-        began = self._loop.time()
+        """Parse a long message. The next one of this process, whatever connection it comes on, has
+        to wait in proportion.
+        """
         try:
             async with self._server.parsing_of(sockets.peer_credentials(self._sock)[0]):
-                read = await asyncio.to_thread(packet.read, messages.ToNode, ELEMENTS_MAX)
-            took_s = self._loop.time() - began
-            self._take(*read)
-            await asyncio.sleep(min(_PARSE_PAUSES * took_s, _PARSE_PAUSE_S_MAX))
+                began = self._loop.time()
+                try:
+                    read = await asyncio.to_thread(packet.read, messages.ToNode, ELEMENTS_MAX)
+                    self._take(*read)
+                finally:
+                    took_s = self._loop.time() - began
+                    await asyncio.sleep(min(_PARSE_PAUSES * took_s, _PARSE_PAUSE_S_MAX))
         except DataplaneError as error:
             self._end_session(error)
         except MemoryError as error:
@@ -231,6 +236,7 @@ class TrainerConnection:
                 await start()
             except DataplaneError as error:
                 self.send(request_id, error)
+                await asyncio.sleep(_REFUSED_PAUSE_S)  # it counts as under way for so long
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import hostile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -59,3 +60,9 @@ def test_hundreds_of_idle_connections_keep_no_trainer_out(tmp_path: Path, url: s
     written = log.read_text()
     assert "Traceback" not in written
     assert len(written) < 20_000
+
+
+def test_a_hostile_trainer_and_fuzzed_frames_end_no_process() -> None:
+    """For a moment, and without a limit of time: `tests/hostile.py` runs for longer."""
+    assert "slabs in 2 s" in hostile.trainers(2.0, most_s=60.0)
+    assert hostile.fuzzed(400).startswith("400 frames and calls")
