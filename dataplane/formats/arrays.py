@@ -160,6 +160,14 @@ def _longest(texts: pa.Array) -> int:
     return int(pc.max(pc.binary_length(texts)).as_py() or 0)
 
 
+def record_batch(arrays: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
+    """A batch of these columns. Of one that does not fit into its type it has the wide type."""
+    try:
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    except pa.ArrowInvalid:
+        return pa.RecordBatch.from_arrays(arrays, names=schema.names)
+
+
 def joined(pieces: Sequence[pa.Array]) -> pa.Array:
     """One array of all these; if narrow offsets have no room for them, with wide ones.
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 from msgspec.structs import replace
 
+from dataplane.formats.arrays import joined
 from dataplane.formats.arrow_columns import column_places
 from dataplane.formats.arrow_messages import (
     CONTINUATION,
@@ -139,10 +140,8 @@ def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
 
     Raises:  ConfigError: Arrow cannot join arrays of this type, such as dictionaries of structs.
     """
-    if len(pieces) == 1:
-        return pieces[0]
     try:
-        return pa.concat_arrays(pieces)
+        return joined(pieces)
     except pa.ArrowNotImplementedError as fault:
         reason = f"is of type {pieces[0].type}, whose batches cannot be joined ({fault})"
         raise refusal({name: reason}, url=url) from fault

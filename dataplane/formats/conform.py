@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from dataplane.errors import ConfigError, SchemaMismatch
-from dataplane.formats.arrays import read_as
+from dataplane.formats.arrays import read_as, record_batch, widened
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
 from dataplane.formats.joint_types import is_readable_as
 from dataplane.formats.nulls import is_flat
@@ -111,13 +111,24 @@ def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) ->
 def batch_of(
     arrays: Mapping[str, pa.Array], schema: pa.Schema, columns: Sequence[str], rows: int
 ) -> pa.RecordBatch:
-    """The arrays as one batch with exactly `columns`, typed as the dataset types them."""
+    """The arrays as one batch with exactly `columns`, typed as the dataset types them; with wide
+    offsets where narrow ones have no room for a block.
+    """
     wanted = [schema.field(name) for name in columns]
-    cast = [read_as(arrays[field.name], field.type) for field in wanted]
     if not wanted:
         # A batch without columns still has rows.
         return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
-    return pa.RecordBatch.from_arrays(cast, schema=pa.schema(wanted))
+    typed = [_typed(arrays[field.name], field.type) for field in wanted]
+    return record_batch(typed, pa.schema(wanted))
+
+
+def _typed(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        return read_as(array, kind)
+    except pa.ArrowInvalid:
+        if array.type.equals(widened(array.type)):
+            return array
+        raise
 
 
 def check_rows(url: str, offset: int, expected: int, found: int) -> None:

@@ -204,9 +204,7 @@ class Values(Struct, frozen=True):
     present: np.ndarray
 
 
-def convert(
-    buffer: memoryview, kind: pa.DataType, gathered: FeatureSpans, url: str, name: str
-) -> Values:
+def convert(buffer: memoryview, kind: pa.DataType, gathered: FeatureSpans) -> Values:
     """The values of one feature over all records of a block.
 
     Raises:  MalformedExample: a varint that does not end with its list.
@@ -216,7 +214,7 @@ def convert(
     pieces = [buffer[a:b] for a, b in gathered.spans]
     if pa.types.is_binary(kind):
         counts = np.where(present, span_counts, 0)
-        return Values(bytes_column(pieces, kind, url, name), counts, present)
+        return Values(bytes_column(pieces, kind), counts, present)
     lengths = np.fromiter((b - a for a, b in gathered.spans), np.int64, len(pieces))
     joined = np.frombuffer(b"".join(pieces), np.uint8)
     if pa.types.is_float32(kind):
@@ -255,13 +253,13 @@ def _varints(joined: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return values.view(np.int64), per_span
 
 
-def column_of(found: Values, kind: pa.DataType, url: str, name: str) -> pa.Array:
+def column_of(found: Values, kind: pa.DataType) -> pa.Array:
     """A feature's values as a column: a list a record, or one value a record.
 
     For a scalar column every count must be 0 (null) or 1.
     """
     if pa.types.is_list(kind):
-        return list_column(found.counts, found.present, found.values, url, name)
+        return list_column(found.counts, found.present, found.values)
     valid = found.counts == 1
     places = np.where(valid, np.cumsum(found.counts) - 1, 0)
     return found.values.take(pa.array(places, mask=~valid))

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.formats.arrays import joined
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.differing import differing
@@ -107,10 +108,7 @@ class JsonLines:
         if any(has_large(column) for column in table.columns):
             check_exact(block.url, _lines(body, base), {f.name: f.type for f in explicit})
         with foreign_faults(block.url, base, "the lines cannot be joined"):
-            whole = table.combine_chunks().to_batches()
-            if len(whole) != 1:
-                raise ValueError(f"more than 2 GiB of text in {len(whole)} pieces")
-            arrays = {name: whole[0].column(name) for name in columns}
+            arrays = {name: joined(table.column(name).chunks) for name in columns}
             return batch_of(arrays, schema, columns, block.rows)
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataplane.errors import SchemaMismatch
+from dataplane.formats.arrays import joined
 from dataplane.formats.base import Block, ColumnBounds, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
@@ -64,6 +66,8 @@ _INT96 = re.compile(rb"\x15\x06")
 _SECONDS_MAX = (1 << 63) // 10**9
 _ESTIMATE_MAX = float(1 << 62)
 _PARQUET_MR = re.compile(r"parquet-mr(?: version (\d+)\.(\d+)(?:\.(\d+))?)?")
+_IN_PIECES = "chunked array"
+_PARTS = 8
 _SIZES_FIXED = (1, 2, 9)
 _SLACK_BYTES = 100
 
@@ -115,7 +119,7 @@ class Parquet:
             if not as_stored:
                 check_shard(found, schema, columns, url)
                 leaves = _leaves(found, columns, metadata.num_columns)
-            table = opened.reader.read_row_group(group, column_indices=leaves, use_threads=False)
+            table = _read_group(opened.reader, group, leaves, block.rows)
             for name, own in _int96_columns(block.preamble, opened, columns):
                 again = _opened(block, metadata, int96_unit="s").reader
                 seconds = again.read_row_group(group, column_indices=own, use_threads=False)
@@ -124,7 +128,7 @@ class Parquet:
             if len(batches) == 1:
                 check_rows(url, start, block.rows, table.num_rows)
                 return validated(batches[0], url, start)
-            arrays = {name: _one_array(table, name, url, start) for name in columns}
+            arrays = {name: joined(table.column(name).chunks) for name in columns}
             check_rows(url, start, block.rows, table.num_rows if columns else block.rows)
             batch = batch_of(arrays, schema, columns, block.rows)
         return validated(batch, url, start)
@@ -352,6 +356,26 @@ def _parts(array: pa.Array) -> list[pa.Array]:
     return array.flatten() if pa.types.is_struct(array.type) else [array.flatten()]
 
 
+def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int) -> pa.Table:
+    """These columns of a row group. Texts of more than 2 GiB come in several chunks; pyarrow cannot
+    do that within lists and structs, so then it reads fewer rows at a time.
+    """
+    try:
+        return reader.read_row_group(group, column_indices=leaves, use_threads=False)
+    except pa.ArrowNotImplementedError as fault:
+        if rows == 1 or _IN_PIECES not in str(fault):
+            raise
+    while True:
+        rows = -(-rows // _PARTS)
+        try:
+            return pa.Table.from_batches(
+                reader.iter_batches(rows, [group], column_indices=leaves, use_threads=False)
+            )
+        except pa.ArrowNotImplementedError:
+            if rows == 1:
+                raise
+
+
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
     """The fetched pieces of the shard, each with its offset."""
     at, found = 0, []
@@ -382,17 +406,3 @@ def _leaves(schema: pa.Schema, columns: Sequence[str], leaf_total: int) -> list[
     if at != leaf_total:
         raise ValueError(f"the schema has {at} leaf columns, the footer {leaf_total}")
     return [leaf for name in columns for leaf in spans[name]]
-
-
-def _one_array(table: pa.Table, name: str, url: str, offset: int) -> pa.Array:
-    column = table.column(name).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        if column.num_chunks != 1:
-            raise corrupt(
-                url,
-                offset,
-                f"column {name!r} decodes to more than 2 GiB in one row group; write smaller "
-                "row groups, or the column as large_string or large_binary",
-            )
-        column = column.chunk(0)
-    return column

@@ -123,7 +123,7 @@ class Tar:
         }
         if KEY in columns:
             keys = [sample.key.encode() for sample in found]
-            arrays[KEY] = bytes_column(keys, schema.field(KEY).type, block.url, KEY)
+            arrays[KEY] = bytes_column(keys, schema.field(KEY).type)
         return batch_of(arrays, schema, columns, block.rows)
 
 
@@ -187,7 +187,7 @@ def _column(source: Memory, of_rows: Sequence[TarMember | None], field: pa.Field
     url, name = source.url, field.name
     pieces = [None if m is None else source.view(m.body, m.size) for m in of_rows]
     if not pa.types.is_int64(field.type):
-        column = bytes_column(pieces, field.type, url, name)
+        column = bytes_column(pieces, field.type)
         if pa.types.is_string(field.type):
             _check_text(column, of_rows, pieces, url)
         return column

@@ -298,7 +298,7 @@ def _column(
         if found is not None and found.kind not in {kind, example.EMPTY}:
             raise _other_kind(url, starts[number], name, kind, found.kind)
     try:
-        values = example.convert(body, value_type, example.gather(records, name), url, field.name)
+        values = example.convert(body, value_type, example.gather(records, name))
     except example.MalformedExample as fault:
         raise corrupt(url, starts[0], f"feature {field.name!r} is malformed ({fault})") from fault
     if not pa.types.is_list(field.type) and values.counts.max(initial=0) > 1:
@@ -315,4 +315,4 @@ def _column(
             expected="one value",
             found=count,
         )
-    return example.column_of(values, field.type, url, field.name)
+    return example.column_of(values, field.type)

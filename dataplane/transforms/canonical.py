@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from dataplane.formats.arrays import decoded
+from dataplane.formats.arrays import decoded, record_batch
 from dataplane.model import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.codes import NULL_CODE, codes_of
@@ -19,6 +19,8 @@ from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.nulls import Fills, NullsFound
 from dataplane.transforms.plain import is_list_view, list_ends, objects
+
+_WIDE = frozenset({pa.large_string().id, pa.large_binary().id})
 
 
 def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBatch:
@@ -44,7 +46,7 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
         stored = decoded(stored)
         arrays.append(_values(stored, spec, field.type, nulls))
     nulls.found.check(url)
-    return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
+    return record_batch(arrays, plan.schema)
 
 
 def _values(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
@@ -127,7 +129,7 @@ def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
     if spec.kind in LISTS:
         return _retyped_list(array, target)
     if spec.kind in {Kind.STRING, Kind.BYTES}:
-        if pa.types.is_binary(target):
+        if pa.types.is_binary(target) and array.type.id not in _WIDE:
             return array.cast(target)  # without a copy
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
             array = array.cast(pa.large_string())

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from dataplane.compiled import Compiled
 from dataplane.errors import ConfigError
+from dataplane.formats.arrays import record_batch
 from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import (
@@ -109,7 +110,7 @@ def canonical_stacked(
             if stack is None
             else _side_by_side(leaves.select(stack.columns), spec, field.type, how, url)
         )
-    return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
+    return record_batch(arrays, plan.schema)
 
 
 def _side_by_side(

@@ -47,6 +47,11 @@ from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, Pack
 from dataplane.worker.packing import CountGather, PackGather
 from dataplane.worker.replacing import ReplacingGather, TriedImages
 
+_ARROWS_OWN_BYTES_MAX = 4 << 30
+"""With a limit above that, memory comes from the system, which gets back what is free: Arrow's own
+allocator keeps its addresses, which count, too, and a block of 2 GiB needed more than three times
+its size."""
+
 
 class _State(Struct):
     """Everything that a worker remembers between two tasks, and where it reports its progress."""
@@ -153,6 +158,8 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
     if body.memory_bytes > state.memory_bytes:
         state.memory_bytes = body.memory_bytes
         limit_memory(body.memory_bytes)
+        if body.memory_bytes > _ARROWS_OWN_BYTES_MAX:
+            pa.set_memory_pool(pa.system_memory_pool())
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
     state.datasets[body.dataset_id] = read_dataset(body, schema)
     return tasks.Done()
