@@ -52,7 +52,7 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag, metavar, kind, text in (
         ("--columns", "A,B,…", str, "With --source: only these columns, which all sources have."),
         ("--temperature", "T", float, "With --source: instead of weights, shares n^(1/T)."),
-        ("--length", "COUNT", int, "With --source: the length of an epoch, in the unit."),
+        ("--length", "COUNT", str, 'With --source: the length of an epoch, or "10B tokens".'),
         ("--exhausted", "POLICY", str, "With --source: stop (default), renormalise or cycle."),
         ("--unit", "UNIT", str, "With --source: weights of samples (default), tokens or batch."),
     ):
@@ -92,6 +92,8 @@ def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
     columns = tuple(filter(None, str(given.get("columns", "")).split(",")))
     options = {name: value for name, value in given.items() if name != "columns"}
     schedule = [_scheduled(text) for text in options.pop("schedule", ())]
+    if str(options.get("length", "")).isdecimal():
+        options["length"] = int(options["length"])
     return AskedMixture(Mixture(dict(named), schedule=schedule, **options), columns)
 
 

@@ -8,6 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -31,6 +32,12 @@ _OPTIONS = ("where", "sample", "split", "limit", "map")
 _NUMBERS = {"weight": float, "passes": float, "max_passes": int, "mean_length": float}
 _NUMBERS |= {"sample": float, "limit": int}
 _ON_COMMAND_LINES = (*_NUMBERS, "format", "where", "split", "map")
+_LENGTH = re.compile(
+    r"(?P<count>\d[\d_]*(?:\.\d+)?)\s*(?P<power>[KMBT]?)\s*(?P<unit>tokens|samples|batches)",
+    re.IGNORECASE | re.ASCII,
+)
+_POWERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_UNITS_IN_WORDS = {"tokens": MixUnit.TOKENS, "samples": MixUnit.SAMPLES, "batches": MixUnit.BATCH}
 _NEXT_OPTION = re.compile(f",(?=(?:{'|'.join(_ON_COMMAND_LINES)})=)")
 
 
@@ -80,11 +87,11 @@ class Mixture:
     that are read or by each source's mean_length; or "batch", where each global batch is of one
     source. `exhausted` says what happens when a source was read max_passes times: "stop" ends the
     epoch, "renormalise" goes on with the others until all are read, and "cycle" reads it again,
-    until each was read once. With a `length`, in `unit`, the epoch has that length. The next epoch
-    goes on with the samples of each source that come next. `source_column` names a column of int32
-    that batches get: the index of each sample's source. `schedule` has other weights from given
-    steps on, counted from the first step of the job through all epochs: [(1000, {"web": 0.5,
-    "code": 0.5}), …]. docs/mixtures.md says when they take effect.
+    until each was read once. With a `length`, in `unit`, the epoch has that length: 10_000, or
+    "10B tokens". The next epoch goes on with the samples of each source that come next.
+    `source_column` names a column of int32 that batches get: the index of each sample's source.
+    `schedule` has other weights from given steps on, counted from the first step of the job through
+    all epochs: [(1000, {"web": 0.5, "code": 0.5}), …]. docs/mixtures.md says when they take effect.
 
     Raises:  ConfigError: a name, weight or number is none.
     """
@@ -95,7 +102,7 @@ class Mixture:
         *,
         unit: str = "samples",
         exhausted: str = "stop",
-        length: int | None = None,
+        length: int | str | None = None,
         temperature: float | None = None,
         source_column: str | None = None,
         schedule: Iterable[tuple[int, Mapping[str, float]]] = (),
@@ -108,7 +115,7 @@ class Mixture:
         self.sources = {name: _source(name, given) for name, given in sources.items()}
         self.unit = _choice("unit", unit, MixUnit)
         self.exhausted = _choice("exhausted", exhausted, Exhausted)
-        self.length = _count("length", length, _LENGTH_MAX)
+        self.length = _count("length", _counted(length, self.unit), _LENGTH_MAX)
         self.temperature, self.source_column = temperature, _column(source_column)
         self._check_weights()
         self.schedule = _schedule(tuple(self.sources), schedule)
@@ -282,6 +289,32 @@ def _count(field: str, given: object, most: int, whose: str = "") -> int:
         said = f"{whose}{field}={given!r:.80}: a whole number from 1 to {most}"
         raise ConfigError(said, field=field)
     return found
+
+
+def _counted(length: object, unit: MixUnit) -> object:
+    """The count that a text such as "10B tokens" means; anything else as it is.
+
+    Raises:  ConfigError: it is no such text, or counts something else than `unit`.
+    """
+    if not isinstance(length, str):
+        return length
+    parts = _LENGTH.fullmatch(length.strip())
+    count = Fraction(parts["count"].replace("_", "")) if parts else Fraction(0)
+    count *= _POWERS[parts["power"].upper()] if parts else 1
+    if parts is None or count.denominator > 1:
+        raise ConfigError(
+            f'length={length!r:.80}: write a whole number, such as 10_000, or a text: "10B tokens"'
+            " (K, M, B or T), of tokens, samples or batches",
+            field="length",
+        )
+    of = _UNITS_IN_WORDS[parts["unit"].lower()]
+    if of is not unit:
+        raise ConfigError(
+            f"length={length!r:.80} with unit={unit.value!r}: the length of a mixture is in its"
+            f" unit: pass unit={of.value!r}, too",
+            field="length",
+        )
+    return int(count)
 
 
 def _check_number(name: str, field: str, value: object, where: str = "") -> None:

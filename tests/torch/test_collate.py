@@ -168,15 +168,6 @@ def test_a_batch_that_no_slab_can_hold_is_refused_with_what_to_set(tmp_path: Pat
         next(loader)
 
 
-def test_a_rank_without_rows_gets_empty_arrays(tmp_path: Path) -> None:
-    shards(tmp_path, rows=9, blocks=1, count=1)
-    place: dict[str, Any] = {"dp_rank": 1, "dp_size": 2, "global_batch_size": 4, "name": "empty"}
-    with DataLoader(tmp_path, collate=user_functions.padded, **place) as loader:
-        *_, last = loader
-    assert [tuple(column.shape) for column in last.values()] == [(0, 0), (0,), (), (0, 0, 0, 0)]
-    assert last["ids"].dtype == torch.int32
-
-
 def test_a_failing_function_is_named_with_its_traceback_and_the_step(tmp_path: Path) -> None:
     shards(tmp_path)
     loader = DataLoader(tmp_path, 16, collate=user_functions.fails_at_a_row)

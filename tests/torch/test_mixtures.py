@@ -227,7 +227,10 @@ def test_a_pack_has_as_many_tokens_as_it_is_long(tmp_path, shared_node) -> None:
         table = pa.table({"tokens": pa.array([[at] * tokens] * 200, pa.list_(pa.int32()))})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=50)
     sources = {name: Source(tmp_path / f"{name}.parquet", weight=1) for name in ("short", "long")}
-    mixture = Mixture(sources, unit="tokens", exhausted="cycle", length=640, source_column="from")
+    length = "0.64K tokens"
+    mixture = Mixture(
+        sources, unit="tokens", exhausted="cycle", length=length, source_column="from"
+    )
     with DataLoader(mixture, 4, pack=Pack("tokens", 16)) as loader:
         batches = list(loader)
     assert [batch["tokens"].shape for batch in batches] == [(4, 16)] * 10
@@ -354,11 +357,29 @@ def test_mixtures_that_are_none_are_refused(given: Any, field: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"unit": "bytes"}, {"exhausted": "never"}, {"length": 0}, {"temperature": 0},
-     {"temperature": 1.0}, {"exhausted": ["stop"]}, {"source_column": 3}],
+     {"temperature": 1.0}, {"exhausted": ["stop"]}, {"source_column": 3}, {"length": "10B"},
+     {"length": "0 tokens", "unit": "tokens"}, {"length": "1.5 samples"}, {"length": "9 tokens"}],
 )  # fmt: skip
 def test_options_of_mixtures_that_are_none_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Mixture({"a": Source("x", weight=1)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "count"),
+    [("10B tokens", 10**10), ("1.5 t TOKENS", 15 * 10**11), ("1_000tokens", 1000), (7, 7)],
+)
+def test_a_length_may_be_a_number_of_tokens_in_words(length: Any, count: int) -> None:
+    assert Mixture({"a": Source("x", weight=1)}, unit="tokens", length=length).length == count
+
+
+def test_one_dataset_may_have_a_number_of_tokens(tmp_path, shared_node) -> None:
+    written(tmp_path, "web", 40, 0, tokens=[1] * 16)
+    one = {"web": Source(tmp_path / "web", weight=1)}
+    mixture = Mixture(one, unit="tokens", length="1K tokens", exhausted="cycle")
+    with DataLoader(mixture, 4, True, pack=Pack("tokens", 16)) as loader:
+        assert len(loader) == 16
+        assert sum(len(batch["tokens"]) for batch in loader) == 1000 // 16
 
 
 def test_numbers_of_numpy_are_weights() -> None:
