@@ -228,12 +228,13 @@ def test_a_state_names_the_ledger_that_its_run_depends_on(folder: Path, command:
     assert "ledger" not in state
     wait_until_idle(command, "m")
     with ranks(folder, 2, "m", state) as loaders:
-        for loader in loaders:
-            next(iter(loader))
+        passes = [iter(loader) for loader in loaders]
+        for batches in passes:
+            next(batches)
         command("mix", "m", *weights(SECOND), "--at-step", "30")
         states = [[saved(loader) for loader in loaders]]
-        for loader in loaders:
-            rows_of(loader)
+        for batches in passes:
+            list(batches)
         states.append([saved(loader) for loader in loaders])
     assert states[0][0] == states[0][1]
     assert states[1][0] == states[1][1]
