@@ -102,7 +102,10 @@ def test_options_of_columns_are_about_what_the_map_returns(tmp_path: Path) -> No
     ]
     with pytest.raises(ConfigError, match="maybe"):
         next(iter(DataLoader(tmp_path, batch_size=64, map=user_functions.nested)))
-    with pytest.raises(ConfigError, match="there is no column 'txt'; the dataset has: vector"):
+    with pytest.raises(
+        ConfigError,
+        match=r"there is no column 'txt'; did you mean 'text'\? The dataset has: vector",
+    ):
         next(iter(DataLoader(tmp_path, map=user_functions.nested, columns=["txt"])))
     with pytest.raises(ConfigError, match="codes= and map= cannot be combined"):
         next(iter(DataLoader(tmp_path, map=user_functions.nested, codes=["text"])))
