@@ -162,7 +162,11 @@ class NotWrittenError(PeerLost):
 
 
 class NeighbourGone(PeerLost):
-    """A neighbour did not send a block or a slab: it comes from elsewhere. Nouns: peer."""
+    """A neighbour did not send a block or a slab: it comes from elsewhere. `working`: the neighbour
+    has something to do for the slab, and may be asked again. Nouns: peer, working.
+    """
+
+    known: ClassVar[tuple[str, ...]] = ("working",)
 
 
 class LeaseError(DataplaneError):
@@ -266,13 +270,18 @@ class RowOutOfBounds(DataplaneError):
 
 
 class DataStallError(DataplaneError):
-    """No batch within the deadline. Nouns: stage, shard, node, last_error."""
+    """No batch within the deadline. Nouns: stage, shard, node, last_error; the function that
+    workers call, and how many blocks are done of a total.
+    """
 
     known: ClassVar[tuple[str, ...]] = (
         "stage",
         "shard",
         "node",
         "last_error",
+        "function",
+        "done",
+        "total",
         "job",
         "coordinator",
         "step",

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=float, default=60.0)
     parser.add_argument("--load", type=int, default=20)
-    parser.add_argument("--pace", type=float, default=0.7, help="seconds of processor time a MB")
+    parser.add_argument("--pace", type=float, default=3.0, help="seconds of processor time a MB")
     parser.add_argument("--limit", type=float, default=1500.0, help="seconds")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="dp-") as name:

@@ -31,9 +31,12 @@ _ROWS, _LOOK_S, _REQUESTS = 8, 0.5, 2
 
 
 class Maker(Struct):
-    """Takes so long for a batch, 0 if it fails at once; makes what it is told will come, too."""
+    """Takes so long for a batch, 0 if it fails at once; makes what it is told will come, too. If it
+    has so much `patience_s`, it says then that it is still making the slab.
+    """
 
     seconds: float
+    patience_s: float = 0.0
     free_at: float = 0.0
     made: dict[StepRange, float] = field(default_factory=dict)
     asked: list[float] = field(default_factory=list)
@@ -57,8 +60,9 @@ class Node:
         own_s: float = 0.0,
         dp_rank: int = 0,
         stall_s: float = 1e9,
+        patience_s: float = 0.0,
     ) -> None:
-        self.makers = {name: Maker(seconds) for name, seconds in makers.items()}
+        self.makers = {name: Maker(seconds, patience_s) for name, seconds in makers.items()}
         self.own_s, self.now, self.dp_rank = own_s, 0.0, dp_rank
         count = 1 if own_s else 0
         self.scheduler = Scheduler(0, 1, Autoscaler(count, count, count), stall_s)
@@ -147,9 +151,13 @@ class Node:
                     self.made[effect.maker] += effect.steps.count
                 else:
                     result = NeighbourGone(f"{effect.maker} is gone")
+                at = maker.ends(effect, self.now)
+                if maker.patience_s and at > self.now + maker.patience_s:
+                    self.made[effect.maker] -= effect.steps.count
+                    at, result = self.now + maker.patience_s, NeighbourGone("working", working=1)
                 ended = events.SlabAssembled(effect.number, result, 0.0, made_by=effect.maker)
                 self._asked[effect.number] = effect
-                self._later(maker.ends(effect, self.now), ended)
+                self._later(at, ended)
             case events.AssembleSlab():
                 count = len(effect.plan.batches)
                 self.made[""] += count

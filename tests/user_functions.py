@@ -43,6 +43,12 @@ def noted(columns: Columns) -> dict[str, Any]:
     return {"tokens": [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]}
 
 
+def slow(columns: Columns) -> Columns:
+    """What it gets, after most of a second."""
+    threading.Event().wait(0.7)
+    return columns
+
+
 def same(columns: Columns) -> Columns:
     """What it gets."""
     return columns

@@ -69,9 +69,9 @@ class LongWork:
         self.advance(done.shards_done, done.shard_count)
 
     def advance(self, done: int, total: int) -> None:
-        """So much is done."""
+        """So much is done, or what was said before, if that is more."""
         now = self._clock()
-        self._done, self._total = done, total
+        self._done, self._total = max(done, self._done), total
         self._first = self._first or (now, done)
         if now < self._next:
             return

@@ -5,7 +5,8 @@
 
 Invariants:
 1. Every ask is answered exactly once: with a slab, with the room that it needs, with the error of
-   its data, or with a refusal once it is older than `PATIENCE_S`.
+   its data, or, once it is older than `PATIENCE_S`, with a refusal, or that the slab is still being
+   made, if something was done for it since.
 2. A slab is released after everybody to whom it was given has read it. One that nobody asks for is
    released after `HELD_S`, or when too many newer ones wait in the arena: a part of the slots is
    always left for slabs that somebody waits for.
@@ -20,7 +21,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from dataplane.errors import ConfigError, DataplaneError, DataStallError
+from dataplane.errors import ConfigError, DataplaneError, DataStallError, NeighbourGone
 from dataplane.model import Region
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -157,6 +158,8 @@ class AskedStream:
         self._requested = 0
         self._is_closed = False
         self.last_asked = self._now = now
+        self._worked_at = 0.0
+        """When something was done last for the slab that is made next."""
 
     @property
     def is_idle(self) -> bool:
@@ -216,7 +219,11 @@ class AskedStream:
     def _is_late(self, ask: Ask) -> bool:
         if self._now - ask.since <= PATIENCE_S:
             return False
-        self._answers.lender.refuse(ask.number)
+        if self._now - self._worked_at > PATIENCE_S:
+            self._answers.lender.refuse(ask.number)
+        else:
+            still = NeighbourGone("it is still making the slab", working=1)
+            self._answers.tell(ask.number, self._delivery.delivery_id, still)
         return True
 
     # -- asks ------------------------------------------------------------------------------------
@@ -311,8 +318,8 @@ class AskedStream:
 
         def hear(_request_id: int, body: FromNodeBody) -> None:
             if isinstance(body, Working):
-                return
-            if self._walk is walk and not self._is_closed:
+                self._worked_at = self._now
+            elif self._walk is walk and not self._is_closed:
                 self._hear(body)
             elif isinstance(body, Slab):
                 self._engine.release(self._delivery, [body.slab_id])

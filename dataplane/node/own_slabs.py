@@ -23,7 +23,7 @@ from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import Walk
 
 _SLAB_BYTES = 1 << 20
-_SLOTS = 8
+_SLOTS, _KEPT_BATCHES = 8, 4
 
 
 class OwnReads:
@@ -52,6 +52,9 @@ class OwnReads:
         """
         engine = self._engine
         sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
+        if keeps_blocks:  # each block may take long, and what is known of it is wanted soon
+            sizes.batches_max = min(sizes.batches_max, _KEPT_BATCHES)
+            sizes.batches = min(sizes.batches, _KEPT_BATCHES)
         layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
         arena = Arena.create("dataplane-own", layout.arena_bytes)
         sources = spec.mixture is not None and bool(spec.mixture.source_column)

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from dataplane import background
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, publish, written_at
@@ -46,7 +47,7 @@ from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.limits import WorkerBytes
 
 _FILES_KEPT = 256
-_WRITTEN_S = 5.0
+_WRITTEN_S, _WATCH_S = 5.0, 1.0
 _WHOLE, _PART = ".counts", ".part"
 _ADVICE = "`dataplane index … --pack … -o FILE` does this once for all runs"
 
@@ -101,11 +102,15 @@ class PackCounter:
         """
         if view.pack is None:
             return PackedManifest(manifest)
-        name = await self._name(manifest, view, seed)
+        with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
+            name = await self._name(manifest, view, seed)
         counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
         dataset: Dataset | None = None
         if counts is None:
-            counts, dataset = await self._counted(manifest, view, view.pack, seed, name, urls)
+            with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
+                work.advance(0, manifest.block_count)
+                asked = (manifest, view, view.pack, seed)
+                counts, dataset = await self._counted(*asked, name, work)
         try:
             if not counts[:, 1].any():
                 raise _no_packs(manifest, view.pack, packing_in(counts))
@@ -135,7 +140,7 @@ class PackCounter:
         pack: PackSpec,
         seed: int,
         name: str,
-        urls: Sequence[str],
+        work: LongWork,
     ) -> tuple[Int64, Dataset]:
         """The Packing of each block, and the dataset that was read.
 
@@ -166,8 +171,7 @@ class PackCounter:
         )
         delivered_columns(dataset.columns.specs, spec)
         try:
-            with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
-                counts = await self._read(dataset, spec, name, work)
+            counts = await self._read(dataset, spec, name, work)
             await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
         except BaseException:
             self._reads.forget(dataset)
@@ -191,6 +195,7 @@ class PackCounter:
         written = time.monotonic()
         order = await asyncio.to_thread(order_of, spec, dataset.manifest, 0)
         whole = self._reads.slabs(dataset, spec, order, cursor=done, keeps_blocks=True)
+        watching = background.start("packs", _watch(dataset, done, work))
         try:
             async with contextlib.aclosing(whole) as slabs:
                 async for slab, content in slabs:
@@ -206,7 +211,17 @@ class PackCounter:
         except DataplaneError:
             await asyncio.to_thread(_remember, folder, name, counts[:done], _PART)
             raise
+        finally:
+            watching.cancel()
         return counts
+
+
+async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
+    """Say how many blocks are decoded: slabs come in order, and say less."""
+    marks, total = dataset.blocks.marks, dataset.manifest.block_count
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        work.advance(before + int(np.count_nonzero(marks.is_exact)), total)
 
 
 def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:

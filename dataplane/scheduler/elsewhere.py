@@ -182,7 +182,8 @@ class Elsewhere:
         if maker.name:
             maker.asked -= count
         if isinstance(result, NeighbourGone):
-            self._failed(task, maker, str(result))
+            if not result.working:
+                self._failed(task, maker, str(result))
         elif event.made_by not in {"", maker.name}:
             maker.was_late(now)
             self.leave(task)  # who has the rest, if it was cut, is not known here

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable
 
 from dataplane.arena.slab_layout import in_slot, row_index_bytes
-from dataplane.errors import DataplaneError
+from dataplane.errors import DataplaneError, NeighbourGone
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
@@ -362,6 +362,8 @@ class SlabTasks:
             self._free_slot(task)
             self._excerpts.release(task)
         elif is_to_be_made:
+            if isinstance(result, NeighbourGone) and result.working:
+                task.stream.advanced_at = self._time.now
             self._free_slot(task)
             task.phase = SlabPhase.WAITING
             self._wait(task)

@@ -16,7 +16,7 @@ import pytest
 from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, maker_node, of, play
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.errors import ConfigError, CorruptShard, NeighbourGone
 from dataplane.model import ColumnOptions, Exhausted, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S
 from dataplane.node.making import JOB_IDLE_S
@@ -24,7 +24,14 @@ from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc import tasks
 from dataplane.rpc.convert import decode
 from dataplane.rpc.making import StepRange
-from dataplane.rpc.messages import DatasetSource, Layout, MixtureAsked, OpenJob, SourceAsked
+from dataplane.rpc.messages import (
+    DatasetSource,
+    Layout,
+    MixtureAsked,
+    OpenJob,
+    SourceAsked,
+    Working,
+)
 from dataplane.units import IMPORT_PATH_VARIABLE
 from dataplane.weights import MixHistory, ShareChange
 from dataplane.worker.forking import fork_server
@@ -303,6 +310,26 @@ def test_an_ask_that_takes_too_long_is_refused_once(parquet: str, tmp_path: Path
         # It is made nevertheless, for the next ask.
         assert of(await node.slab(node.wanted(7))).batch_count == 1
         assert of(await node.slab(node.wanted(7, epoch=2))).batch_count == 1
+
+    play(scene, parquet, tmp_path)
+
+
+@pytest.mark.timeout(100)
+def test_an_ask_for_which_something_is_done_is_answered_so_that_it_is_repeated(
+    parquet: str, tmp_path: Path
+) -> None:
+    async def scene(node: MakerNode) -> None:
+        await node.open()
+        late = node.ask(node.wanted(7))
+        (stream,) = [each for each in node.engine._streams.values() if each.walk.is_fed]
+        node.passes(PATIENCE_S - 1)
+        stream.send(1, Working("calling map='m:f' over blocks", 12, 40))
+        node.passes(2)
+        given = node.lender.answers[late]
+        assert isinstance(given, Given)
+        assert isinstance(given.result, NeighbourGone)
+        assert given.result.working
+        assert of(await node.slab(node.wanted(7))).batch_count == 1
 
     play(scene, parquet, tmp_path)
 

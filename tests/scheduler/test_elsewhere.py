@@ -135,6 +135,13 @@ def test_a_stall_says_that_a_slab_waits_for_a_node_and_what_that_said_last() -> 
     assert {stall.progress.stage for stall in late.stalls} == {"being made by node a"}
 
 
+def test_a_maker_that_says_that_it_works_is_asked_again_and_nobody_stalls() -> None:
+    node = Node({"a": 15.0}, stall_s=30.0, patience_s=20.0)
+    node.run(200)
+    assert node.made["a"] >= 2 * BATCHES, "a minute a slab"
+    assert not node.stalls
+
+
 def test_a_maker_is_told_of_its_next_slabs_of_the_stream() -> None:
     node = Node({"a": 0.01})
     node.run(2)

@@ -288,3 +288,12 @@ def test_a_job_has_one_version_of_a_function_that_is_edited_meanwhile(
     with pytest.raises(FunctionError, match="is not the function with which this job was opened"):
         versions |= {int(version) for batch in loader for version in batch["wide"][:, 0]}
     assert versions == {1}
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_slow_map_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shuffled batch has rows of all blocks: its first one takes longer than the timeout."""
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "4")
+    shards(tmp_path)
+    loader = DataLoader(tmp_path, batch_size=64, shuffle=True, map=user_functions.slow)
+    assert sorted(rows_of(loader)) == list(range(512))
