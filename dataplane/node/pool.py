@@ -149,8 +149,8 @@ class WorkerPool:
         see TaskQueue. If the task names a worker, and that is idle now, the worker begins at once:
         it has done most of the work.
         """
-        able = [one for one in self._workers if one.number == task.worker and one.is_idle]
-        if able:
+        able = task.worker and [one for one in self._workers if one.number == task.worker]
+        if able and able[0].is_idle:
             self._give(able[0], task)
             return
         self._queue.add(task, urgency, time.monotonic())
