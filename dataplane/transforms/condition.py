@@ -106,7 +106,7 @@ class RelationTest(Struct, frozen=True):
                 left, right = (_as_float(one) for one in (left, right))
             return _of_rows(getattr(pc, _KERNELS[self.relation])(left, right), batch)
         except pa.ArrowInvalid:  # Arrow has no type for the values of both
-            both = (_of_rows(one, batch).to_pylist() for one in (left, right))
+            both = (_plain_values(_of_rows(one, batch)) for one in (left, right))
             return _exactly(self.relation, *both)
 
     def outcomes(self, _: Bounds) -> Outcomes:
@@ -373,6 +373,19 @@ def _exactly(relation: Relation, left: Sequence[Any], right: Sequence[Any]) -> p
             ],
             pa.bool_(),
         )
+
+
+_TICKS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+
+
+def _plain_values(found: pa.Array) -> Sequence[Any]:
+    """Values that Python compares with those of other types. Timestamps are whole nanoseconds,
+    since datetime has neither their digits nor their years.
+    """
+    is_time = pa.types.is_timestamp(found.type)
+    ticks = _TICKS_NS[found.type.unit] if is_time else 1
+    values = (found.cast(pa.int64()) if is_time else found).to_pylist()
+    return [None if one is None else one * ticks for one in values] if is_time else [*values]
 
 
 def _expression(pattern: str) -> str:

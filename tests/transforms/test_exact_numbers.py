@@ -121,6 +121,25 @@ def test_columns_of_any_two_types_are_compared_exactly(
     assert values(f"{one} {sign} {other}", batch) == expected
 
 
+@given(
+    st.lists(st.tuples(*[st.none() | st.integers(-(2**63), 2**63 - 1)] * 2), min_size=1),
+    st.sampled_from(["s", "ms", "us", "ns"]),
+    st.sampled_from(list(OPERATORS)),
+)
+@example([(2**40, 1)], "s", "==")
+def test_times_of_any_two_units_are_compared_exactly(
+    pairs: list[tuple[int | None, int | None]], unit: str, sign: str
+) -> None:
+    kinds = {"a": pa.timestamp(unit), "b": pa.timestamp("ns")}
+    ticks = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}[unit]
+    columns = zip(*pairs, strict=True)
+    batch = pa.record_batch([pa.array(column, pa.int64()).cast(kind)
+                             for column, kind in zip(columns, kinds.values(), strict=True)],
+                            names=list(kinds))  # fmt: skip
+    found = Condition.of(f"a {sign} b", batch.schema).test.values(batch).to_pylist()
+    assert found == [told(sign, None if a is None else a * ticks, b) for a, b in pairs]
+
+
 def test_what_is_computed_is_compared_with_constants_beyond_64_bits() -> None:
     batch = pa.record_batch({"i": pa.array([1, 2**53 + 1, None])})
     assert values("i * 1 < 18446744073709551615", batch) == [True, True, None]
