@@ -254,6 +254,8 @@ ColumnValue = tuple[str, float]
 """A column's name, and a number for it."""
 ColumnLength = tuple[str, int]
 """A column's name, and a number of values."""
+ColumnDtype = tuple[str, str]
+"""A column's name, and the type of its numbers."""
 
 
 class ColumnOptions(Struct, frozen=True):
@@ -266,7 +268,8 @@ class ColumnOptions(Struct, frozen=True):
     `pad_value_all` is for every list column whose type can hold it; other lists are padded with
     zero. `max_length` is the maximum length of lists, per column, and `max_length_all` that of
     every list column; 0 means no limit. `codes` are columns delivered as integers: the index of
-    each value among the distinct values in the dataset.
+    each value among the distinct values in the dataset. `dtype` has the types to which columns of
+    numbers, and of lists of them, are converted.
     """
 
     columns: tuple[str, ...] = ()
@@ -281,6 +284,7 @@ class ColumnOptions(Struct, frozen=True):
     max_length_all: int = 0
     truncation_side: TruncationSide = TruncationSide.RIGHT
     codes: tuple[str, ...] = ()
+    dtype: tuple[ColumnDtype, ...] = ()
 
 
 class View(Struct, frozen=True):

@@ -23,7 +23,7 @@ DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
 # What people write options into, each in its own way: a loader's arguments, flags of commands.
 OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")
 # Names with other meanings, too: they count only where they mean options.
-AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes", "fill_null", "pad_value"}
+AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes", "dtype", "fill_null", "pad_value"}
 MAKERS = {"ColumnOptions", "column_options"}
 
 
@@ -104,6 +104,7 @@ def test_equal_jobs_are_equal_in_whatever_order_things_are_named() -> None:
         stack=(StackSpec("y", ("d", "c")), StackSpec("x", ("f", "e"))),
         max_length=(("b", 1), ("a", 2)),
         codes=("b", "a"),
+        dtype=(("b", "int64"), ("a", "float32")),
     )
     assert in_order(said) == ColumnOptions(
         columns=("b", "a"),
@@ -111,5 +112,6 @@ def test_equal_jobs_are_equal_in_whatever_order_things_are_named() -> None:
         stack=(StackSpec("x", ("f", "e")), StackSpec("y", ("d", "c"))),
         max_length=(("a", 2), ("b", 1)),
         codes=("a", "b"),
+        dtype=(("a", "float32"), ("b", "int64")),
     )
     assert in_order(in_order(said)) == in_order(said)

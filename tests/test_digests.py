@@ -109,6 +109,10 @@ GOLDEN = {
         JobSpec(F, column_options=ColumnOptions(codes=("country", "kind"))),
         "8ca5e30a871958ca8edc02d9d93505be",
     ),
+    "converted columns": (
+        JobSpec(F, column_options=ColumnOptions(dtype=(("tokens", "int64"), ("x", "float16")))),
+        "bb3bb00db0ebe607450cc51722c9fa14",
+    ),
     "condition": (
         JobSpec(F, view=View(where="lang == 'en' and score > 0.5")),
         "f9b14391d687cfcea9b8b5863e0db257",

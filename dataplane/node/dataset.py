@@ -27,9 +27,11 @@ from dataplane.rpc.convert import encode
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.joined import BlockPlaces
 from dataplane.store.urls import FILE_PREFIX
+from dataplane.transforms.casts import casts_of
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.columns import ColumnPlan, LeafPart
-from dataplane.transforms.leaves import value_type
+from dataplane.transforms.leaves import canonical_type, value_type
+from dataplane.transforms.lists import LISTS
 from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_mapped
 from dataplane.transforms.packing import packed_columns
 from dataplane.transforms.restart_indexes import restart_index_bytes
@@ -50,8 +52,9 @@ _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
-# Blocks that a map has made differ from the first rows. What is too large costs nothing once a
-# block is decoded; a block that is larger is mapped again, but none is refused for it.
+# Blocks that a map has made differ from the first rows, and converted lists are a part of theirs.
+# What is too large costs nothing once a block is decoded; a block that is larger is decoded again,
+# but none is refused for it.
 _MAPPED_SHARE = 1.5
 _MAPPED_PARTS = 4
 
@@ -188,8 +191,10 @@ def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection |
     size = int(_whole_bytes(manifest, projection).sum())
     mean = size // max(manifest.sample_count, 1)
     fixed = columns.fixed_bytes
+    growth = _list_growth(columns.plan.leaves)
     if columns.mapped is not None:
-        return max(columns.mapped.row_bytes, fixed, 1)
+        return max(int(columns.mapped.row_bytes * growth), fixed, 1)
+    mean = int(mean * growth)
     return max(fixed, 1) if columns.is_fixed else max(mean, fixed, 1)
 
 
@@ -222,25 +227,40 @@ def _decoded_bytes(
 ) -> Ints:
     """Bytes of each block once decoded, as far as the index knows."""
     size, rows = _whole_bytes(manifest, projection), row_counts(manifest)
+    growth = _list_growth(columns.plan.leaves)
     if columns.finds_columns:
         size = rows * offset_bytes(FOUND_COLUMNS.types[0])
     elif columns.mapped is not None:
-        size = (rows * columns.mapped.row_bytes * _MAPPED_SHARE).astype(np.int64)
+        size = (rows * columns.mapped.row_bytes * _MAPPED_SHARE * growth).astype(np.int64)
     elif row_layout is not None and columns.is_fixed:
         size = rows * columns.fixed_bytes  # only of requested columns
     else:
-        size = size + rows * _wider_bytes(columns.plan.leaves)
+        size = (size * growth).astype(np.int64) + rows * _wider_bytes(columns.plan.leaves)
     if row_layout is not None:
         size = size + rows * row_layout.padding_bytes
     return size + _stream_bytes(columns.plan)
 
 
+def _list_growth(plan: ColumnPlan) -> float:
+    """How many times larger than stored the lists are whose numbers are converted. Where there are
+    texts, bytes or objects, blocks are taken to consist mostly of these.
+    """
+    casts, growth = casts_of(plan.options), 1.0
+    if not casts or any(not spec.dtype for spec in plan.specs):
+        return growth
+    for spec, leaf, target in zip(plan.specs, plan.leaves, plan.schema.types, strict=True):
+        if spec.kind in LISTS and spec.name in casts:
+            stored = canonical_type(leaf.type).value_type
+            growth = max(growth, target.value_type.bit_width / stored.bit_width)
+    return growth
+
+
 def _wider_bytes(plan: ColumnPlan) -> int:
     """How much longer a row is in canonical form than as stored: a bool takes a byte, texts of a
-    dictionary and views get offsets. Without it, blocks would be decoded twice: the first time
-    finds the size.
+    dictionary and views get offsets, converted numbers may be wider. Without it, blocks would be
+    decoded twice: the first time finds the size.
     """
-    size = 0
+    size, casts = 0, casts_of(plan.options)
     for leaf, part, target in zip(plan.leaves, plan.parts, plan.schema.types, strict=True):
         if part is not LeafPart.VALUES:
             size += row_bytes_of(target)  # an additional column
@@ -248,6 +268,8 @@ def _wider_bytes(plan: ColumnPlan) -> int:
             size += offset_bytes(target) - offset_bytes(leaf.type)
         elif pa.types.is_boolean(value_type(leaf.type)):
             size += row_bytes_of(target)
+        elif leaf.name in casts:
+            size += max(0, row_bytes_of(target) - row_bytes_of(canonical_type(leaf.type)))
     return size
 
 
@@ -344,7 +366,8 @@ def dataset_of(
     direct = found.is_canonical and row_layout is None and not filters(spec.view)
     projection = _projection(manifest, reads_columns(spec.view, found.schema, found.top_level))
     decoded = _decoded_bytes(manifest, found, row_layout, projection)
-    if found.mapped is not None and arena_bytes:
+    is_guessed = found.mapped is not None or _list_growth(columns.leaves) > 1
+    if is_guessed and arena_bytes:
         decoded = np.minimum(decoded, arena_bytes // _MAPPED_PARTS)
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)

@@ -74,7 +74,7 @@ _SHARED: dict[str, type] = {
 }
 _ENVELOPE = "body"
 # Messages that are pairs: a column's name, and its value in this field.
-_PAIRS = {"ColumnValue": "value", "ColumnLength": "length"}
+_PAIRS = {"ColumnValue": "value", "ColumnLength": "length", "ColumnDtype": "dtype"}
 # Large messages that many receivers get: made once for all who get the same value.
 _FOR_MANY = {"JobNodes"}
 _FOR_MANY_MAX = 64

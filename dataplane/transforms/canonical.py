@@ -14,8 +14,10 @@ import pyarrow as pa
 from dataplane.formats.arrays import decoded, record_batch
 from dataplane.model import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
+from dataplane.transforms.casts import converted
 from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
+from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.nulls import Fills, NullsFound
 from dataplane.transforms.plain import is_list_view, list_ends, objects
@@ -40,21 +42,24 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
         stored = leaf_array(batch.column(leaf.top), leaf.path)
         if part is LeafPart.CODES:
             code = nulls.code_of(spec)
-            arrays.append(codes_of(stored, leaf, plan.categories[leaf.name], code, url))
+            codes = codes_of(stored, leaf, plan.categories[leaf.name], code, url)
+            arrays.append(converted(codes, field.type, spec.name, url))
             stored = decoded(stored)
             continue
         stored = decoded(stored)
-        arrays.append(_values(stored, spec, field.type, nulls))
+        arrays.append(_values(stored, spec, field.type, nulls, url))
     nulls.found.check(url)
     return record_batch(arrays, plan.schema)
 
 
-def _values(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
+def _values(
+    array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls, url: str
+) -> pa.Array:
     if spec.kind is Kind.OBJECT:
         return objects(array)
     if spec.kind is Kind.FIXED and spec.shape:
-        return _fixed_lists(array, spec, target, nulls)
-    return _without_nulls(_typed(array, spec, target), spec, nulls)
+        return _fixed_lists(array, spec, target, nulls, url)
+    return _without_nulls(_typed(array, spec, target, url), spec, nulls)
 
 
 class _Nulls:
@@ -123,31 +128,34 @@ def _within(child: pa.Array, null: pa.Array) -> pa.Array:
     return pa.StructArray.from_arrays([child], ["leaf"], mask=null).flatten()[0]
 
 
-def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
+def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> pa.Array:
     if array.type == target:
         return array
     if spec.kind in LISTS:
-        return _retyped_list(array, target)
+        return _retyped_list(array, spec, target, url)
     if spec.kind in {Kind.STRING, Kind.BYTES}:
         if pa.types.is_binary(target) and array.type.id not in _WIDE:
             return array.cast(target)  # without a copy
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
             array = array.cast(pa.large_string())
         return array.cast(pa.large_binary())
-    return _number(array, target)
+    return converted(_number(array), target, spec.name, url)
 
 
-def _number(array: pa.Array, target: pa.DataType) -> pa.Array:
+def _number(array: pa.Array) -> pa.Array:
     """Bools as uint8; dates, times and durations as their integers."""
     array = decoded(array)
-    if array.type == target:
-        return array
-    if pa.types.is_boolean(array.type):
+    kind = array.type
+    if pa.types.is_boolean(kind):
         return array.cast(pa.uint8())
-    return array.view(target)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return array
+    return array.view(canonical_type(kind))
 
 
-def _fixed_lists(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
+def _fixed_lists(
+    array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls, url: str
+) -> pa.Array:
     """Nested fixed-size lists as one fixed-size list of numbers.
 
     A null list, on any level, becomes a list of nulls: the values below it are undefined.
@@ -163,22 +171,30 @@ def _fixed_lists(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: 
         values = decoded(inner)
     if array.type == target and valid is None and not values.null_count:
         return array
-    if not math.prod(spec.shape):
+    width = math.prod(spec.shape)
+    if not width:
         return pa.array([[]] * len(array), target)
-    values = _number(values, target.value_type)
+    values = _number(values)
     if valid is not None:
         import pyarrow.compute as pc
 
         values = pc.if_else(pa.array(valid), values, pa.scalar(None, values.type))
+    values = converted(values, target.value_type, spec.name, url, width=width)
+    if valid is not None:
         values = nulls.without_null_rows(values, spec, array)
-    return pa.FixedSizeListArray.from_arrays(nulls.filled(values, spec), math.prod(spec.shape))
+    return pa.FixedSizeListArray.from_arrays(nulls.filled(values, spec), width)
 
 
-def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
-    if is_list_view(array.type):
-        # Arrow's cast gives wrong offsets for null lists and for lists out of order.
-        values = _number(array.flatten(), target.value_type)
-        return pa.LargeListArray.from_arrays(list_ends(array), values, mask=_mask(array))
+def _retyped_list(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> pa.Array:
+    is_cast = canonical_type(array.type).value_type != target.value_type
+    if is_cast or is_list_view(array.type):
+        # Arrow's cast gives wrong offsets for null lists and for views out of order; and only
+        # values that are in the batch must fit into another type.
+        values = converted(_number(array.flatten()), target.value_type, spec.name, url, width=0)
+        ends = list_ends(array)
+        if pa.types.is_list(target):
+            ends = ends.cast(pa.int32())
+        return _lists(ends, values, _mask(array))
     if pa.types.is_list(array.type) and pa.types.is_large_list(target):
         array = array.cast(pa.large_list(array.type.value_type))
     if array.type == target:
@@ -186,7 +202,7 @@ def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     mask = _mask(array)
     if mask is not None and array.offset:
         array = pa.concat_arrays([array])
-    values = _number(array.values, target.value_type)
+    values = _number(array.values)
     return _lists(array.offsets, values, mask)
 
 

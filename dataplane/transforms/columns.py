@@ -20,6 +20,7 @@ from dataplane.errors import ConfigError
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
 from dataplane.model import ColumnOptions, ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls, required_nodes
+from dataplane.transforms.casts import cast_columns, check_casts
 from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes, coded_columns
 from dataplane.transforms.leaves import (
     Leaf,
@@ -69,14 +70,14 @@ class ColumnPlan(Struct, frozen=True):
         categories: Mapping[str, pa.Array] | None = None,
     ) -> Self:
         """The plan of these columns."""
-        specs = tuple(_spec(leaf, part, options) for leaf, part in columns)
-        types = [_type(leaf, part) for leaf, part in columns]
+        stored = [_spec(leaf, part, options) for leaf, part in columns]
+        specs, types = cast_columns(stored, [_type(leaf, part) for leaf, part in columns], options)
         return cls(
             options,
             top_level=tuple(dict.fromkeys(leaf.top for leaf, _ in columns)),
             leaves=tuple(leaf for leaf, _ in columns),
             parts=tuple(part for _, part in columns),
-            specs=specs,
+            specs=tuple(specs),
             schema=pa.schema([(s.name, kind) for s, kind in zip(specs, types, strict=True)]),
             categories=categories or {},
         )
@@ -99,6 +100,7 @@ def plan_columns(
     _refuse_twins([leaf.name for leaf in leaves])
     codes = coded_columns(options)
     check_codes(codes, leaves, every)
+    check_casts(options, leaves, every)
     categories, coded = categories_in(schema), set(codes)
     parts = [(leaf, LeafPart.CODES if leaf.name in coded else LeafPart.VALUES) for leaf in leaves]
     if not marks_nulls(options):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+DTYPES = (
+    *("float32", "float16", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
+"""What columns of numbers can be converted to."""
+
 
 def dtype_name(given: object) -> str:
     """The name that numpy and torch share; does not import torch."""

@@ -21,8 +21,9 @@ from dataplane.model import (
     NullPolicy,
     TruncationSide,
 )
+from dataplane.transforms.dtypes import DTYPES, dtype_name
 from dataplane.transforms.stacks import Stack, stack_specs
-from dataplane.units import whole
+from dataplane.units import meant, whole
 
 Numbers = Mapping[str, float] | float
 """A number for every column, or one for each of some columns."""
@@ -43,6 +44,7 @@ def column_options(
     max_length: Lengths | None = None,
     truncation_side: str = TruncationSide.RIGHT.value,
     codes: Sequence[str] | None = None,
+    dtype: Mapping[str, object] | None = None,
 ) -> ColumnOptions:
     """The options that these arguments of a DataLoader mean.
 
@@ -78,6 +80,7 @@ def column_options(
         max_length_all=length_all or 0,
         truncation_side=side,
         codes=_codes(codes),
+        dtype=_dtypes(dtype),
     )
 
 
@@ -115,11 +118,6 @@ def to_find_values(columns: Sequence[str]) -> ColumnOptions:
     return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)
 
 
-def alone(options: ColumnOptions, name: str) -> ColumnOptions:
-    """The options, reduced to one column."""
-    return structs.replace(options, columns=(name,))
-
-
 def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
@@ -151,6 +149,27 @@ def _codes(given: Sequence[str] | None) -> tuple[str, ...]:
             field="codes",
         )
     return tuple(sorted(set(map(str, given))))
+
+
+def _dtypes(given: Mapping[str, object] | None) -> tuple[tuple[str, str], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not _are_names(list(given)):
+        raise ConfigError(
+            f"dtype={given!r:.80}: pass a dict of a type for each column to convert, as in "
+            'dtype={"tokens": "int64"}',
+            field="dtype",
+        )
+    pairs = sorted((str(name), dtype_name(value)) for name, value in given.items())
+    for name, dtype in pairs:
+        if dtype not in DTYPES:
+            # "int" is near to "int8", which is hardly what it means.
+            near = meant(dtype, DTYPES) if dtype[-1:].isdigit() else ""
+            raise ConfigError(
+                f"dtype={{{name!r}: {dtype!r:.80}}}{near}: choose one of {', '.join(DTYPES)}",
+                field="dtype",
+            )
+    return tuple(pairs)
 
 
 def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, StackSpec
-from dataplane.transforms.dtypes import dtype_name
+from dataplane.transforms.dtypes import DTYPES, dtype_name
 
 _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
@@ -59,18 +59,12 @@ def _spec(name: str, given: object) -> StackSpec:
     if not all(isinstance(column, str) for column in columns):
         raise ConfigError(f"stack {name!r}: {list(columns)!r:.80} are not names", field="stack")
     dtype = dtype_name(stack.dtype)
-    if dtype and dtype not in _DTYPES:
+    if dtype and dtype not in DTYPES:
         raise ConfigError(
-            f"stack {name!r}: dtype is {stack.dtype!r:.80}: choose one of {', '.join(_DTYPES)}",
+            f"stack {name!r}: dtype is {stack.dtype!r:.80}: choose one of {', '.join(DTYPES)}",
             field="stack",
         )
     return StackSpec(name, tuple(columns), dtype)
-
-
-_DTYPES = (
-    *("float32", "float16", "float64", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-)
 
 
 def stacked_columns(

@@ -16,6 +16,7 @@ from dataplane.errors import ConfigError
 from dataplane.formats.arrays import record_batch
 from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
 from dataplane.transforms.canonical import canonical
+from dataplane.transforms.casts import converted
 from dataplane.transforms.columns import (
     ColumnPlan,
     is_null_name,
@@ -24,7 +25,7 @@ from dataplane.transforms.columns import (
 )
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import ListForm, list_forms
-from dataplane.transforms.options import alone, naming
+from dataplane.transforms.options import naming, only
 from dataplane.transforms.stacks import stacked_columns, stacks_of
 from dataplane.worker import row_layout
 from dataplane.worker.columns import RowLayout
@@ -62,7 +63,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
     for name in members:
         if name not in names:
             # If there is no column of this name, this raises an error that lists the existing ones.
-            plan_columns(schema, alone(options, name))
+            plan_columns(schema, only((name,)))
             raise ConfigError(
                 f"column {name!r} has fields, but a stack needs single numbers: list its fields",
                 field=name,
@@ -122,7 +123,7 @@ def _side_by_side(
     if rows:
         alike = pa.record_batch(
             [
-                _cast(column, target.value_type, name, spec.name, url)
+                converted(column, target.value_type, name, url, stack=spec.name)
                 for name, column in zip(members.schema.names, members.columns, strict=True)
             ],
             names=members.schema.names,
@@ -133,27 +134,6 @@ def _side_by_side(
         row_layout.pack(alike, specs, rows_of, out, how)
     values = pa.Array.from_buffers(target.value_type, rows * width, [None, pa.py_buffer(out)])
     return pa.FixedSizeListArray.from_arrays(values, type=target)
-
-
-def _cast(array: pa.Array, target: pa.DataType, name: str, stack: str, url: str) -> pa.Array:
-    """Raises:  ConfigError: a number is too large for the stack's dtype; names row and value."""
-    if array.type == target:
-        return array
-    # As numpy and torch convert: a number that a float cannot hold exactly becomes the nearest
-    # float, but a finite one never infinity.
-    stored = array.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = stored.astype(target.to_pandas_dtype())
-    lost = np.isinf(values)
-    if lost.any() and (lost := lost & np.isfinite(stored)).any():
-        row = int(lost.argmax())
-        raise ConfigError(
-            f"{url}: stack {stack!r}: row {row} of its block has {stored[row]} in column {name!r}, "
-            f"which {values.dtype} cannot hold: choose a wider dtype",
-            shard=url,
-            field=name,
-        )
-    return pa.array(values, target)
 
 
 def _arrow(dtype: str) -> pa.DataType:

@@ -215,7 +215,8 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
             raise ConfigError(
                 f"{refused[0]}={given[refused[0]]!r:.80} with pack=: batches of packs have the"
                 " columns that Pack(column, carry=[…], outputs=[…]) names, as they are"
-                " stored: to change them, or to fill nulls, write a map=",
+                " stored: to change them, or to fill nulls, write a map=, and for another type of"
+                " the tokens pass Pack(…, dtype=…)",
                 field=refused[0],
             )
         asked["columns"] = pack.stored

@@ -69,9 +69,11 @@ class DataLoader(LoaderBase[_T_co]):
     {"x": Stack(["age", "price"], dtype="float32")} if they differ in type. Padded lists are filled
     up to the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of
     longer ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one
-    for each column. `codes=["country"]` turns columns into integers; `categories("country")` has
-    their values, for which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads
-    only the rows where that is true. `split=("train", 0.99)` reads that share of the rows, and
+    for each column. `dtype={"tokens": "int64"}` converts columns of numbers, and of lists of them,
+    which otherwise come in their stored type, uint16 too; a number that does not fit is an error.
+    `codes=["country"]` turns columns into integers; `categories("country")` has their values, for
+    which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads only the rows
+    where that is true. `split=("train", 0.99)` reads that share of the rows, and
     `split=("validation", 0.01)` the rest: by a hash of each row, so that shards can be added; a
     range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so many, the
     first ones. `map` is a function of a module, or its name ("package.module:function"), that the

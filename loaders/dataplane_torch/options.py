@@ -41,6 +41,7 @@ class UrlOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     lists: str
     codes: Sequence[str] | None
+    dtype: Mapping[str, object] | None
     pad_value: Numbers | None
     max_length: Lengths | None
     truncation_side: str

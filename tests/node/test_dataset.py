@@ -93,11 +93,30 @@ def test_blocks_of_arrow_fit_into_the_memory_that_is_planned_for_them(tmp_path: 
         ColumnOptions(),
         ColumnOptions(columns=("view", "short")),
         ColumnOptions(columns=("flag", "maybe"), nulls=NullPolicy.MASK),
+        ColumnOptions(columns=("large",), dtype=(("large", "float64"),)),
+        ColumnOptions(columns=("maybe", "flag"), dtype=(("maybe", "float64"), ("flag", "int64"))),
     ):
         dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint, column_options=options))
         assert dataset.blocks.needs_decode(0)
         size = stored_bytes(canonical_stacked(batch, dataset.columns, "a.arrow"), None)
         assert size <= dataset.blocks.marks.decoded[0]
+
+
+def test_jobs_that_convert_columns_differently_share_no_blocks(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array([1, 2], pa.uint16())})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    manifest = open_dataset(str(tmp_path))
+    casts: list[tuple[tuple[str, str], ...]] = [(), (("x", "int64"),), (("x", "float32"),)]
+    found = [
+        dataset_of(
+            1, manifest, JobSpec(manifest.fingerprint, column_options=ColumnOptions(dtype=d))
+        )
+        for d in casts
+    ]
+    assert len({dataset.digest for dataset in found}) == 3
+    # Stored as it is delivered, a block is used in place; otherwise it must be decoded.
+    assert [dataset.blocks.needs_decode(0) for dataset in found] == [False, True, True]
 
 
 LISTS = pa.list_(pa.int32())

@@ -163,6 +163,14 @@ class ColumnLength(_message.Message):
     length: int
     def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
 
+class ColumnDtype(_message.Message):
+    __slots__ = ("column", "dtype")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    dtype: str
+    def __init__(self, column: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+
 class StepSpec(_message.Message):
     __slots__ = ("name", "numbers")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -230,7 +238,7 @@ class StackSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class ColumnOptions(_message.Message):
-    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls", "pad_value", "pad_value_all", "max_length", "max_length_all", "truncation_side", "codes")
+    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls", "pad_value", "pad_value_all", "max_length", "max_length_all", "truncation_side", "codes", "dtype")
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +251,7 @@ class ColumnOptions(_message.Message):
     MAX_LENGTH_ALL_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
     CODES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     columns: _containers.RepeatedScalarFieldContainer[str]
     lists: ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[ColumnValue]
@@ -255,7 +264,8 @@ class ColumnOptions(_message.Message):
     max_length_all: int
     truncation_side: TruncationSide
     codes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ..., codes: _Optional[_Iterable[str]] = ...) -> None: ...
+    dtype: _containers.RepeatedCompositeFieldContainer[ColumnDtype]
+    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ..., codes: _Optional[_Iterable[str]] = ..., dtype: _Optional[_Iterable[_Union[ColumnDtype, _Mapping]]] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("where", "sample", "split_from", "split_to", "limit", "map", "collate", "pack")

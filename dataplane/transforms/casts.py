@@ -1,0 +1,116 @@
+"""Columns of numbers in another type than the stored one, as tokens of uint16 that come as int64.
+
+A number stays the same, or becomes the nearest float. A value that the type cannot hold is refused:
+none wraps around, and no finite number becomes infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from msgspec import structs
+
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, ColumnSpec
+from dataplane.transforms.leaves import Leaf
+from dataplane.units import meant
+
+_NAMES_SHOWN = 100
+
+
+def casts_of(options: ColumnOptions) -> Mapping[str, str]:
+    """The columns that a job converts, and to which types."""
+    return dict(options.dtype)
+
+
+def check_casts(options: ColumnOptions, chosen: Sequence[Leaf], every: Sequence[Leaf]) -> None:
+    """Refuse types for columns that are not in the batches.
+
+    Raises:  ConfigError: names the column.
+    """
+    if not options.dtype:
+        return
+    names = {leaf.name for leaf in chosen}
+    for name, _ in options.dtype:
+        if name not in names:
+            known = ", ".join(sorted(names)[:_NAMES_SHOWN])
+            where = f"is not a column; the batches have: {known}{meant(name, names)}"
+            if any(leaf.name == name for leaf in every):
+                where = "columns=[…] leaves out: name it there too"
+            raise ConfigError(f"dtype names {name!r}, which {where}", field="dtype")
+
+
+def cast_columns(
+    specs: Sequence[ColumnSpec], types: Sequence[pa.DataType], options: ColumnOptions
+) -> tuple[Sequence[ColumnSpec], Sequence[pa.DataType]]:
+    """The columns, and their types in the block arena, once their numbers are converted.
+
+    Raises:  ConfigError: a column has no numbers, or fractions that integers cannot hold.
+    """
+    casts = casts_of(options)
+    if not casts:
+        return specs, types
+    for spec in specs:
+        if spec.name in casts:
+            _check(spec, casts[spec.name])
+    return (
+        [structs.replace(spec, dtype=casts.get(spec.name, spec.dtype)) for spec in specs],
+        [
+            _retyped(kind, pa.from_numpy_dtype(casts[spec.name])) if spec.name in casts else kind
+            for spec, kind in zip(specs, types, strict=True)
+        ],
+    )
+
+
+def _check(spec: ColumnSpec, dtype: str) -> None:
+    said = f"dtype: column {spec.name!r} has"
+    if not spec.dtype:
+        raise ConfigError(
+            f"{said} {spec.kind} values: only numbers, and lists of numbers, can become {dtype}",
+            field="dtype",
+        )
+    if np.dtype(spec.dtype).kind == "f" and np.dtype(dtype).kind != "f":
+        raise ConfigError(
+            f"{said} {spec.dtype} values, whose fractions {dtype} cannot hold: choose a float",
+            field="dtype",
+        )
+
+
+def _retyped(kind: pa.DataType, number: pa.DataType) -> pa.DataType:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(number, kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(number)
+    return pa.list_(number) if pa.types.is_list(kind) else number
+
+
+def converted(
+    array: pa.Array, target: pa.DataType, column: str, url: str, *, width: int = 1, stack: str = ""
+) -> pa.Array:
+    """Numbers of a column in another type, nulls kept. A row has `width` of them, or any number if
+    that is 0. `stack` is what they become part of.
+
+    Raises:  ConfigError: the type cannot hold a number; names column, number and shard.
+    """
+    if array.type == target:
+        return array
+    null = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    stored = (array if null is None else array.fill_null(0)).to_numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = stored.astype(target.to_pandas_dtype())
+    if not np.can_cast(stored.dtype, values.dtype):
+        is_float = values.dtype.kind == "f"
+        lost = np.isinf(values) & np.isfinite(stored) if is_float else values != stored
+        if lost.any():
+            at = int(lost.argmax())
+            row = f"row {at // width}" if width else "a list"
+            raise ConfigError(
+                f"{url}: {f'stack {stack!r}: ' if stack else ''}{row} of its block has "
+                f"{stored[at]} in column {column!r}, which {values.dtype} cannot hold: choose a "
+                "wider dtype",
+                shard=url,
+                field=column,
+            )
+    return pa.array(values, target, mask=null)
