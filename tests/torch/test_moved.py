@@ -23,9 +23,9 @@ ORDER = {"batch_size": 16, "shuffle": True, "seed": 5}
 def train(tmp_path: Path) -> Path:
     folder = tmp_path / "bucket-1" / "train"
     for i in range(3):
-        (folder / f"part={i}").mkdir(parents=True)
+        (folder / f"part-{i}").mkdir(parents=True)
         table = pa.table({"i": range(i * 100, i * 100 + 100)})
-        pq.write_table(table, folder / f"part={i}" / "0.parquet", row_group_size=30)
+        pq.write_table(table, folder / f"part-{i}" / "0.parquet", row_group_size=30)
     return folder
 
 
@@ -48,7 +48,7 @@ def test_a_copy_that_kept_its_modification_times_resumes(train: Path, tmp_path: 
     state, rest = taken(train)
     shutil.copytree(train, tmp_path / "bucket-2" / "deeper" / "train")
     shutil.rmtree(train)
-    assert resumed(tmp_path / "bucket-2/deeper/train/part=*/0.parquet", state) == rest
+    assert resumed(tmp_path / "bucket-2/deeper/train/part-*/0.parquet", state) == rest
 
 
 def test_a_copy_with_new_modification_times_needs_dataset_moved(
@@ -75,8 +75,8 @@ def test_a_copy_with_new_modification_times_needs_dataset_moved(
 def test_a_dataset_that_grew_resumes_over_the_shards_that_it_had(train: Path) -> None:
     state, rest = taken(train)
     had = sorted(train.glob("*/*"))
-    (train / "part=3").mkdir()
-    pq.write_table(pa.table({"i": range(300, 400)}), train / "part=3" / "0.parquet")
+    (train / "part-3").mkdir()
+    pq.write_table(pa.table({"i": range(300, 400)}), train / "part-3" / "0.parquet")
     with pytest.raises(SpecMismatch, match=r"had 300 .* now has 400.*a list of their urls"):
         resumed(train, state)
     assert resumed(had, state) == rest
@@ -85,7 +85,7 @@ def test_a_dataset_that_grew_resumes_over_the_shards_that_it_had(train: Path) ->
 def test_rewritten_shards_are_refused_even_with_dataset_moved(train: Path, tmp_path: Path) -> None:
     state, _ = taken(train)
     table = pa.table({"i": range(100)})
-    pq.write_table(table, train / "part=0" / "0.parquet", row_group_size=50)
+    pq.write_table(table, train / "part-0" / "0.parquet", row_group_size=50)
     with pytest.raises(SpecMismatch, match="but other shards"):
         resumed(train, state, dataset_moved=True)
 
