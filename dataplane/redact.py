@@ -22,6 +22,12 @@ _SIGNING = frozenset(
 )
 _SIGNING_PREFIXES = ("x-amz-", "x-goog-")
 
+_HUB = re.compile(
+    r"(hf://(?:(?:datasets|spaces|models|kernels)/)?[^/@]+/[^/@]+)"
+    r"(?:@(refs/convert/\w+|refs/pr/\d+|[^/]*))?(/.*)?",
+    re.DOTALL,
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 # The part before @ is a container here, not a user.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl")
 _USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.\-]*)://([^\s/@?#'\"<>]*)@")
@@ -62,6 +68,27 @@ def unsigned(url: str) -> str:
         return url
     kept = [one for one in query.split("&") if not _is_signing(one.partition("=")[0].lower())]
     return f"{path}?{'&'.join(kept)}" if kept else path
+
+
+def hub_parts(url: str) -> tuple[str, str, str] | None:
+    """Repository ("hf://datasets/owner/name"), revision, and the rest of a Hub's url; a revision of
+    "" is the default branch. None for all other urls, and for buckets, which have no revisions.
+    """
+    found = _HUB.fullmatch(url)
+    if found is None or found[1].startswith("hf://buckets/"):
+        return None
+    return found[1], found[2] or "", found[3] or ""
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is the full hash of a commit, which no push changes."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def unpinned(url: str) -> str:
+    """The url without the revision of a repository; all other urls are unchanged."""
+    hub = hub_parts(url)
+    return url if hub is None else f"{hub[0]}{hub[2]}"
 
 
 def _is_signing(name: str) -> bool:

@@ -6,6 +6,7 @@ Imported late, since it imports Arrow and the formats.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,8 @@ from dataplane.node.stored_rows import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.trail import RowNames
 from dataplane.plan.views import filters
+from dataplane.redact import hub_parts
+from dataplane.store.pieces import etag_of_size
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 
 _ALL = View()
@@ -155,4 +158,18 @@ def facts(manifest: Manifest) -> dict[str, object]:
         **({} if manifest.whole is None else {"of": manifest.whole.sample_count}),
         "bytes": int(manifest.shards.size_bytes.sum()),
         "fingerprint": manifest.fingerprint,
+        **_versions(manifest),
+    }
+
+
+def _versions(manifest: Manifest) -> dict[str, object]:
+    """The commits at which shards are read, and how many shards only their size identifies."""
+    shards = manifest.shards
+    hubs = [hub for url in shards.urls if (hub := hub_parts(url)) is not None]
+    commits = sorted({f"{repository}@{revision}" for repository, revision, _ in hubs})
+    sizes = shards.size_bytes.tolist()
+    by_size = sum(map(operator.eq, shards.etags, map(etag_of_size, sizes)))
+    return {
+        **({"commits": ", ".join(commits)} if commits else {}),
+        **({"identified only by size": by_size} if by_size else {}),
     }

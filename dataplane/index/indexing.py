@@ -26,9 +26,11 @@ from dataplane.index.journal import (
 from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Progress, StoredShard
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
+from dataplane.redact import unpinned
 from dataplane.store import connect as stores
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
+from dataplane.store.pieces import etag_of_size
 from dataplane.store.urls import Url, normalise
 from dataplane.trace import Trace
 
@@ -110,6 +112,7 @@ def index_dataset(
             chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
         else:
             chosen, listed = registry.by_name(found.format), found.shards
+        _warn_of_versions(listed)
         version = version_of(chosen)
         keys = shard_keys(version, listed)
     known = {} if found is None else {keys[at]: decode_index(one) for at, one in found.indexes}
@@ -135,6 +138,18 @@ def _index_here(format_: Format, shard: StoredShard) -> ShardIndex:
     return format_.index(shard)
 
 
+def _warn_of_versions(shards: Sequence[ObjectInfo]) -> None:
+    """Log that a change of shards may go unnoticed."""
+    unknown = [shard.url for shard in shards if shard.etag == etag_of_size(shard.size_bytes)]
+    if unknown:
+        _trace.failed(
+            "the store tells neither etag nor time of shards: only their size identifies them, and "
+            "a change that keeps the size mixes two versions",
+            count=len(unknown),
+            such_as=unknown[0],
+        )
+
+
 def _names(urls: Url | Iterable[Url]) -> list[str]:
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     return [normalise(url) for url in given]
@@ -154,7 +169,7 @@ def choose_shards(
     Errors of the stores.
     """
     asked = registry.by_name(format_name) if format_name else None
-    literal = frozenset(names)
+    literal = frozenset(map(unpinned, names))
     given = listed
     while True:
         formats = [registry.format_of_url(shard.url) for shard in listed]
@@ -211,8 +226,9 @@ def _chosen(
     """The shards among these, if each of them is an object."""
     by_suffix = partial(zip, listed, formats, strict=True)
     if asked is None:
-        return [s for s, f in by_suffix() if f is not None or s.url in literal]
-    named = [s for s, f in by_suffix() if (f and f.name == asked.name) or s.url in literal]
+        return [s for s, f in by_suffix() if f is not None or unpinned(s.url) in literal]
+    is_of = asked.name
+    named = [s for s, f in by_suffix() if (f and f.name == is_of) or unpinned(s.url) in literal]
     # Many TFRecord shards have no suffix at all (train-00000-of-01024).
     return named or [s for s, f in by_suffix() if f is None] or list(listed)
 

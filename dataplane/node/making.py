@@ -260,7 +260,8 @@ class Making:
         opened = await self._opener.job(opening, job.digest)
         try:
             for manifest in opened.manifests:
-                await asyncio.to_thread(_check_within, job, map(unsigned, manifest.shards.urls))
+                listed = map(unsigned, manifest.shards.urls)
+                await asyncio.to_thread(_check_within, job, listed, are_listed=True)
             for dataset in opened.datasets:
                 check_blocks(dataset, self._config.block_arena_bytes)
             changes = changes_of(opening.entries)
@@ -374,13 +375,14 @@ def _parts(opening: OpenJob) -> tuple[OpenJob, ...]:
     return (opening, *(() if opening.mixture is None else requests_of(opening)))
 
 
-def _check_within(job: _Job, urls: Iterable[str]) -> None:
+def _check_within(job: _Job, urls: Iterable[str], *, are_listed: bool = False) -> None:
     """Raises:  AccessDenied: one lies elsewhere."""
     if not job.only_under:
         return
-    from dataplane.security.urls import is_under  # not for a single host
+    from dataplane.security.urls import covers, is_under  # not for a single host
 
+    is_within = covers if are_listed else is_under
     for url in urls:
-        if not is_under(url, job.only_under):
+        if not is_within(url, job.only_under):
             within = ", ".join(job.only_under)
             raise AccessDenied(f"{url} lies outside of {within}, which tokens of this job allow")

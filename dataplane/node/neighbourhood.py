@@ -157,10 +157,10 @@ class Neighbourhood:
         """Whether the block is of a shard that whoever has this key may read."""
         if not ask.only_under or ask.block >= dataset.manifest.block_count:
             return True
-        from dataplane.security.urls import is_under  # not for a single host
+        from dataplane.security.urls import covers  # not for a single host
 
         url = unsigned(dataset.url(ask.block))
-        if is_under(url, ask.only_under):
+        if covers(url, ask.only_under):
             return True
         why = f"{url} lies outside of {', '.join(ask.only_under)}, which tokens of this job allow"
         by, facts = ask.node_id, {"node": ask.node_id, "job": ask.job_id, "why": why}

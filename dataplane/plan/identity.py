@@ -14,6 +14,7 @@ import struct
 from dataplane.model import DatasetIdentity
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.texts import Piece, Texts, records
+from dataplane.redact import unpinned
 
 
 def identity_of(manifest: Manifest) -> DatasetIdentity:
@@ -38,15 +39,16 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
 def relative_names(urls: Texts) -> Piece:
     """Each url without the longest common folder. If shards are in several buckets or stores, the
     names contain the bucket. The query of a web address is left out: a presigned url gets a new one
-    every day.
+    every day. So is the commit of a Hub's repository, which a push changes.
     """
-    paths = urls.changed(_without_query, b"?")
+    paths = urls.changed(_lasting, b"?@")
     shared = paths.content[: paths.shared_prefix_bytes()].tobytes()
     return paths.piece(shared.rfind(b"/") + 1)
 
 
-def _without_query(url: str) -> str:
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+def _lasting(url: str) -> str:
+    is_http = url.startswith(("http://", "https://"))
+    return url.partition("?")[0] if is_http else unpinned(url)
 
 
 def _hash() -> hashlib.blake2b:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from dataplane.redact import hub_parts, is_commit, unpinned
+
 _WILD, _WILD_IN_HTTP = re.compile(r"[*?\[{]"), re.compile(r"[*\[{]")
 _DOTS = re.compile(r"[/\\{},](?:\.|%2e){1,2}(?=\Z|[/\\{},])", re.IGNORECASE)
 
@@ -20,6 +22,20 @@ def is_under(url: str, prefixes: Iterable[str]) -> bool:
     fixed = literal(url)
     is_whole = len(fixed) == len(url)
     return any(_starts(fixed, prefix, is_whole=is_whole) for prefix in prefixes)
+
+
+def covers(url: str, prefixes: Iterable[str]) -> bool:
+    """As `is_under`, for the url of an object that was listed: at the commit of a repository to
+    which its dataset was pinned, it lies where it lies on the branch. That the branch may be read
+    is for those to check who get its name.
+    """
+    prefixes = tuple(prefixes)
+    if is_under(url, prefixes):
+        return True
+    hub = hub_parts(url)
+    if hub is None or not is_commit(hub[1]):
+        return False
+    return is_under(unpinned(url), map(unpinned, prefixes))
 
 
 def are_under(urls: Collection[str], prefixes: Collection[str]) -> bool:

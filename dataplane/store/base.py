@@ -90,6 +90,18 @@ class Restricted(Protocol):
         """Whether it opens this url."""
 
 
+@runtime_checkable
+class Pinning(Protocol):
+    """A store that keeps versions of its objects, and can name the one that it has now."""
+
+    def pinned(self, url: str) -> str:
+        """The url or pattern at the version that the store has now, which nobody can change; what
+        has no versions is unchanged.
+
+        Raises:  As `Store.head`.
+        """
+
+
 class Page(Struct, frozen=True):
     """Objects in url order, and whether no more follow. Those without bytes are apart, and in any
     order: what is listed as "folder" may have come where "folder/" belongs.

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.model import ObjectInfo
+from dataplane.redact import hub_parts, is_commit
 from dataplane.store import globs, layouts
-from dataplane.store.base import Store
+from dataplane.store.base import Pinning, Store
 from dataplane.store.local import same_files
 from dataplane.store.urls import Url, base_of, braces, canonical, local_path, normalise
 
@@ -37,8 +38,9 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     """Every object that `urls` names: in the order of the names, and by url within one name.
 
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
-    objects below it that are not hidden (see globs), and are one dataset (see layouts). `stores`
-    gives the store of a url. An object without bytes may be none: see `missing`.
+    objects below it that are not hidden (see globs), and are one dataset (see layouts). Objects of
+    a repository with revisions have urls at the present commit. `stores` gives the store of a url.
+    An object without bytes may be none: see `missing`.
 
     Raises:  ConfigError: an object is listed twice, or a name is not a url, or names what is not
     one dataset.  ShardNotFound: a name matches nothing; suggests similar ones.  Errors of the
@@ -104,7 +106,12 @@ def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[Objec
     """The objects of each name, and the folders above that may be tables. Several patterns are
     looked up at once, whichever names have them: each is a round trip.
     """
-    patterns = ((at, pattern) for at, name in enumerate(names) for pattern in _patterns(name))
+    commits: dict[tuple[str, str], str] = {}
+    patterns = (
+        (at, _pinned(pattern, stores, commits))
+        for at, name in enumerate(names)
+        for pattern in _patterns(name)
+    )
     found = _in_parallel(lambda each: (each[0], *_objects(each[1], stores)), patterns)
     for _, group in groupby(found, key=itemgetter(0)):
         results = list(group)
@@ -138,6 +145,22 @@ def _patterns(name: Url) -> Iterator[str]:
         yield url  # whatever braces and stars its name has
     else:
         yield from braces(url)
+
+
+def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> str:
+    """The url or pattern at the commit that its branch has now, so that a push during the run
+    changes nothing. Each branch is looked up once: a dataset is of one version.
+    """
+    hub = hub_parts(url)
+    if hub is None or is_commit(hub[1]):
+        return url
+    repository, revision, rest = hub
+    key = (repository, revision or "main")
+    if key not in commits:
+        store = stores(url)
+        pinned = store.pinned(url) if isinstance(store, Pinning) else url
+        commits[key] = pinned.removesuffix(rest)
+    return f"{commits[key]}{rest}"
 
 
 def _objects(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:

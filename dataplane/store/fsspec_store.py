@@ -2,7 +2,8 @@
 
 fsspec has no conditional read, so a read is checked afterwards by requesting the object's info
 again. That costs one more request per read, which is why S3, Google and Azure have another store.
-If a file system caches pieces of an older object, this is not detected.
+If a file system caches pieces of an older object, this is not detected. Repositories of the Hub
+are read at a commit (see `pinned`), where nothing changes.
 
 File systems written with asyncio (s3fs, gcsfs, adlfs, http) get the deadline of a request; others
 (sftp, hdfs, smb) have only their own timeouts.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import datetime as dt
 import difflib
 import hashlib
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -30,7 +32,8 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
-from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.redact import hub_parts, is_commit
+from dataplane.store.pieces import check_etag, etag_of_size, in_pieces
 from dataplane.store.refusals import is_throttle, kind_of, shortened
 from dataplane.store.unreachable import passes
 from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
@@ -49,8 +52,16 @@ _INDIRECT = frozenset(
 # "s4" is half of "s3".
 _NEAR_MIN = 0.5
 
-_ETAG_KEYS = ("ETag", "etag", "md5", "md5Hash", "content_md5", "checksum", "uid", "version")
+_ETAG_KEYS = (
+    *("ETag", "etag", "md5", "md5Hash", "content_md5", "checksum", "uid", "version"),
+    *("blob_id", "xet_hash", "lfs"),
+)
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+# Of file systems that have none of the above.
+_OTHER_KEYS = (
+    *("content_hash", "sha256", "sha1", "hash", "crc32c", "generation", "revision"),
+    *("modificationTime", "modifiedTime", "modified_at", "time_modified", "uploaded_at"),
+)
 _THROTTLES = ("reduce your request rate", "throttl")
 
 
@@ -84,7 +95,8 @@ class FsspecStore:
         root = self._path(folder)
 
         def ask() -> Mapping[str, Any]:
-            self._files.invalidate_cache()
+            if not _is_fixed(prefix):
+                self._files.invalidate_cache()
             try:
                 found: Mapping[str, Any] = self._files.find(root, detail=True)
             except FileNotFoundError:
@@ -103,10 +115,37 @@ class FsspecStore:
         return iter(sorted(wanted, key=lambda info: info.url))
 
     def head(self, url: str) -> ObjectInfo:
-        info = self._ask(url, lambda: self._request("info", self._path(url)))
+        # The Hub's file system remembers folders, also those of buckets and branches, which change.
+        fresh = {"refresh": True} if url.startswith("hf://") and not _is_fixed(url) else {}
+        info = self._ask(url, lambda: self._request("info", self._path(url), **fresh))
         if info.get("type", "file") != "file":
             raise ShardNotFound(f"{url} is a folder, not an object", shard=url)
         return _described(url, info)
+
+    def pinned(self, url: str) -> str:
+        """As `base.Pinning.pinned`: a repository of the Hub at the commit of its branch."""
+        hub = hub_parts(url)
+        if hub is None or is_commit(hub[1]):
+            return url
+        repository, revision, rest = hub
+
+        def ask() -> str | None:
+            from huggingface_hub import HfApi  # there, since it is what reads hf:// urls
+
+            api = HfApi(endpoint=self._files.endpoint, token=self._files.token)
+            *kind, owner, name = repository.removeprefix("hf://").split("/")
+            commit: str | None = api.repo_info(
+                f"{owner}/{name}",
+                revision=urllib.parse.unquote(revision) or None,
+                repo_type=kind[0].removesuffix("s") if kind else None,
+                timeout=self._request_timeout_s,
+            ).sha
+            return commit
+
+        commit = self._ask(url, ask)
+        if commit is None or not is_commit(commit):
+            raise StoreError(f"{url}: the Hub names no commit of {repository}", shard=url)
+        return f"{repository}@{commit}{rest}"
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
         path = self._path(url)
@@ -202,11 +241,20 @@ def _described(url: str, info: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _etag(info: Mapping[str, Any], size: int) -> str:
-    """The store's own etag or checksum, else its first known time and its size."""
+    """The store's own etag or checksum, else its first known time and its size, else its size."""
     for key in _ETAG_KEYS:
-        if info.get(key):
-            return str(info[key])
-    when = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), "")
+        if value := info.get(key):
+            return str(value.get("sha256") or value) if isinstance(value, Mapping) else str(value)
+    keys = (*_TIME_KEYS, *_OTHER_KEYS)
+    when = next((info[key] for key in keys if info.get(key) is not None), None)
+    if when is None:
+        return etag_of_size(size)
     if isinstance(when, dt.datetime):
         when = when.timestamp()  # memory:// lists a number and describes a datetime
     return f"{hashlib.blake2b(str(when).encode(), digest_size=8).hexdigest()}-{size:x}"
+
+
+def _is_fixed(url: str) -> bool:
+    """Whether a url is of a commit, where nothing changes."""
+    hub = hub_parts(url)
+    return hub is not None and is_commit(hub[1])

@@ -7,6 +7,7 @@ each is pinned to the object's etag.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from typing_extensions import Buffer
@@ -20,6 +21,14 @@ PIECE_BYTES = 8 << 20
 NO_ETAG = "modified-"
 """Prefix of the etags that we make from time and size, for servers without etags."""
 _WEAK = "W/"
+_OF_NOTHING = hashlib.blake2b(b"", digest_size=8).hexdigest()
+
+
+def etag_of_size(size_bytes: int) -> str:
+    """The etag of an object of which the store knows nothing else: another one of the same size has
+    the same etag.
+    """
+    return f"{_OF_NOTHING}-{size_bytes:x}"
 
 
 def in_pieces(store: Store, url: str, etag: str) -> Iterator[Buffer]:

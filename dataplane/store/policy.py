@@ -25,8 +25,9 @@ from typing_extensions import Buffer
 
 from dataplane.errors import StoreDenied
 from dataplane.model import ObjectInfo
-from dataplane.security.urls import is_under
-from dataplane.store.base import Page, Paged, Reconnecting, Store
+from dataplane.redact import unpinned
+from dataplane.security.urls import covers, is_under
+from dataplane.store.base import Page, Paged, Pinning, Reconnecting, Store
 from dataplane.store.pieces import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
 from dataplane.trace import Trace
@@ -73,7 +74,7 @@ class UrlPolicy(Struct, frozen=True):
         Raises:  StoreDenied.
         """
         if self.prefixes:
-            if not is_under(url, self.prefixes):
+            if not covers(url, self.prefixes):
                 raise self._denied(url)
             path = local_path(url)
             if path is not None and not is_under(_target(path), self._roots()):
@@ -82,7 +83,7 @@ class UrlPolicy(Struct, frozen=True):
 
     def allows(self, url: str) -> bool:
         """Whether a prefix covers this url. Nothing is logged."""
-        return not self.prefixes or is_under(url, self.prefixes)
+        return not self.prefixes or covers(url, self.prefixes)
 
     def check_all(self, urls: Iterable[str]) -> None:
         """Check the urls of many objects. A folder is looked up once.
@@ -201,10 +202,16 @@ class PolicedStore:
         self._inner, self._policy = inner, policy
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self._policy.check_names([prefix])
+        if not (unpinned(prefix) != prefix and self._policy.allows(prefix)):
+            self._policy.check_names([prefix])
         found = list(self._inner.list(prefix))
         self._policy.check_all(one.url for one in found)
         return iter(found)
+
+    def pinned(self, url: str) -> str:
+        """As `base.Pinning.pinned`."""
+        self._policy.check_names([url])
+        return self._inner.pinned(url) if isinstance(self._inner, Pinning) else url
 
     def opens(self, url: str) -> bool:
         """As `base.Restricted.opens`."""

@@ -32,7 +32,15 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo, StorePause
-from dataplane.store.base import NotInOrderError, Page, Paged, Reconnecting, Restricted, Store
+from dataplane.store.base import (
+    NotInOrderError,
+    Page,
+    Paged,
+    Pinning,
+    Reconnecting,
+    Restricted,
+    Store,
+)
 from dataplane.store.gate import Clock, Gate, Share, Turn, Wait
 from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outages
@@ -93,6 +101,13 @@ class Retrying:
                 return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
         # If it breaks off, it starts again: such a store cannot go on at an exact place.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
+
+    def pinned(self, url: str) -> str:
+        """As `base.Pinning.pinned`."""
+        inner = self._inner
+        if not isinstance(inner, Pinning):
+            return url
+        return self._call(f"version of {url}", url, lambda: inner.pinned(url))
 
     def opens(self, url: str) -> bool:
         """As `base.Restricted.opens`."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
+from hub import hub_server
 from servers import S3Server, reach
 
 from dataplane.errors import SpecMismatch
@@ -103,3 +104,32 @@ def test_a_dataset_moves_to_another_bucket(
         s3_server.client.copy_object(Bucket=new, Key=f"of-2026/{key}", CopySource=source)
         s3_server.client.delete_object(**source)
     assert resumed(f"s3://{new}/of-2026/", state) == rest
+
+
+def test_a_push_to_the_hub_reaches_the_next_run_and_is_never_mixed_into_one(
+    train: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, plain = {}, {"use_dictionary": False, "compression": "none", "row_group_size": 30}
+    for i in (0, 1, 2, 7):
+        path = train / f"{i}.parquet"
+        pq.write_table(pa.table({"i": range(i * 100, i * 100 + 100)}), path, **plain)
+        files[f"data/{i}.parquet"] = path.read_bytes()
+    changed = files.pop("data/7.parquet")
+    assert len(changed) == len(files["data/1.parquet"])
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        url = "hf://datasets/org/name/data"
+        first = hub.push(files)
+        with DataLoader(url, **ORDER) as loader:
+            iterator = iter(loader)
+            head = [next(iterator)["i"].tolist() for _ in range(7)]
+            state = loader.state_dict()
+            hub.push({**files, "data/1.parquet": changed})
+            rest = [batch["i"].tolist() for batch in iterator]
+        assert sorted(i for batch in (*head, *rest) for i in batch) == list(range(300))
+        assert set(hub.seen) == {first}
+        with pytest.raises(SpecMismatch, match="copied or rewritten"):
+            resumed(url, state)
+        assert resumed(f"hf://datasets/org/name@{first}/data", state) == rest
+        hub.push({**files, "README.md": b"only this is new"})
+        assert resumed(url, state) == rest
