@@ -49,6 +49,7 @@ from dataplane.rpc.services import coordinator_methods
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 PAUSE_S = 0.004
+CONNECTIONS = 200
 SLOWER_S_MAX = 0.05
 GROWTH_BYTES_MAX = 256 << 20
 TOKEN = "a-token-that-only-this-script-knows-0123456789"
@@ -140,6 +141,26 @@ def connects(name: str, _: str, deadline: float) -> None:
                     sock.send(os.urandom(1000))
 
 
+def opens_on_many_connections(name: str, _: str, deadline: float) -> None:
+    """Half of them open as many jobs as may be under way, half send valid messages."""
+    hello = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
+    while time.monotonic() < deadline:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, PeerLost):
+            connections = []
+            for _ in range(CONNECTIONS):
+                connections.append(stack.enter_context(sockets.connect(name, 5.0)))
+                local.send(connections[-1], messages.ToNode(1, hello))
+                local.receive(connections[-1], messages.FromNode)  # few may be silent at once
+                connections[-1].setblocking(False)
+            for n in until(deadline):
+                for number, sock in enumerate(connections):
+                    body: messages.ToNodeBody = messages.Release("j", tuple(range(200)))
+                    if number % 2:
+                        body = open_job(f"c{number}-{n}", f"/nowhere/{number}-{n}.arrow")
+                    with contextlib.suppress(BlockingIOError):
+                        local.send(sock, messages.ToNode(n, body))
+
+
 ATTACKS: tuple[Attack, ...] = (
     opens_what_is_not_there,
     opens_what_is_there,
@@ -148,6 +169,7 @@ ATTACKS: tuple[Attack, ...] = (
     sends_a_million_parts,
     sends_as_many_parts_as_are_allowed,
     connects,
+    opens_on_many_connections,
 )
 
 

@@ -2,7 +2,7 @@
 
 Invariants:
 1. Connections never use up the descriptors that logs, imports, workers and shards need: there are
-   at most `count_max`, and one process has at most half of them.
+   at most `count_max`, and one process has at most half of them, and 512.
 2. A connection that sends no Hello within `_HELLO_S` is closed. If there is no room for a new one,
    the one that has been silent longest is closed at once. So idle connections keep no trainer out.
 3. If descriptors run short anyway, no connection is accepted for a second, so that the loop does
@@ -28,6 +28,7 @@ from dataplane.trace import Trace, tell_suppressed
 _HELLO_S = 15.0
 _SILENT_MAX = 16
 """Silent connections allowed per process; a trainer says Hello at once."""
+_OF_PROCESS_MAX = 512
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
 
@@ -92,13 +93,14 @@ class Door:
         """
         if visitor not in self._silent:
             return  # it said Hello before
-        pid, most = self._pids[visitor], max(1, self._count_max // 2)
+        pid, most = self._pids[visitor], min(max(1, self._count_max // 2), _OF_PROCESS_MAX)
         # For processes in other pid namespaces, the kernel reports pid 0.
         if pid and self._greeted_of[pid] >= most:
+            files = ", or allow the node more open files (ulimit -n, LimitNOFILE=)"
+            more = files if most < _OF_PROCESS_MAX else ""
             raise ConfigError(
                 f"process {pid} has {most} connections to this node, the most for one process: "
-                "close() loaders that are no longer used, or allow the node more open files "
-                "(ulimit -n, LimitNOFILE=)",
+                f"close() loaders that are no longer used{more}",
                 field="connections",
             )
         self._forget_silence(visitor, pid)

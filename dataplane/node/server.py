@@ -49,11 +49,28 @@ _OUTBOX_MAX = 1024
 _WORK_S = 1.0
 _MESSAGES_A_TURN = 16
 _REQUESTS_MAX = 4
-_REFUSED_PAUSE_S = 0.05
+_REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
 _JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
 """Messages of this length are parsed on the event loop."""
 _PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
+
+
+class _Process:
+    """The turns that the connections of one process share, so that many get no more than one."""
+
+    def __init__(self) -> None:
+        self.connection_count = 0
+        self.parsing = asyncio.Lock()
+        """Held while a long message is parsed."""
+        self._starting = asyncio.Lock()
+
+    async def turn(self) -> None:
+        """Wait until another request may start: one after the other, without a wait for their ends,
+        since members of a job wait for each other.
+        """
+        await self._starting.acquire()
+        asyncio.get_running_loop().call_later(_TURN_S, self._starting.release)
 
 
 class TrainerConnection:
@@ -72,6 +89,8 @@ class TrainerConnection:
         self._awaited_slabs: dict[int, int] = {}
         """The stream of each slab that was requested, by the number of the request."""
         self._greeted = self._is_parsing = self._is_reading = False
+        self._process = server.process_of(sockets.peer_credentials(sock)[0])
+        self._process.connection_count += 1
         self.closed = False
         self._pace()
 
@@ -93,6 +112,7 @@ class TrainerConnection:
         if self.closed:
             return
         self.closed = True
+        self._process.connection_count -= 1
         self._pace()
         self._loop.remove_writer(self._sock.fileno())
         # In a thread: the kernel may have to free a gigabyte that nobody has read.
@@ -139,7 +159,7 @@ class TrainerConnection:
             self._loop.remove_reader(self._sock.fileno())
 
     def _on_readable(self) -> None:
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(max(1, _MESSAGES_A_TURN // self._process.connection_count)):
             if not self._is_reading:
                 return
             try:
@@ -164,7 +184,7 @@ class TrainerConnection:
         to wait in proportion.
         """
         try:
-            async with self._server.parsing_of(sockets.peer_credentials(self._sock)[0]):
+            async with self._process.parsing:
                 began = self._loop.time()
                 try:
                     read = await asyncio.to_thread(packet.read, messages.ToNode, ELEMENTS_MAX)
@@ -233,6 +253,7 @@ class TrainerConnection:
 
         async def guarded() -> None:
             try:
+                await self._process.turn()
                 await start()
             except DataplaneError as error:
                 self.send(request_id, error)
@@ -400,7 +421,7 @@ class NodeServer:
         self.node_id = node_id
         self.draining = self.stopping = False
         self.door = Door(listener, self._admit, self.trace)
-        self._parsing: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        self._processes: WeakValueDictionary[int, _Process] = WeakValueDictionary()
         self._sessions: set[TrainerConnection] = set()
         self._idle_since = time.monotonic()
         self._had_session = False
@@ -431,9 +452,9 @@ class NodeServer:
             self._watchdog, self._neighbours.reads, address, self._fetcher.disk_id,
         )  # fmt: skip
 
-    def parsing_of(self, pid: int) -> asyncio.Lock:
-        """Held while a long message of this process is parsed: one at a time."""
-        return self._parsing.setdefault(pid, asyncio.Lock())
+    def process_of(self, pid: int) -> _Process:
+        """The process of a connection. The kernel reports pid 0 for all of other pid namespaces."""
+        return self._processes.setdefault(pid, _Process()) if pid else _Process()
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""

@@ -17,7 +17,12 @@ from raw_trainer import Node, Trainer
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
-from dataplane.node.server import _MESSAGES_A_TURN, _REQUESTS_MAX, TrainerConnection
+from dataplane.node.server import (
+    _MESSAGES_A_TURN,
+    _REQUESTS_MAX,
+    TrainerConnection,
+    _Process,
+)
 from dataplane.rpc import local, messages
 from dataplane.trace import Trace
 
@@ -32,7 +37,7 @@ def fake_server(closed: asyncio.Event) -> Any:
         node_id="node-1",
         stopping=False,
         trace=Trace("node"),
-        parsing_of=lambda _: asyncio.Lock(),
+        process_of=lambda _: _Process(),
         forget=lambda _: closed.set(),
     )
 
@@ -122,6 +127,55 @@ def test_a_flood_of_valid_messages_leaves_others_their_turn() -> None:
                 await asyncio.sleep(0)
             assert turns <= 5
             peers.close()
+
+    asyncio.run(flooded())
+
+
+def test_many_connections_of_a_process_have_the_turns_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of messages that are read, and of requests that start."""
+    monkeypatch.setattr("dataplane.node.server._TURN_S", 3600.0)
+
+    async def flooded() -> None:
+        server, started, flood = fake_server(asyncio.Event()), [], _Process()
+
+        async def wait_registered(job_id: str) -> None:
+            started.append(job_id)
+            await asyncio.Event().wait()
+
+        server.draining, server.heartbeat.wait_registered = False, wait_registered
+        server.process_of = lambda _: flood
+        peers, other = Peers(server), Peers(server)
+        sockets = [peers.connect() for _ in range(4)]
+        server.process_of = lambda _: _Process()
+        sockets.append(other.connect())
+        for n, sock in enumerate(sockets):
+            assert await greeted(sock)
+            source, place = messages.DatasetSource(("x",)), Topology()
+            body = messages.OpenJob(f"j{n}", "i", "m", source, place, global_batch=1)
+            local.send(sock, messages.ToNode(2, body))
+        async with asyncio.timeout(60):
+            while len(started) < 2:  # noqa: ASYNC110 - as its messages come
+                await asyncio.sleep(0)
+        assert sorted(started) == ["j0", "j4"]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sorted(started) == ["j0", "j4"]
+        first = peers.ended[0].__self__
+        sent = 2 * _MESSAGES_A_TURN
+        for _ in range(sent):
+            local.send(sockets[0], messages.ToNode(0, messages.Release("j", (1, 2))))
+        first._on_readable()
+        left = 0
+        with contextlib.suppress(BlockingIOError):
+            while first._sock.recv(1000, socket.MSG_DONTWAIT):
+                left += 1
+        assert sent - left == _MESSAGES_A_TURN // 4
+        for one in (peers, other):
+            one.close()
+        for sock in sockets:
+            sock.close()
 
     asyncio.run(flooded())
 
