@@ -130,12 +130,25 @@ def render(found: StatusResponse) -> Group:
     for one in (jobs, work, ranks, nodes, blocks, _held(found.nodes), _makers(found), away):
         if one.row_count:
             parts += [one, Text()]
-    if found.node_count > len(found.nodes):
-        silent = found.node_count - len(found.nodes)
-        parts.append(Text(f"and {silent} nodes that were heard of earlier", style="dim"))
+    parts += [Text(line, style="dim") for line in _left_out(found)]
     about = printable(f"coordinator {found.coordinator_id}, dataplane {found.version}")
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)
+
+
+def _left_out(found: StatusResponse) -> list[str]:
+    lines = []
+    if found.job_count > len(found.jobs):
+        count = found.job_count - len(found.jobs)
+        lines.append(f"and {count} jobs that are idle or were active earlier")
+    for job in found.jobs:
+        count = job.member_count - len(job.members)
+        if count > 0:
+            lines.append(printable(f"and {count} members of {job.job_id}, which are not in sums"))
+    if found.node_count > len(found.nodes):
+        count = found.node_count - len(found.nodes)
+        lines.append(f"and {count} nodes that were heard of earlier")
+    return lines
 
 
 def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
@@ -253,7 +266,7 @@ def _peers(job: JobStatus) -> str:
     """How many of all ranks are there, if several read the same batches: " (7 of 8)"."""
     places = [one.topology for one in _present(job)]
     world = max((place.world_size for place in places), default=0)
-    if world <= job.dp_size:
+    if world <= job.dp_size or job.member_count > len(job.members):
         return ""
     return f" ({len({place.rank for place in places})} of {world})"
 
@@ -264,12 +277,14 @@ def _job_row(job: JobStatus) -> tuple[object, ...]:
     for one in _present(job):
         rank = one.topology.dp_rank
         speeds[rank] = max(speeds.get(rank, 0.0), one.samples_per_s)
+    missing = ", ".join(map(str, job.missing_dp_ranks))
+    others = job.missing_count - len(job.missing_dp_ranks)
     return (
         job.job_id,
         job.state,
         job.generation,
-        f"{len(speeds)}/{job.dp_size}{_peers(job)}",
-        ", ".join(map(str, job.missing_dp_ranks)) or None,
+        f"{max(len(speeds), job.joined_dp_rank_count)}/{job.dp_size}{_peers(job)}",
+        f"{missing} and {others} others" if others > 0 else missing or None,
         job.epoch,
         f"{job.cursor / job.sample_count:.1%}" if job.sample_count else None,
         sum(speeds.values()),

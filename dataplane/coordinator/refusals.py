@@ -48,6 +48,16 @@ def check_join(request: JoinRequest) -> None:
         raise ConfigError(f"job {request.job_id!r}: global_batch is 0", field="global_batch")
 
 
+def crowded(job: Job, most: int) -> ConfigError:
+    """The refusal of a member of a job that has as many as it may have."""
+    return ConfigError(
+        f"job {job.job_id!r} has {most} joined members, the most for dp_size {job.dp_size}: end "
+        "processes that are no longer needed, or use fewer DataLoader workers",
+        field="member_id",
+        job=job.job_id,
+    )
+
+
 def check_node(node: RegisterNodeRequest) -> None:
     """Refuse a node with names that are too long.
 
@@ -104,6 +114,8 @@ def check_heartbeat(request: HeartbeatRequest) -> None:
         raise ConfigError(f"{len(request.known)} known: {_KNOWN_MAX} at most", field="known")
     for known in request.known:
         check_name("job_id", known.job_id)
+    if len({(one.job_id, one.member_id) for one in request.members}) < len(request.members):
+        raise ConfigError("a heartbeat names a member twice", field="members")
     for progress in request.members:
         check_name("bound", progress.bound, needed=False)
         places = [("progress", LedgerPosition(progress.epoch, progress.cursor))]

@@ -6,7 +6,7 @@ Invariants:
 2. A dp rank is missing while none of its members is joined, unless the last one to go left on
    purpose.
 3. The number of members that are gone is bounded: the oldest are forgotten first, but never the
-   last one to go of a dp rank, which 2 needs. The number of joined members is bounded by leases.
+   last one to go of a dp rank, which 2 needs. There are at most `joined_max` joined members.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.rpc.membership import ChangeResponse, JoinRequest, MixAsked
 
 GONE_MAX = 1024
+# Members of a dp rank are its peers and their DataLoader workers: 16 ranks may have 1,024 each.
+_OF_DP_RANK_MAX, _JOINED_LEAST, _JOINED_MOST = 64, 16384, 131072
+_MISSING_SHOWN_MAX = 64
 INCARNATIONS_MAX = 1024
 _DATASET_LENGTH_MAX = 1024
 
@@ -96,6 +99,12 @@ class Roster:
         """The joined members that came first, at most so many."""
         return itertools.islice(self.joined(), count)
 
+    def some(self, count: int) -> list[Member]:
+        """At most so many members, by rank: joined ones first, then those that went last."""
+        shown = itertools.islice(itertools.chain(self._joined, reversed(self._gone)), count)
+        members = (self.members[member_id] for member_id in shown)
+        return sorted(members, key=lambda one: (one.topology.rank, one.order))
+
     def ended(self, clock: float) -> list[Member]:
         """The joined members whose lease has ended. As long as none can have ended, since leases
         only grow longer, it looks at no member: each join asks.
@@ -111,12 +120,27 @@ class Roster:
         """How many members are joined."""
         return len(self._joined)
 
+    @property
+    def joined_max(self) -> int:
+        """How many members may be joined."""
+        return min(max(_OF_DP_RANK_MAX * self.job.dp_size, _JOINED_LEAST), _JOINED_MOST)
+
+    @property
+    def joined_dp_rank_count(self) -> int:
+        """How many dp ranks have joined members."""
+        return len(self._joined_count)
+
+    @property
+    def missing_count(self) -> int:
+        """How many dp ranks are missing."""
+        return self.job.dp_size - len(self._present)
+
     def missing_dp_ranks(self) -> tuple[int, ...]:
-        """Data-parallel ranks that never joined, or whose last member was lost."""
+        """The first data-parallel ranks that never joined, or whose last member was lost."""
         if self._missing is None:
-            ranks = range(self.job.dp_size)
-            complete = self.is_complete
-            self._missing = () if complete else tuple(r for r in ranks if r not in self._present)
+            ranks = range(self.job.dp_size if self.missing_count else 0)
+            missing = (rank for rank in ranks if rank not in self._present)
+            self._missing = tuple(itertools.islice(missing, _MISSING_SHOWN_MAX))
         return self._missing
 
     def is_superseded(self, incarnation: str) -> bool:
@@ -255,7 +279,9 @@ class Roster:
             self._gone[name] = None
             self._last_gone[dp_rank] = name
             self._joined_count[dp_rank] -= was_joined
-        if self._joined_count[dp_rank] or member.phase is Phase.LEFT:
+        if not self._joined_count[dp_rank]:
+            del self._joined_count[dp_rank]
+        if dp_rank in self._joined_count or member.phase is Phase.LEFT:
             self._present.add(dp_rank)
         else:
             self._present.discard(dp_rank)

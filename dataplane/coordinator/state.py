@@ -214,6 +214,8 @@ class CoordinatorState:
                 self._refresh(roster, renewed)
                 roster.mixing.joined(request.member_id)
                 return
+        if roster.joined_count >= roster.joined_max:
+            raise refusals.crowded(roster.job, roster.joined_max)
         conflict = roster.seats.conflict(request.topology)
         if conflict is not None:
             holders = [roster.members[member_id] for member_id in conflict.member_ids]
@@ -287,7 +289,10 @@ class CoordinatorState:
         self._writes += roster.decide_mix(self._now)
         told = roster.ledger.mixes(roster.job, progress.known_entry)
         proposal = roster.mixing.proposal
-        return MemberVerdict(progress.member_id, None, missing, missing_for_s, proposal, told)
+        count = roster.missing_count
+        return MemberVerdict(
+            progress.member_id, None, missing, missing_for_s, proposal, told, count
+        )  # fmt: skip
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
         """The member with this progress, unless it was further already; the job's progress

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import ConfigError
+from dataplane.model import Topology
 from dataplane.rpc.membership import (
     JobNodes,
     JobStatus,
@@ -20,7 +22,10 @@ from dataplane.rpc.membership import (
 )
 
 _SHOWN_MAX = 10
-_NODES_MAX = 1024
+_JOBS_MAX, _NODES_MAX = 1024, 1024
+_OF_JOBS_MAX = 2048
+"""Members of all jobs in an answer, and nodes of all jobs."""
+_SOURCE_LENGTH_MAX = 128
 
 
 def status(
@@ -34,21 +39,45 @@ def status(
     clock: float,
     now: float,
 ) -> StatusResponse:
-    """One job (or all jobs, sorted by name, for "") and the nodes that were heard of last.
+    """One job (or for "" those that run and were active last, sorted by name) and the nodes that
+    were heard of last.
 
     Raises:  ConfigError: no job has that name.
     """
-    chosen = [named(job_id, rosters)] if job_id else [rosters[name] for name in sorted(rosters)]
+    chosen = [named(job_id, rosters)] if job_id else _active(rosters)
+    told = [nodes_of(roster) for roster in chosen]
+    members = _shares([len(roster.members) for roster in chosen])
+    neighbours = _shares([0 if one is None else len(one.nodes) for one in told])
     last = heapq.nlargest(_NODES_MAX, nodes, key=lambda node: node.seen_at)
     return StatusResponse(
         version=version,
         coordinator_id=coordinator_id,
-        jobs=tuple(_job(roster, nodes_of(roster), clock) for roster in chosen),
+        jobs=tuple(map(_job, chosen, told, members, neighbours, [clock] * len(chosen))),
         nodes=tuple(
             _node(node, now) for node in sorted(last, key=lambda node: node.request.node_id)
         ),
         node_count=len(nodes),
+        job_count=1 if job_id else len(rosters),
     )
+
+
+def _active(rosters: Mapping[str, Roster]) -> list[Roster]:
+    def is_before(roster: Roster) -> tuple[bool, float]:
+        return roster.is_idle, -roster.job.active_at
+
+    shown = heapq.nsmallest(_JOBS_MAX, rosters.values(), key=is_before)
+    return sorted(shown, key=lambda roster: roster.job.job_id)
+
+
+def _shares(counts: Sequence[int]) -> list[int]:
+    """How many of each are shown: what a small job leaves goes to larger ones, so that no job hides
+    another.
+    """
+    shares, left = [0] * len(counts), _OF_JOBS_MAX
+    for place, at in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
+        shares[at] = min(counts[at], left // (len(counts) - place))
+        left -= shares[at]
+    return shares
 
 
 def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
@@ -76,9 +105,10 @@ def named(job_id: str, rosters: Mapping[str, Roster]) -> Roster:
     return rosters[job_id]
 
 
-def _job(roster: Roster, told: JobNodes | None, clock: float) -> JobStatus:
+def _job(
+    roster: Roster, told: JobNodes | None, members: int, nodes: int, clock: float
+) -> JobStatus:
     job = roster.job
-    members = sorted(roster.members.values(), key=lambda one: (one.topology.rank, one.order))
     return JobStatus(
         job_id=job.job_id,
         dataset=job.dataset,
@@ -89,11 +119,15 @@ def _job(roster: Roster, told: JobNodes | None, clock: float) -> JobStatus:
         sample_count=job.sample_count,
         dp_size=job.dp_size,
         missing_dp_ranks=roster.missing_dp_ranks(),
-        members=tuple(_member(member, clock) for member in members),
+        members=tuple(_member(member, clock) for member in roster.some(members)),
         epoch=job.epoch,
         cursor=job.cursor,
-        nodes=() if told is None else told.nodes,
+        nodes=() if told is None else told.nodes[:nodes],
         nodes_version=0 if told is None else told.version,
+        missing_count=roster.missing_count,
+        member_count=len(roster.members),
+        node_count=0 if told is None else len(told.nodes),
+        joined_dp_rank_count=roster.joined_dp_rank_count,
     )
 
 
@@ -107,7 +141,7 @@ def _member(member: Member, clock: float) -> MemberStatus:
     joined = member.phase is Phase.JOINED
     return MemberStatus(
         member_id=member.member_id,
-        topology=member.topology,
+        topology=_place(member.topology),
         node_id=member.node_id,
         state=member.phase.value,
         epoch=member.epoch,
@@ -117,6 +151,11 @@ def _member(member: Member, clock: float) -> MemberStatus:
         lease_left_s=max(0.0, member.deadline - clock) if joined else 0.0,
         bound=member.bound if joined else "",
     )
+
+
+def _place(topology: Topology) -> Topology:
+    source = topology.source[:_SOURCE_LENGTH_MAX]
+    return topology if source == topology.source else dataclasses.replace(topology, source=source)
 
 
 def _node(node: NodeRecord, now: float) -> NodeStatus:

@@ -269,6 +269,8 @@ class Heartbeat:
 
     def _missing(self, member: ServedMember, verdict: membership.MemberVerdict) -> ConfigError:
         ranks, place = ", ".join(map(str, verdict.missing_dp_ranks)), member.request.topology
+        others = verdict.missing_count - len(verdict.missing_dp_ranks)
+        ranks += f" and {others} others" if others > 0 else ""
         advice = "start them with the same job name and service"
         if self._is_embedded:
             advice = (

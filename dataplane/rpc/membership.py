@@ -226,6 +226,7 @@ class MemberVerdict(Struct, frozen=True):
     missing_for_s: float = 0.0
     proposal: MixProposal | None = None
     entries: tuple[LedgerEntry, ...] = ()
+    missing_count: int = 0
 
 
 class HeartbeatResponse(Struct, frozen=True):
@@ -276,7 +277,9 @@ class MemberStatus(Struct, frozen=True):
 
 
 class JobStatus(Struct, frozen=True):
-    """One job, for people."""
+    """One job, for people: some of its members, nodes and missing dp ranks, and how many there are
+    of each.
+    """
 
     job_id: str
     dataset: str
@@ -292,6 +295,10 @@ class JobStatus(Struct, frozen=True):
     cursor: int = 0
     nodes: tuple[NeighbourNode, ...] = ()
     nodes_version: int = 0
+    missing_count: int = 0
+    member_count: int = 0
+    node_count: int = 0
+    joined_dp_rank_count: int = 0
 
 
 class NodeStatus(Struct, frozen=True):
@@ -315,13 +322,16 @@ class NodeStatus(Struct, frozen=True):
 
 
 class StatusResponse(Struct, frozen=True):
-    """Jobs, ranks, and those of the `node_count` nodes that were heard of last."""
+    """Those of the `job_count` jobs that run or were active last, and those of the `node_count`
+    nodes that were heard of last.
+    """
 
     version: str
     coordinator_id: str
     jobs: tuple[JobStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
     node_count: int = 0
+    job_count: int = 0
 
 
 class LedgerRequest(Struct, frozen=True):

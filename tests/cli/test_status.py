@@ -13,7 +13,7 @@ from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
 from dataplane.commands import output
-from dataplane.commands.status import _job_row
+from dataplane.commands.status import _job_row, render
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -30,6 +30,7 @@ from dataplane.rpc.membership import (
     MemberStatus,
     NodeReads,
     RegisterNodeRequest,
+    StatusResponse,
     StoreOutage,
 )
 from dataplane.rpc.sharing import NodeWork
@@ -152,6 +153,22 @@ def test_peers_of_a_dp_rank_that_are_missing_can_be_seen():
 
     assert _job_row(job(0, 1, 3))[3] == "2/2 (3 of 4)"
     assert _job_row(job(0, 2, world=2))[3] == "2/2"
+
+
+def test_what_is_left_out_is_counted():
+    members = (MemberStatus("m0", Topology(0, 1000), "n", "joined"),)
+    job = JobStatus(
+        "j", "mem://shards", JobSpec("f" * 32, global_batch=4), "d", 1, "forming", 8, 1000, (7, 8),
+        members, missing_count=10, member_count=5000, joined_dp_rank_count=990,
+    )  # fmt: skip
+    assert _job_row(job)[3:5] == ("990/1000", "7, 8 and 8 others")
+    console = output.stdout()
+    with console.capture() as shown:
+        console.print(render(StatusResponse("v", "c", (job,), node_count=3, job_count=5)))
+    text = shown.get()
+    assert "and 4 jobs that are idle or were active earlier" in text
+    assert "and 4999 members of j, which are not in sums" in text
+    assert "and 3 nodes that were heard of earlier" in text
 
 
 def test_json_has_the_same_for_programs():

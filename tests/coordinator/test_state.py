@@ -363,3 +363,51 @@ def test_nodes_with_tokens_for_one_job_have_so_many_places_and_status_shows_the_
     assert register("another", "", 3 + LEASE_S).lease_s
     assert register("n2", "j", 3 + LEASE_S).lease_s
     assert isinstance(register("more", "", 3 + LEASE_S), ConfigError)
+
+
+def test_a_job_has_so_many_joined_members_and_others_find_room_again(machine, monkeypatch):
+    monkeypatch.setattr("dataplane.coordinator.roster._OF_DP_RANK_MAX", 2)
+    monkeypatch.setattr("dataplane.coordinator.roster._JOINED_LEAST", 3)
+    monkeypatch.setattr("dataplane.coordinator.roster._JOINED_MOST", 5)
+    for dp_size, most in ((1, 3), (2, 4), (8, 5)):
+        job = f"of-{dp_size}"
+        for n in range(most):
+            assert machine.ask(join(0, dp_size, job=job, member=f"m{n}")).generation == 1
+        refused = machine.ask(join(0, dp_size, job=job, member="more"))
+        assert isinstance(refused, ConfigError)
+        assert f"{job!r} has {most} joined members, the most for dp_size" in str(refused)
+        assert machine.ask(join(0, dp_size, job=job, member="m0")).generation == 1  # it is known
+        machine.ask(leave("m0", job=job))
+        assert machine.ask(join(0, dp_size, job=job, member="more")).generation == 1
+
+
+def test_status_shows_a_share_of_each_job_and_how_much_there_is(machine, monkeypatch):
+    monkeypatch.setattr("dataplane.coordinator.view._JOBS_MAX", 2)
+    monkeypatch.setattr("dataplane.coordinator.view._OF_JOBS_MAX", 6)
+    machine.ask(join(0, 1, job="idle", member="m"))
+    machine.ask(leave("m", job="idle"))
+    for n in range(9):
+        machine.ask(join(0, 1 << 20, job="large", member=f"m{n}", source="x" * 1024))
+    machine.ask(leave("m0", job="large"))
+    for n in range(2):
+        machine.ask(join(0, 1, job="small", member=f"m{n}"))
+    told = machine.ask(StatusRequest())
+    large, small = told.jobs
+    assert [one.member_id for one in small.members] == ["m0", "m1"]
+    assert [one.member_id for one in large.members] == ["m1", "m2", "m3", "m4"]
+    assert (large.member_count, small.member_count, told.job_count) == (9, 2, 3)
+    assert large.members[0].topology.source == "x" * 128
+    assert large.missing_dp_ranks == tuple(range(1, 65))
+    assert large.missing_count == (1 << 20) - 1
+    assert (large.joined_dp_rank_count, small.joined_dp_rank_count) == (1, 1)
+    verdict = machine.verdict("m1", job="large")
+    assert (verdict.missing_dp_ranks, verdict.missing_count) == (tuple(range(1, 65)), 1048575)
+    (only,) = machine.ask(StatusRequest("idle")).jobs
+    assert (only.member_count, only.joined_dp_rank_count, only.state) == (1, 0, "idle")
+
+
+def test_a_heartbeat_names_no_member_twice(machine):
+    machine.ask(join(0, 1))
+    refused = machine.ask(beat(*[progress()] * 2))
+    assert isinstance(refused, ConfigError)
+    assert "names a member twice" in str(refused)

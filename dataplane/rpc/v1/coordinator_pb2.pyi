@@ -229,20 +229,22 @@ class NodeReads(_message.Message):
     def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ..., neighbour_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., made_slabs: _Optional[int] = ..., made_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
-    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s", "proposal", "entries")
+    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s", "proposal", "entries", "missing_count")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FOR_S_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     error: _types_pb2.Error
     missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
     missing_for_s: float
     proposal: MixProposal
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
-    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+    missing_count: int
+    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ..., proposal: _Optional[_Union[MixProposal, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ..., missing_count: _Optional[int] = ...) -> None: ...
 
 class MixProposal(_message.Message):
     __slots__ = ("request", "at", "sources", "weights")
@@ -327,7 +329,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor", "nodes", "nodes_version")
+    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor", "nodes", "nodes_version", "missing_count", "member_count", "node_count", "joined_dp_rank_count")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +344,10 @@ class JobStatus(_message.Message):
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NODE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    JOINED_DP_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -356,7 +362,11 @@ class JobStatus(_message.Message):
     cursor: int
     nodes: _containers.RepeatedCompositeFieldContainer[NeighbourNode]
     nodes_version: int
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ...) -> None: ...
+    missing_count: int
+    member_count: int
+    node_count: int
+    joined_dp_rank_count: int
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ..., missing_count: _Optional[int] = ..., member_count: _Optional[int] = ..., node_count: _Optional[int] = ..., joined_dp_rank_count: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads", "data_address", "known", "worker_count", "is_short", "held", "work")
@@ -393,18 +403,20 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ..., data_address: _Optional[str] = ..., known: _Optional[_Iterable[_Union[KnownNodes, _Mapping]]] = ..., worker_count: _Optional[int] = ..., is_short: bool = ..., held: _Optional[_Union[HeldBlocks, _Mapping]] = ..., work: _Optional[_Iterable[_Union[_sharing_pb2.NodeWork, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "coordinator_id", "jobs", "nodes", "node_count")
+    __slots__ = ("version", "coordinator_id", "jobs", "nodes", "node_count", "job_count")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     NODE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    JOB_COUNT_FIELD_NUMBER: _ClassVar[int]
     version: str
     coordinator_id: str
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     node_count: int
-    def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., node_count: _Optional[int] = ...) -> None: ...
+    job_count: int
+    def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., node_count: _Optional[int] = ..., job_count: _Optional[int] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ("job_id",)
