@@ -174,12 +174,6 @@ EQUAL = (
         "the rates that are compared are of four looks each",
     ),
     (
-        _SCHEDULER + "stalls.py",
-        "while stream.requests and now - stream.requests[0][1] > timeout_s:",
-        "while stream.requests and (now - stream.requests[0][1] >= timeout_s):",
-        "at one moment of a clock that counts nanoseconds",
-    ),
-    (
         _SCHEDULER + "streams.py",
         "ranked.sort(key=lambda rank: rank[:2])",
         "ranked.sort(key=lambda rank: rank[:3])",

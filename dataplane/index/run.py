@@ -342,8 +342,9 @@ class _Shape(Struct, frozen=True, eq=False):
         """The shape of shards with their `own` schema."""
         names = schema.names
         places = None if own.names == names else [own.get_field_index(name) for name in names]
-        nodes = None if own.equals(schema) else np.array(alignment(schema, own), np.int64)
-        is_as_stored = all(
+        is_equal = own.equals(schema)
+        nodes = None if is_equal else np.array(alignment(schema, own), np.int64)
+        is_as_stored = is_equal or all(
             at < 0 or same_type(kind, own.field(at).type)
             for at, kind in zip(places or range(len(names)), schema.types, strict=True)
         )

@@ -55,7 +55,7 @@ class SharedSchema:
         if has_rows and (seen.filled is None or shard < seen.filled):
             is_new, seen.filled = seen.filled is None, shard
             self._first = seen if shard == 0 else self._first
-            if is_new and self._first is not None:
+            if is_new and self._first not in (None, seen):
                 self._expect_columns(_merged([self._first, seen]))
         return seen.schema
 
@@ -82,7 +82,8 @@ class SharedSchema:
         whole = _merged([first, *(seen for seen in filled if seen is not first)])
         if first.filled is None and filled and whole is not first.schema:
             whole = _merged(sorted(filled, key=_first_filled))
-        self._expect_columns(whole)
+        if whole is not first.schema:
+            self._expect_columns(whole)
         return whole
 
 

@@ -32,7 +32,7 @@ def told(spec: JobSpec, rank: int, arena_bytes: int = 4 * GIB) -> tuple[str, ...
     count = 1 if spec.mixture is None else len(spec.mixture.sources)
     stored = PHOTOS.dataset_bytes
     opened = SimpleNamespace(
-        sizes=PHOTOS, stored_bytes=stored, packing=None, view=View(),
+        sizes=PHOTOS, stored_bytes=stored, packing=None, view=View(), folders="",
         manifest=SimpleNamespace(
             sample_count=PHOTOS.samples, urls=URLS, shards=SimpleNamespace(urls=URLS), schema=b"",
         ),
