@@ -13,7 +13,7 @@ from dataplane.errors import ConfigError
 from dataplane_torch.loader import DataLoader
 from dataplane_torch.shards import Shards
 
-_EPOCH = "accelerate_epoch"
+EPOCH_KEY = "accelerate_epoch"
 _OF_TORCH = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
@@ -77,19 +77,19 @@ class _Prepared(DataLoaderShard):  # type: ignore[misc]
         self.base_dataloader, self.use_stateful_dataloader = loader, True
         # Over a Dataset, state_dict() would start the workers; an empty state means the start.
         state = loader.state_dict() if isinstance(loader.dataset, Shards) else {}
-        self.dl_state_dict = {**state, _EPOCH: self.iteration}
+        self.dl_state_dict = {**state, EPOCH_KEY: self.iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the next pass where the state was taken, in the state's epoch."""
         state = dict(state_dict)
         self.dl_state_dict = dict(state)
-        self.iteration = state.pop(_EPOCH)
+        self.iteration = state.pop(EPOCH_KEY)
         self.base_dataloader.load_state_dict(state)
 
     def _update_state_dict(self) -> None:
         """Overrides Accelerate's, which calls this before it reads a batch ahead."""
         epoch = self.iteration + bool(self.end_of_dataloader)
-        self.dl_state_dict = {**self.base_dataloader.state_dict(), _EPOCH: epoch}
+        self.dl_state_dict = {**self.base_dataloader.state_dict(), EPOCH_KEY: epoch}
 
 
 def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from dataplane.errors import ConfigError
+from dataplane_torch.accelerate import EPOCH_KEY
 
 _NAME = "LoaderState"
 
@@ -24,18 +25,22 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
     It sets `ignore_data_skip`, so that the Trainer does not skip batches itself. That file is JSON,
     so the states of your own datasets and samplers must be plain JSON values.
 
-    Raises:  ConfigError: the loader or the checkpoint has no loader state; or the state is in the
-    middle of an epoch whose batch count is not a multiple of gradient_accumulation_steps.
+    Raises:  ConfigError: the loader or the checkpoint has no loader state; the state is in the
+    middle of an epoch whose batch count is not a multiple of gradient_accumulation_steps; or epochs
+    had another number of steps when it was saved, by which the Trainer counts them.
     """
 
     def __init__(self) -> None:
         self._loader: Any = None
         self._epochs_ahead = 0.0
+        self._accumulation = 1
 
     def state(self) -> dict[str, Any]:
         """The value that transformers saves."""
-        state = None if self._loader is None else self._loader.state_dict()
-        return {"args": {}, "attributes": {"saved": state}}
+        if self._loader is None:
+            return {"args": {}, "attributes": {"saved": None}}
+        saved = {"saved": self._loader.state_dict(), "epoch_steps": self._epoch_steps()}
+        return {"args": {}, "attributes": saved}
 
     def on_init_end(self, args: Any, _state: Any, _control: Any, **_: Any) -> None:
         """Leave skipping to the loader."""
@@ -52,6 +57,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
                 field="get_train_dataloader",
             )
         self._loader, self._epochs_ahead = train_dataloader, 0.0
+        self._accumulation = args.gradient_accumulation_steps
         if not state.global_step:
             return
         told = state.stateful_callbacks.get(_NAME)
@@ -61,6 +67,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "this checkpoint has no loader state: it was saved without LoaderState()",
                 field="resume_from_checkpoint",
             )
+        self._check_epochs(saved, state.global_step)
         self._go_on(saved["saved"], args.gradient_accumulation_steps, state)
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
@@ -70,6 +77,37 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_epoch_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         """Stop correcting: the next epoch starts at its beginning."""
         self._epochs_ahead = 0.0
+
+    def _epoch_steps(self) -> int | None:
+        """The Trainer's steps of an epoch; None if the loader has no length."""
+        try:
+            batch_count = len(self._loader)
+        except TypeError:
+            return None
+        return max(1, -(-batch_count // self._accumulation))
+
+    def _check_epochs(self, saved: dict[str, Any], global_step: int) -> None:
+        """Check that the Trainer, which divides its steps by those of an epoch now, goes on in the
+        epoch of the loader, and ends the run where that ends.
+
+        Raises:  ConfigError: epochs had another number of steps when the state was saved.
+        """
+        now = self._epoch_steps()
+        before, epoch = saved.get("epoch_steps", now), saved["saved"].get(EPOCH_KEY)
+        if now is None or before is None:
+            return
+        if before == now and epoch in (None, global_step // now):
+            return
+        reason = f"epochs had {before} steps when this checkpoint was saved, and have {now} now"
+        if before == now:
+            at = f"{global_step // now} epochs of {now} steps"
+            reason = f"this checkpoint is of epoch {epoch}, and its {global_step} steps are {at}"
+        raise ConfigError(
+            f"{reason}: the Trainer counts epochs by steps, so it would leave samples out or read "
+            "some again. Resume with the ranks, batch size, end and gradient_accumulation_steps "
+            "of that run",
+            field="resume_from_checkpoint",
+        )
 
     def _go_on(self, saved: dict[str, Any], accumulation: int, state: Any) -> None:
         batch_count = len(self._loader)

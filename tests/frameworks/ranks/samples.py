@@ -36,12 +36,12 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(x).sum()}
 
 
-def loader_of(source: str) -> DataLoader:
+def loader_of(source: str, batch: int = BATCH) -> DataLoader:
     """Over a Dataset, or over some rows of the shards at a url, with a map and a collate function."""
     if source == "dataset":
-        return DataLoader(Samples(), BATCH, shuffle=True, num_workers=1)
+        return DataLoader(Samples(), batch, shuffle=True, num_workers=1)
     made = {"map": "rows_made:parsed", "collate": "rows_made:halved"}
-    return DataLoader(source, BATCH, shuffle=True, seed=3, where=f"id < {COUNT}", **made)
+    return DataLoader(source, batch, shuffle=True, seed=3, where=f"id < {COUNT}", **made)
 
 
 def tell(out: str, name: str, found: object) -> None:
