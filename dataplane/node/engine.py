@@ -409,7 +409,11 @@ class Engine:
     def _drop_delivery(self, effect: events.DropDelivery) -> None:
         self._pool.detach_arena(effect.delivery_id)
         self.delegating.drop(effect.delivery_id)
-        self._deliveries.pop(effect.delivery_id).arena.close()
+        arena = self._deliveries.pop(effect.delivery_id).arena
+        last_view = arena.buffer[:0]
+        arena.close()
+        # In a thread: the kernel may have to free a gigabyte.
+        asyncio.get_running_loop().run_in_executor(None, last_view.release)
         left = (dataset for each in self._deliveries.values() for dataset in each.datasets)
         self._datasets = {dataset.dataset_id: dataset for dataset in left}
 
