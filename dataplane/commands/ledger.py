@@ -151,7 +151,7 @@ def _text(settings: Settings, job: str) -> str:
     """
     if is_a_ledger((job,)):
         return Path(job).read_text()
-    if Path(job).is_file() and not {".", "/"}.isdisjoint(job):
+    if not {".", "/"}.isdisjoint(job) and Path(job).is_file():
         raise ConfigError(
             f"{job} is not a ledger: `dataplane ledger export JOB` writes the ledger of a job, and"
             " loader.ledger() that of a run without a service",

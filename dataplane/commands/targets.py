@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,17 +19,22 @@ def is_a_ledger(target: Sequence[str]) -> bool:
     if len(target) != 1:
         return False
     _expect_file(target[0])
-    if not Path(target[0]).is_file():
+    if not os.path.isfile(target[0]):  # noqa: PTH113 - Path.is_file() raises if it is too long
         return False
     with Path(target[0]).open("rb") as file:
         return file.read(len(MARK)) == MARK
+
+
+def _exists(name: str) -> bool:
+    """Whether there is a file or folder of this name. No name is too long for it."""
+    return os.path.exists(name)  # noqa: PTH110 - Path.exists() raises
 
 
 def _expect_file(name: str) -> None:
     """Raises:  ConfigError: this looks like the path of a file, and there is none."""
     is_one = "://" not in name and not any(mark in name for mark in "*?{")
     is_path = name.startswith(("/", "./", "../")) or suffixes.suffix_of(name)
-    if is_one and is_path and not Path(name).exists():
+    if is_one and is_path and not _exists(name):
         raise ConfigError(
             f"there is no file {name}: check the path; `dataplane ledger export JOB` writes the"
             " ledger of a job, and loader.ledger() that of a run without a service"
@@ -37,7 +43,7 @@ def _expect_file(name: str) -> None:
 
 def names_urls(target: Sequence[str]) -> bool:
     """Whether these are urls or paths, and not the name of a job."""
-    return any("://" in one or Path(one).exists() or _is_a_path(one) for one in target)
+    return any("://" in one or _exists(one) or _is_a_path(one) for one in target)
 
 
 def _is_a_path(text: str) -> bool:

@@ -137,11 +137,16 @@ def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
                 each.cancel()
 
 
+def _exists(path: Path | None) -> bool:
+    """Whether this is a path, and something is there. No name is too long for it."""
+    return path is not None and os.path.exists(path)  # noqa: PTH110 - Path.exists() raises
+
+
 def _patterns(name: Url) -> Iterator[str]:
     """The patterns of one name."""
     url = normalise(name)
     path = local_path(url)
-    if path is not None and path.exists():
+    if _exists(path):
         yield url  # whatever braces and stars its name has
     else:
         yield from braces(url)
@@ -166,7 +171,7 @@ def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> s
 def _objects(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
     """The objects of a pattern, and the folders above that may be tables."""
     path = local_path(pattern)
-    is_literal = not globs.is_glob(pattern) or (path is not None and path.exists())
+    is_literal = not globs.is_glob(pattern) or _exists(path)
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 
@@ -194,7 +199,7 @@ def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
             shard=url,
         )
     path = local_path(url)
-    if path is not None and path.is_dir():
+    if _exists(path) and path is not None and path.is_dir():
         raise ShardNotFound(f"{path} {_without_files(path)}", shard=url)
     if is_folder:
         raise ShardNotFound(f"there is nothing below {folder}{_near_file(folder)}", shard=url)
@@ -259,8 +264,8 @@ def _near_file(url: str) -> str:
     path = local_path(url)
     if path is None:
         return ""
-    folder = path if url.endswith("/") and path.is_dir() else path.parent
-    while not folder.is_dir():
+    folder = path if url.endswith("/") else path.parent
+    while not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir() raises if it is too long
         path, folder = folder, folder.parent
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
     # The text before a wildcard is a prefix.

@@ -48,7 +48,13 @@ def normalise(url: Url) -> str:
     if not isinstance(text, str):
         raise ConfigError(f"{text!r} is {type(text).__name__}: pass shards as str or path")
     if not text.strip() or "\0" in text:
-        raise ConfigError(f"{text!r} is empty: pass a url or a path")
+        what = "has a NUL character" if "\0" in text else "is empty"
+        raise ConfigError(f"{text!r} {what}: pass a url or a path")
+    if text.startswith("pipe:"):
+        raise ConfigError(
+            f"{text!r:.200} is a command, which is not run: pass the urls that it reads, such as"
+            " s3://bucket/train-{000..099}.tar, or files that it has written"
+        )
     if _CHAIN.search(text):
         raise ConfigError(
             f"{text!r} is a chain of urls, which cannot be read by range: pass a single url"

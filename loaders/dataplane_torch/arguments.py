@@ -43,6 +43,7 @@ from dataplane.transforms.pack_options import balanced, pack_spec
 from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
 from dataplane.units import SECONDS_MAX, meant, whole
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
+from dataplane_torch.naming import listed
 from dataplane_torch.options import DEFAULTS, UrlOptions, check_texts
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
@@ -50,7 +51,7 @@ from dataplane_torch.topology import topology_of
 _SEED_MAX = (1 << 64) - 1
 _CHECKED_MAX = 256
 _WILDCARD = re.compile(r"[*?\[{]")
-_ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file):/", re.IGNORECASE)
+_ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file|pipe):", re.IGNORECASE)
 
 # Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
@@ -316,6 +317,7 @@ def _urls(given: object) -> tuple[str, ...]:
         )
     if isinstance(given, str | os.PathLike):
         given = [given]
+    given = listed(given)
     if not isinstance(given, Sequence) or not given:
         raise ConfigError(
             f"pass one url or a list of urls (globs, braces and prefixes allowed), not "
@@ -326,6 +328,12 @@ def _urls(given: object) -> tuple[str, ...]:
     for one in given:
         if not isinstance(one, str | os.PathLike) or not os.fspath(one):
             raise ConfigError(f"{one!r:.80} is not a url", field="urls")
+        try:
+            _ = os.fspath(one).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{one!r:.200} is not UTF-8, as names of shards are: rename the file", field="urls"
+            ) from error
         urls.append(_absolute(str(os.fspath(one))))
     return tuple(urls)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypeVar, Unpack
 
@@ -23,7 +24,7 @@ from dataplane_torch.arguments import (
     refuse_arguments,
     refuse_torch_arguments,
 )
-from dataplane_torch.naming import names_shards
+from dataplane_torch.naming import listed, names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, brief, url_options
 from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
@@ -361,7 +362,11 @@ class DataLoader(LoaderBase[_T_co]):
         self._shards = self._resume = self._latest = self._place = self._begun = None
         self._loaded_in = {}
         for_urls, for_torch = bool(passed_options(given)), bool(passed_to_torch(of_torch))
-        if names_shards(given.urls, for_urls=for_urls, for_torch=for_torch):
+        urls = given.urls if isinstance(given.urls, Dataset) else listed(given.urls)
+        is_urls = names_shards(urls, for_urls=for_urls, for_torch=for_torch)
+        if is_urls or isinstance(given.urls, Iterator):
+            given = replace(given, urls=urls)
+        if is_urls:
             refuse_torch_arguments(of_torch)
             job = opening.open_job(given, self._target, pin_memory=pin_memory)
             self._shards, shards = job, cast("Dataset[Any]", job.dataset)

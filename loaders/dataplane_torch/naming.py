@@ -7,8 +7,10 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
@@ -23,6 +25,27 @@ class _Looks(enum.Enum):
     SHARDS = enum.auto()
     PATH = enum.auto()
     TEXT = enum.auto()
+
+
+def listed(dataset: Any) -> Any:
+    """A collection or an iterator of paths as a list, so that it names shards as one would: arrays
+    and tuples of configurations, `Path.glob()`, keys of a dict. A set is sorted. Anything else is
+    returned as it is.
+    """
+    is_array = type(dataset).__module__ == "numpy" and getattr(dataset, "ndim", 0) == 1
+    is_other = isinstance(dataset, Sequence) and not isinstance(dataset, str | bytes | bytearray)
+    if isinstance(dataset, list | tuple) or not (
+        is_array or is_other or isinstance(dataset, AbstractSet | Iterator)
+        or (isinstance(dataset, Collection) and not hasattr(dataset, "__getitem__"))
+    ):  # fmt: skip
+        return dataset
+    if is_array and dataset.dtype.kind not in "UO":
+        return dataset
+    members = list(dataset)
+    if not all(isinstance(one, str | os.PathLike) for one in members):
+        return iter(members) if isinstance(dataset, Iterator) else dataset
+    paths = [str(one) if isinstance(one, str) else one for one in members]
+    return sorted(paths, key=os.fspath) if isinstance(dataset, AbstractSet) else paths
 
 
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
@@ -75,4 +98,5 @@ def _looks(given: str | os.PathLike[str]) -> _Looks:
         return _Looks.SHARDS if is_path or "/" in given else _Looks.PATH
     if is_path:
         return _Looks.SHARDS if Path(given).expanduser().is_dir() else _Looks.PATH
-    return _Looks.SHARDS if given.endswith("/") else _Looks.TEXT
+    is_folder = given.endswith("/") or os.path.isdir(given)  # noqa: PTH112 - Path's may raise
+    return _Looks.SHARDS if is_folder else _Looks.TEXT

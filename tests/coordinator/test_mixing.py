@@ -13,12 +13,13 @@ from machine import LEASE_S, Machine, other
 from membership import beat, join, leave, progress
 from msgspec import structs
 
+from dataplane.changes import EpochSteps
 from dataplane.coordinator import mixing
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.ledger import LedgerPosition
 from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import Region
+from dataplane.model import End, Region
 from dataplane.node.following import Following
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -278,7 +279,8 @@ class Member:
 
     def open(self) -> None:
         self.start, self.asked = self.cursor, 0
-        self.answer = self.following.sending(0, self.start, self.known, self.hear)
+        steps = EpochSteps(1 << 40, self.start, BATCH, End.DROP)
+        self.answer = self.following.sending(0, steps, self.known, self.hear)
 
     def hear(self, _number: int, body: Any) -> None:
         self.asked = 0

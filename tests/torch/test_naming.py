@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.naming import names_shards
 from dataplane_torch.shards import Shards
 
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, DataplaneError
 
 
 def is_shards(given: object) -> bool:
@@ -37,6 +42,70 @@ def test_names_of_shards_are_urls_in_lists_as_they_are_alone(name):
 def test_folders_that_exist_and_paths_are_urls(tmp_path):
     assert is_shards([str(tmp_path)])
     assert is_shards([tmp_path / "whatever.xyz", Path("b")])
+
+
+def test_a_folder_in_a_list_is_one_of_shards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    assert is_shards(["data/train"])
+    assert is_shards(["data"])
+    assert not is_shards(["date"])
+
+
+class Configured(Sequence[str]):
+    """A list of strings that is no list, as Hydra has them."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._names[at]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@pytest.mark.parametrize(
+    "collected",
+    [
+        np.array,
+        lambda paths: Configured(*paths),
+        lambda paths: iter(map(Path, paths)),
+        lambda paths: dict.fromkeys(paths).keys(),
+        lambda paths: {*paths},
+        collections.deque,
+    ],
+)
+def test_any_collection_of_paths_is_a_list_of_them(tmp_path, collected):
+    paths = [str(tmp_path / f"{at}.parquet") for at in range(3)]
+    for path in paths:
+        pq.write_table(pa.table({"id": [1, 2]}), path)
+    with DataLoader(collected(paths), batch_size=6) as loader:
+        assert isinstance(loader.dataset, Shards)
+        assert len(loader.dataset) == 6
+    assert sum(1 for _ in ShardedIterableDataset(collected(paths), batch_size=6)) == 1
+
+
+def test_other_collections_are_datasets_as_they_were():
+    for given in (np.arange(4), np.array(["a b", "c d"]), Configured("a b", "c")):
+        assert DataLoader(given).dataset is given
+    with pytest.raises(ConfigError, match="nothing to load"):
+        DataLoader(Path("/nowhere").glob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3:bucket/x.parquet", "did you mean s3://bucket/x.parquet"),
+        ("pipe:curl https://h/a.tar", "is a command, which is not run: pass the urls"),
+        ("a\udcff.parquet", "is not UTF-8"),
+        ("a\0.parquet", "NUL|no file"),
+        ("x" * 300 + ".parquet", "there is no file"),
+    ],
+)
+def test_names_that_no_shard_has_are_refused_with_what_to_pass(url, says):
+    with pytest.raises(DataplaneError, match=says), DataLoader(url, batch_size=1) as loader:
+        next(iter(loader))
 
 
 @pytest.mark.parametrize(
