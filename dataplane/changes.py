@@ -24,8 +24,8 @@ from msgspec import Struct, structs
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity, End
-from dataplane.weights import MixHistory, ShareChange
+from dataplane.model import DatasetIdentity, End, PackPolicy
+from dataplane.weights import MixHistory, ShareChange, weights_from
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
@@ -91,9 +91,13 @@ def step_count(rows: int, global_batch: int, end: End, dp_size: int = 1, fixed: 
     return count - (joins and (count - 2) * global_batch >= fixed)
 
 
+NEVER_JOINS = 1 << 62
+"""As `weights_from`: no row joins another step, since a rank has one sample at each."""
+
+
 class EpochSteps(Struct, frozen=True):
     """The steps of an epoch from a cursor on, as all ranks count them. `weights_from` is the last
-    position of the epoch at which the weights of a mixture change.
+    position of the epoch at which the weights of a mixture change, or NEVER_JOINS.
     """
 
     sample_count: int
@@ -114,6 +118,7 @@ class EpochSteps(Struct, frozen=True):
         """Steps from the cursor to the end of the epoch."""
         live = self.gaps.live
         fixed = max(0, live(self.weights_from) - live(self.cursor)) if self.weights_from else 0
+        fixed = NEVER_JOINS if self.weights_from == NEVER_JOINS else fixed
         return step_count(self.left, self.global_batch, self.end, self.dp_size, fixed)
 
     def live_count(self, steps: int) -> int:
@@ -136,7 +141,8 @@ class EpochSteps(Struct, frozen=True):
         Raises:  ConfigError: fewer rows are left than there are ranks, and `end` adds none.
         """
         left, ranks = self.left, self.dp_size
-        if self.end is not End.RAGGED or not 0 < left < ranks:
+        may_be_empty = self.weights_from == NEVER_JOINS
+        if self.end is not End.RAGGED or may_be_empty or not 0 < left < ranks:
             return
         if self.cursor:
             state = f"behind position {self.cursor}, epoch {epoch} has"
@@ -149,6 +155,17 @@ class EpochSteps(Struct, frozen=True):
             f" would get an empty batch, whose mean is NaN: {remedy}",
             field="dp_size",
         )
+
+
+def joins_from(spec: JobSpec, mix: MixHistory | None, epoch: int) -> int:
+    """`weights_from` of the steps of an epoch. Of padded batches, no two are joined."""
+    views = (
+        [spec.view, *(one.view for one in spec.mixture.sources)] if spec.mixture else [spec.view]
+    )
+    packs = [view.pack for view in views if view.pack is not None]
+    if any(pack.policy is PackPolicy.PAD for pack in packs):
+        return NEVER_JOINS
+    return weights_from(mix, epoch)
 
 
 class Skip(Struct, frozen=True, order=True):

@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec import structs
 
-from dataplane.changes import EpochSteps, MixAt
+from dataplane.changes import EpochSteps, MixAt, joins_from
 from dataplane.client.describe import answer_of
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Mount
@@ -21,7 +21,7 @@ from dataplane.client.state import RunState
 from dataplane.errors import ConfigError, PeerLost
 from dataplane.ledger import LedgerPosition
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
-from dataplane.weights import MixHistory, weights_from
+from dataplane.weights import MixHistory
 
 _COUNTS_MAX = 64
 
@@ -50,7 +50,7 @@ def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
     spec, ranks = session.job.spec, session.request.topology.dp_size
     return EpochSteps(
         sample_count(session, epoch), cursor, spec.global_batch, spec.end, ranks,
-        session.changes.gaps(epoch), weights_from(session.mix, epoch),
+        session.changes.gaps(epoch), joins_from(spec, session.mix, epoch),
     )  # fmt: skip
 
 

@@ -85,10 +85,10 @@ class Traced:
         """The ranks and weights that decide how the end of an epoch is cut into steps, as arguments
         of `rows_of_step` and `places_of`.
         """
-        from dataplane.weights import weights_from
+        from dataplane.changes import joins_from
 
         mix = None if self.spec.mixture is None else self.spec.mixture.history
-        return {"dp_size": self.dp_size, "weights_from": weights_from(mix, epoch)}
+        return {"dp_size": self.dp_size, "weights_from": joins_from(self.spec, mix, epoch)}
 
     @property
     def first_blocks(self) -> Int64:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from dataplane.changes import (
     MIX,
+    NEVER_JOINS,
     QUARANTINE,
     SKIP,
     TOMBSTONE,
@@ -30,6 +31,7 @@ from dataplane.changes import (
     dataset_of,
     facts_of,
     in_force,
+    joins_from,
     last_of,
     mix_payload,
     mixes_in_force,
@@ -317,7 +319,8 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
         )
     # What a member consumes now, it has not reported yet.
     following = -(-job.cursor // batch) + 1
-    read = step_count(samples, batch, job.spec.end, job.dp_size)
+    ranks = 1 if joins_from(job.spec, None, 0) == NEVER_JOINS else job.dp_size
+    read = step_count(samples, batch, job.spec.end, ranks)
     free = (job.epoch, following) if following < read else (job.epoch + 1, 0)
     if not is_idle and (epoch, asked.first) < free:
         raise ConfigError(

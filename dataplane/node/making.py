@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane import background
-from dataplane.changes import Changes, changes_of
+from dataplane.changes import Changes, changes_of, joins_from
 from dataplane.config import NodeConfig
 from dataplane.errors import AccessDenied, BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
 from dataplane.model import Stream
@@ -54,7 +54,6 @@ from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
 from dataplane.store.urls import normalise
 from dataplane.trace import Trace
-from dataplane.weights import weights_from
 
 JOB_IDLE_S = 600.0
 TRY_AGAIN_S = 5.0
@@ -303,7 +302,7 @@ class Making:
             wanted.step_stride,
             mix,
         )
-        gaps, changed_at = opened.changes.gaps(at.epoch), weights_from(mix, at.epoch)
+        gaps, changed_at = opened.changes.gaps(at.epoch), joins_from(spec, mix, at.epoch)
         ranks = at.dp_rank, at.dp_size
         own = Slice(samples, at.cursor, spec.global_batch, spec.end, *ranks, gaps, changed_at)
         own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.changes import NO_GAPS
+from dataplane.changes import NO_GAPS, joins_from
 from dataplane.config import JobSpec
 from dataplane.model import End
 from dataplane.plan.cluster import Cluster
@@ -28,7 +28,6 @@ from dataplane.plan.shuffled import (
     source_of_mixture,
 )
 from dataplane.plan.slices import Slice
-from dataplane.weights import weights_from
 
 # A model learns about as much from the first four passes over a text as from as many new texts, and
 # much less from later ones (Muennighoff et al., Scaling Data-Constrained Language Models, 2023).
@@ -95,7 +94,9 @@ def explain_mixture(
     assert isinstance(order, MixedOrder)
     count, batch = order.plan.sample_count, spec.global_batch
     mix = None if spec.mixture is None else spec.mixture.history
-    own = Slice(count, 0, batch, spec.end, 0, cluster.dp_size, NO_GAPS, weights_from(mix, epoch))
+    own = Slice(
+        count, 0, batch, spec.end, 0, cluster.dp_size, NO_GAPS, joins_from(spec, mix, epoch)
+    )
     steps = own.step_count
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.changes import NO_GAPS, Gaps, TakenDocument
+from dataplane.changes import NO_GAPS, Gaps, TakenDocument, joins_from
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import Stream
@@ -37,7 +37,6 @@ from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Collation, Render
 from dataplane.transforms.image_steps import steps_of
-from dataplane.weights import weights_from
 
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
@@ -184,7 +183,7 @@ class Walk:
             stream.dp_rank,
             stream.dp_size,
             gaps,
-            weights_from(stream.mix, stream.epoch),
+            joins_from(spec, stream.mix, stream.epoch),
         )
         self.gaps, self.steps = gaps, self._slice.steps
         self.sizes = sizes
