@@ -117,7 +117,7 @@ def write_packs(
             if (pieces.begins + spans[1] >= np.maximum(lengths, 1)).any():
                 raise RowOutOfBounds("a document has fewer values of its loss mask", row=0)
             spans = starts + pieces.begins + 1, spans[1]
-            has_loss = np.zeros_like(labels)
+            has_loss = np.ones_like(labels)  # also where no piece of these blocks lies
             _widen(rows, mask, form.stored[mask].dtype, spans, placed, has_loss, 1)
             labels[has_loss == 0] = NO_LABEL
 
