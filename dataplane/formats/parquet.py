@@ -343,7 +343,11 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         )
         if not len(seconds) or (seconds.min() > -_SECONDS_MAX and seconds.max() < _SECONDS_MAX):
             return
-        for at in np.flatnonzero(np.abs(nanoseconds // 10**9 - seconds) > 1).tolist():
+        off = seconds - nanoseconds // 10**9
+        # Early Arrow wrote times before 1970 with a negative time of day, and reads 2**64 ns
+        # more in seconds. A whole microsecond that truly is 2**64 ns later would not be whole here.
+        is_early = (np.abs(off - 2**64 // 10**9) <= 1) & (nanoseconds % 1000 == 0)
+        for at in np.flatnonzero((np.abs(off) > 1) & ~is_early).tolist():
             yield str(seconds[at].astype("M8[s]"))
         return
     for part, true_part in zip(_parts(read), _parts(true), strict=True):

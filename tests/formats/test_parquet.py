@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import numpy as np
@@ -261,7 +262,7 @@ def test_int96_beyond_nanoseconds_is_refused_and_never_wraps(kind: str) -> None:
     (batch,) = decoded(Parquet(), content)
     found = batch.column("end").cast(_INT96[kind][0])
     assert found.to_pylist() == [wrapped(first), None, wrapped(last)]
-    for beyond in map(_time, ("9999-12-31T00:00:00", "1677-09-21T00:12:40")):
+    for beyond in map(_time, ("9999-12-31T00:00:00", "1677-09-21T00:00:00")):
         content = _int96(kind, first, None, beyond)
         with pytest.raises(SchemaMismatch, match="row 2 of block 0: column 'end' has") as caught:
             decoded(Parquet(), content)
@@ -269,3 +270,15 @@ def test_int96_beyond_nanoseconds_is_refused_and_never_wraps(kind: str) -> None:
         assert "columns=" in str(caught.value)
         rows = read_rows(Parquet(), content, columns=["id"])
         assert rows == [{"id": 0}, {"id": 1}, {"id": 2}]
+
+
+def test_int96_with_a_negative_time_of_day_as_early_arrow_wrote_it_is_read() -> None:
+    time = _time("1969-12-31T12:00:00")
+    table = pa.table({"end": pa.array([time], _US)})
+    content = parquet_bytes(table, compression="none", use_deprecated_int96_timestamps=True)
+    noon, epoch = 43_200 * 10**9, 2_440_588
+    early = pack("<qi", -noon, epoch)
+    content = content.replace(pack("<qi", noon, epoch - 1), early)
+    assert early in content
+    (batch,) = decoded(Parquet(), content)
+    assert batch.column("end").cast(_US).to_pylist() == [time]
