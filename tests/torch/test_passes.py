@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
+from fleet import worker_processes
 from pictures import drawn, encoded
 
 from dataplane.errors import BudgetTooSmall
@@ -87,14 +88,10 @@ def _batches(shards: str, *, kills: bool = False) -> list[dict[str, object]]:
 
 
 def _kill_one() -> None:
-    mine = os.environ["DATAPLANE_CACHE_DIR"]
-    for process in psutil.process_iter(["name"]):
-        with contextlib.suppress(psutil.Error):
-            is_worker = process.name() == "dp-worker"
-            if is_worker and process.environ().get("DATAPLANE_CACHE_DIR") == mine:
-                process.kill()
-                return
-    raise AssertionError("no worker")
+    workers = worker_processes(psutil.Process())
+    assert workers
+    with contextlib.suppress(psutil.NoSuchProcess):
+        workers[0].kill()
 
 
 def test_batches_are_the_same_where_their_blocks_do_not_fit_together(
