@@ -20,6 +20,7 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # as proxies and databases have it in their url
+_FILLING = ord("*")
 _ENV_START, _ENV_END = 50 - 3, 51 - 3
 """Fields 50 and 51 of /proc/self/stat in proc(5), among those after the name, the second."""
 
@@ -55,7 +56,8 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _overwrite_initial() -> None:
     """Overwrite the secrets among the variables with which the kernel has started this program:
-    they stay where it put them, and in /proc/self/environ, whatever a process changes later.
+    they stay where it put them, and in /proc/self/environ, whatever a process changes later. Not
+    with zeros: some readers of /proc take an empty variable for the end of all of them.
     """
     fields = Path("/proc/self/stat").read_text("latin-1").rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
@@ -65,5 +67,5 @@ def _overwrite_initial() -> None:
     for entry in ctypes.string_at(start, end - start).split(b"\0"):
         name, _, value = os.fsdecode(entry).partition("=")
         if _is_secret(name, value):
-            ctypes.memset(at, 0, len(entry))
+            ctypes.memset(at, _FILLING, len(entry))
         at += len(entry) + 1
