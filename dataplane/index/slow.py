@@ -20,6 +20,7 @@ from dataplane.rpc.sharing import NodeWork
 from dataplane.trace import Trace
 
 _LINES_S = 10.0
+_TEXT_MAX = 300
 _RATED_S = 1.0
 """How long the rest takes is not said sooner: the first parts of the work say too little."""
 
@@ -30,8 +31,8 @@ _listing = threading.Lock()
 
 class LongWork:
     """Work on the dataset with these urls, such as "indexing", in so many `units`. The log has a
-    line every ten seconds, the first one with the `advice`. Use it as a
-    context, in which the work is done; a `Progress`, too. Thread-safe.
+    line every ten seconds, the first one with the `advice`. Use it as a context, in which the work
+    is done; a `Progress`, too. Thread-safe.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class LongWork:
     @property
     def now(self) -> NodeWork:
         """How far it is."""
-        left_s = self._left_s(self._clock())
-        return NodeWork(self.what, self._dataset, self._done, self._total, self._unit, left_s)
+        left_s, dataset = self._left_s(self._clock()), self._dataset[:_TEXT_MAX]
+        return NodeWork(self.what, dataset, self._done, self._total, self._unit, left_s)
 
     def _left_s(self, now: float) -> float:
         began, before = self._first or (now, 0)

@@ -27,7 +27,6 @@ from dataplane.node.stall import undecided
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
-from dataplane.rpc.sharing import NodeWork
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
@@ -204,7 +203,8 @@ class Heartbeat:
         known = self._jobs.tables.known()
         request = membership.HeartbeatRequest(
             self._node, progress, away, holds.count, holds.longest_s, self._reads(), known,
-            self._engine.scheduler.is_short, self._engine.scheduler.held, _work(),
+            self._engine.scheduler.is_short, self._engine.scheduler.held,
+            tuple(all_work()[:_OUTAGES_MAX]),
         )  # fmt: skip
         answer = await self._coordination.heartbeat(request)
         self._learn(answer, known)
@@ -307,7 +307,3 @@ def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
         )
         for one in outages.now(now)[:_OUTAGES_MAX]
     )
-
-
-def _work() -> tuple[NodeWork, ...]:
-    return tuple(replace(one, dataset=one.dataset[:_TEXT_MAX]) for one in all_work()[:_OUTAGES_MAX])

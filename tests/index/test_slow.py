@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
+from dataplane.coordinator.refusals import check_work
 from dataplane.index import slow
 from dataplane.index.run import IndexProgress
 from dataplane.index.slow import LongWork, all_work, work_on
@@ -68,3 +69,8 @@ def test_what_is_under_way_is_listed_and_nothing_else() -> None:
             raise ValueError
         assert work_on({"s3://b/a"}) == known
     assert not all_work()
+
+
+def test_the_coordinator_takes_the_work_on_datasets_with_long_urls() -> None:
+    urls = [f"s3://bucket/{'folder/' * 30}{number}.parquet" for number in range(10)]
+    check_work(LongWork("indexing", urls, "shards").now)
