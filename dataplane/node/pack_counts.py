@@ -102,8 +102,7 @@ class PackCounter:
         """
         if view.pack is None:
             return PackedManifest(manifest)
-        with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
-            name = await self._name(manifest, view, seed)
+        name = await self._name(manifest, view, seed, urls)
         counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
         dataset: Dataset | None = None
         if counts is None:
@@ -123,15 +122,15 @@ class PackCounter:
         counted = None if dataset is None else CountedBlocks(dataset)
         return PackedManifest(of_packs, packing_in(counts), name, counts, counted)
 
-    async def _name(self, manifest: Manifest, view: View, seed: int) -> str:
+    async def _name(self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]) -> str:
         """The name of the counts."""
-        name = counts_name(manifest, view, 0, "")
-        if view.map:
-            spec = JobSpec(manifest.fingerprint, seed, view=view)
+        if not view.map:
+            return counts_name(manifest, view, 0, "")
+        spec = JobSpec(manifest.fingerprint, seed, view=view)
+        with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
             found = await self._mapped_reader.of_job(manifest, spec)
-            assert found is not None
-            name = counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
-        return name
+        assert found is not None
+        return counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
 
     async def _counted(
         self,
