@@ -281,8 +281,7 @@ class DatasetOpener:
 
     async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
         """The dataset gets the blocks that were decoded to count its packs."""
-        counted = opened.packed.counted
-        former = None if counted is None else counted.take()
+        former = opened.packed.take_counted()
         if former is not None:
             await self._engine.inherit(dataset, former)
 
@@ -327,8 +326,7 @@ class DatasetOpener:
     def _forget(self, key: Wanted) -> None:
         future = self._manifests.pop(key)
         if future.done() and not future.cancelled() and future.exception() is None:
-            counted = future.result().packed.counted
-            former = None if counted is None else counted.take()
+            former = future.result().packed.take_counted()
             if former is not None:
                 self._engine.forget_dataset(former)
         if self.shared is not None:

@@ -67,6 +67,12 @@ class PackedManifest(Struct, frozen=True):
     counts: Int64 | None = None
     counted: CountedBlocks | None = None
 
+    def take_counted(self) -> Dataset | None:
+        """The dataset that was read to count its packs, for who takes over its blocks, or forgets
+        it; None if it was taken, or not read.
+        """
+        return None if self.counted is None else self.counted.take()
+
 
 class CountedBlocks:
     """The dataset of a pass that has counted packs, whose blocks may still be in memory."""
