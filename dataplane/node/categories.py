@@ -21,14 +21,14 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct, field, structs
 
-from dataplane import background
 from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.errors import ConfigError, CorruptShard
 from dataplane.index.journal import cache_faults, digest, publish, written_at
 from dataplane.index.slow import LongWork
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
+from dataplane.node.found_once import FoundOnce
 from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
@@ -64,7 +64,7 @@ class CategoryReader:
         reads: OwnReads,
     ) -> None:
         self._config, self._reads = config, reads
-        self._passes: dict[tuple[str, tuple[str, ...]], _Pass] = {}
+        self._passes = FoundOnce[Categories]("categories", remembered=0)
 
     async def of_job(
         self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
@@ -99,48 +99,14 @@ class CategoryReader:
                 f"dataset with `dataplane index --codes {','.join(missing)}`, or give it workers",
                 field="codes",
             )
-        return {**found, **await self._shared_pass(manifest, missing, urls)}
 
-    async def _shared_pass(
-        self, manifest: Manifest, columns: tuple[str, ...], urls: Sequence[str]
-    ) -> Categories:
-        key = manifest.fingerprint, columns
-        shared = self._passes.get(key)
-        if shared is None:
-            shared = self._passes[key] = _Pass(asyncio.get_running_loop().create_future())
-            shared.task = background.start("categories", self._run(key, shared, manifest, urls))
-        shared.waiting += 1
-        try:
-            return await asyncio.shield(shared.result)
-        finally:
-            shared.waiting -= 1
-            if not shared.waiting and not shared.result.done() and shared.task is not None:
-                self._forget(key, shared)  # at once: the next caller starts again
-                shared.task.cancel()
-
-    async def _run(
-        self,
-        key: tuple[str, tuple[str, ...]],
-        shared: _Pass,
-        manifest: Manifest,
-        urls: Sequence[str],
-    ) -> None:
-        columns = key[1]
-        try:
+        async def read() -> Categories:
             with LongWork("finding the values of codes", urls, "rows") as work:
-                found = await self._read(manifest, columns, work)
-            await asyncio.to_thread(self._remember, manifest, found)
-            shared.result.set_result(found)
-        except DataplaneError as error:
-            shared.result.set_exception(error)
-            shared.result.exception()  # mark it as retrieved, even if no caller waits any more
-        finally:
-            self._forget(key, shared)
-            shared.result.cancel()
+                values = await self._read(manifest, missing, work)
+            await asyncio.to_thread(self._remember, manifest, values)
+            return values
 
-    def _forget(self, key: tuple[str, tuple[str, ...]], shared: _Pass) -> None:
-        if self._passes.get(key) is shared:
-            del self._passes[key]
+        return {**found, **await self._passes.of((manifest.fingerprint, missing), read)}
 
     async def _read(
         self, manifest: Manifest, columns: tuple[str, ...], work: LongWork
@@ -200,14 +166,6 @@ class CategoryReader:
             paths = sorted(folder.glob("*.values"), key=written_at)
             for path in paths[:-_FILES_KEPT]:
                 path.unlink(missing_ok=True)
-
-
-class _Pass(Struct, eq=False):
-    """One pass over columns, and how many callers wait for it."""
-
-    result: asyncio.Future[Categories]
-    task: asyncio.Task[None] | None = None
-    waiting: int = 0
 
 
 class DistinctValues(Struct, eq=False):

@@ -1,8 +1,8 @@
-"""What a node finds out by running a function of the user, once for all that ask.
+"""What a node finds out by reading, or by running a function of the user, once for all that wait.
 
 Invariants:
-1. A value is looked for once at a time, however many wait for it. It is remembered; a failure is
-   not: the next one who asks tries again.
+1. A value is looked for once at a time, however many wait for it. It may be remembered; a failure
+   is not: the next one who asks tries again.
 2. It is looked for as long as somebody waits for it: the function may hang.
 """
 
@@ -18,64 +18,64 @@ from msgspec import Struct
 from dataplane import background
 from dataplane.errors import DataplaneError
 
-_REMEMBERED_MAX = 64
+_REMEMBERED = 64
 T = TypeVar("T")
 
 
-class _Sought(Struct, eq=False):
-    """A value that is being looked for, by this task, and how many wait for it."""
+class _Sought(Struct, Generic[T], eq=False):
+    """A value that is being looked for, and how many wait for it."""
 
-    task: asyncio.Task[None]
+    result: asyncio.Future[T]
+    task: asyncio.Task[None] | None = None
     waiting: int = 0
 
 
 class FoundOnce(Generic[T]):
-    """Values by key; `name` is that of the tasks that look for them."""
+    """Values by key; `name` is that of the tasks that look for them. The last `remembered` values
+    are kept.
+    """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._found: OrderedDict[Hashable, asyncio.Future[T]] = OrderedDict()
-        self._sought: dict[asyncio.Future[T], _Sought] = {}
+    def __init__(self, name: str, remembered: int = _REMEMBERED) -> None:
+        self._name, self._remembered = name, remembered
+        self._found: OrderedDict[Hashable, T] = OrderedDict()
+        self._sought: dict[Hashable, _Sought[T]] = {}
 
     async def of(self, key: Hashable, find: Callable[[], Awaitable[T]]) -> T:
         """The value of this key, which `find` looks for if it is not known.
 
         Raises:  DataplaneError: that of `find`.
         """
-        future = self._found.get(key)
-        if future is None:
-            future = self._found[key] = asyncio.get_running_loop().create_future()
-            if len(self._found) > _REMEMBERED_MAX:
-                self._found.popitem(last=False)
-            task = background.start(self._name, self._find(key, future, find))
-            self._sought[future] = _Sought(task)
-        sought = self._sought.get(future)
+        if key in self._found:
+            return self._found[key]
+        sought = self._sought.get(key)
         if sought is None:
-            return await asyncio.shield(future)
+            sought = self._sought[key] = _Sought(asyncio.get_running_loop().create_future())
+            sought.task = background.start(self._name, self._find(key, sought, find))
         sought.waiting += 1
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(sought.result)
         finally:
             sought.waiting -= 1
-            if not sought.waiting and not future.done():
-                self._forget(key, future)
+            if not sought.waiting and not sought.result.done() and sought.task is not None:
+                self._forget(key, sought)  # at once: the next caller starts again
                 sought.task.cancel()
 
     async def _find(
-        self, key: Hashable, future: asyncio.Future[T], find: Callable[[], Awaitable[T]]
+        self, key: Hashable, sought: _Sought[T], find: Callable[[], Awaitable[T]]
     ) -> None:
         try:
-            future.set_result(await find())
+            value = await find()
+            self._found[key] = value
+            while len(self._found) > self._remembered:
+                self._found.popitem(last=False)
+            sought.result.set_result(value)
         except DataplaneError as error:
-            future.set_exception(error)
-            future.exception()  # mark it as retrieved, even if no caller waits any more
+            sought.result.set_exception(error)
+            sought.result.exception()  # mark it as retrieved, even if no caller waits any more
         finally:
-            if not future.done() or future.exception():
-                self._forget(key, future)
-            self._sought.pop(future, None)
-            future.cancel()
+            self._forget(key, sought)
+            sought.result.cancel()
 
-    def _forget(self, key: Hashable, future: asyncio.Future[T]) -> None:
-        self._sought.pop(future, None)
-        if self._found.get(key) is future:
-            del self._found[key]
+    def _forget(self, key: Hashable, sought: _Sought[T]) -> None:
+        if self._sought.get(key) is sought:
+            del self._sought[key]

@@ -72,7 +72,8 @@ class Reader:
 
     async def is_waited_for_by(self, count: int) -> None:
         async with asyncio.timeout(60):
-            while sum(one.waiting for one in self.reader._passes.values()) < count:  # noqa: ASYNC110
+            sought = self.reader._passes._sought
+            while sum(one.waiting for one in sought.values()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
 
