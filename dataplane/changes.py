@@ -24,8 +24,8 @@ from msgspec import Struct, structs
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity, End, PackPolicy
-from dataplane.weights import MixHistory, ShareChange, weights_from
+from dataplane.model import DatasetIdentity, End
+from dataplane.weights import MixHistory, ShareChange
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
@@ -77,27 +77,18 @@ class Gaps(Struct, frozen=True):
 NO_GAPS = Gaps()
 
 
-def step_count(rows: int, global_batch: int, end: End, dp_size: int = 1, fixed: int = 0) -> int:
-    """How many steps so many rows make; the same on every rank.
-
-    A ragged last step with fewer rows than there are ranks joins the step before, so that no rank
-    has an empty batch. It does not if that step begins within the first `fixed` rows: some ranks
-    may have read it before the present end of the epoch was known.
-    """
-    if end is End.DROP:
-        return rows // global_batch
-    count = -(-rows // global_batch)
-    joins = end is End.RAGGED and count > 1 and 0 < rows % global_batch < dp_size
-    return count - (joins and (count - 2) * global_batch >= fixed)
-
-
-NEVER_JOINS = 1 << 62
-"""As `weights_from`: no row joins another step, since a rank has one sample at each."""
+def step_count(rows: int, global_batch: int, end: End) -> int:
+    """How many steps so many rows make on one rank."""
+    return rows // global_batch if end is End.DROP else -(-rows // global_batch)
 
 
 class EpochSteps(Struct, frozen=True):
-    """The steps of an epoch from a cursor on, as all ranks count them. `weights_from` is the last
-    position of the epoch at which the weights of a mixture change, or NEVER_JOINS.
+    """The steps of an epoch from a cursor on, as all ranks count them.
+
+    If `joins`, a ragged last step with fewer rows than there are ranks joins the step before, so
+    that no rank has an empty batch. It does not if that step begins before `weights_from`, the last
+    position of the epoch at which the weights of a mixture change: some ranks may have read it
+    before the present end of the epoch was known.
     """
 
     sample_count: int
@@ -107,6 +98,27 @@ class EpochSteps(Struct, frozen=True):
     dp_size: int = 1
     gaps: Gaps = NO_GAPS
     weights_from: int = 0
+    joins: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        spec: JobSpec,
+        sample_count: int,
+        epoch: int = 0,
+        *,
+        cursor: int = 0,
+        dp_size: int = 1,
+        gaps: Gaps = NO_GAPS,
+        mix: MixHistory | None = None,
+    ) -> EpochSteps:
+        """Those of an epoch of a job, with the weights of `mix`. Two padded batches cannot be
+        joined, so of these some ranks get an empty one.
+        """
+        return cls(
+            sample_count, cursor, spec.global_batch, spec.end, dp_size, gaps,
+            0 if mix is None else mix.last_change(epoch), not spec.pads,
+        )  # fmt: skip
 
     @property
     def left(self) -> int:
@@ -116,10 +128,13 @@ class EpochSteps(Struct, frozen=True):
     @property
     def count(self) -> int:
         """Steps from the cursor to the end of the epoch."""
-        live = self.gaps.live
-        fixed = max(0, live(self.weights_from) - live(self.cursor)) if self.weights_from else 0
-        fixed = NEVER_JOINS if self.weights_from == NEVER_JOINS else fixed
-        return step_count(self.left, self.global_batch, self.end, self.dp_size, fixed)
+        left, live = self.left, self.gaps.live
+        count = step_count(left, self.global_batch, self.end)
+        may_join = self.joins and self.end is End.RAGGED and count > 1
+        if not (may_join and 0 < left % self.global_batch < self.dp_size):
+            return count
+        begin = live(self.cursor) + (count - 2) * self.global_batch
+        return count - (begin >= live(self.weights_from))
 
     def live_count(self, steps: int) -> int:
         """How many live positions these many steps have, padding included."""
@@ -141,8 +156,7 @@ class EpochSteps(Struct, frozen=True):
         Raises:  ConfigError: fewer rows are left than there are ranks, and `end` adds none.
         """
         left, ranks = self.left, self.dp_size
-        may_be_empty = self.weights_from == NEVER_JOINS
-        if self.end is not End.RAGGED or may_be_empty or not 0 < left < ranks:
+        if self.end is not End.RAGGED or not self.joins or not 0 < left < ranks:
             return
         if self.cursor:
             state = f"behind position {self.cursor}, epoch {epoch} has"
@@ -155,17 +169,6 @@ class EpochSteps(Struct, frozen=True):
             f" would get an empty batch, whose mean is NaN: {remedy}",
             field="dp_size",
         )
-
-
-def joins_from(spec: JobSpec, mix: MixHistory | None, epoch: int) -> int:
-    """`weights_from` of the steps of an epoch. Of padded batches, no two are joined."""
-    views = (
-        [spec.view, *(one.view for one in spec.mixture.sources)] if spec.mixture else [spec.view]
-    )
-    packs = [view.pack for view in views if view.pack is not None]
-    if any(pack.policy is PackPolicy.PAD for pack in packs):
-        return NEVER_JOINS
-    return weights_from(mix, epoch)
 
 
 class Skip(Struct, frozen=True, order=True):

@@ -82,6 +82,12 @@ class JobSpec(Struct, frozen=True):
         return self.shuffle or self.mixture is not None
 
     @property
+    def pads(self) -> bool:
+        """Whether its samples, or those of one of its sources, are padded batches."""
+        sources = () if self.mixture is None else self.mixture.sources
+        return self.view.pads or any(source.view.pads for source in sources)
+
+    @property
     def joint_digest(self) -> str:
         """32 hex digits over what all ranks of a launch must have in common: what their slabs have,
         and the weights that were asked for.

@@ -307,6 +307,11 @@ class View(Struct, frozen=True):
     collate: str = ""
     pack: PackSpec | None = None
 
+    @property
+    def pads(self) -> bool:
+        """Whether its samples are padded batches."""
+        return self.pack is not None and self.pack.policy is PackPolicy.PAD
+
 
 class MixUnit(enum.StrEnum):
     """What the weights of a mixture are shares of: its samples, their tokens, or its batches. A

@@ -64,12 +64,9 @@ class MixHistory(Struct, frozen=True):
             if change.epoch == epoch and begin < change.position < end
         )
 
-
-def weights_from(mix: MixHistory | None, epoch: int) -> int:
-    """The last position of an epoch at which shares change; 0 if they stay the same."""
-    if mix is None:
-        return 0
-    return max((one.position for one in mix.changes if one.epoch == epoch), default=0)
+    def last_change(self, epoch: int) -> int:
+        """The last position of an epoch at which shares change; 0 if they stay the same."""
+        return max((one.position for one in self.changes if one.epoch == epoch), default=0)
 
 
 def _digest(length: int, changes: tuple[ShareChange, ...]) -> str:

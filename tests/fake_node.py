@@ -27,6 +27,7 @@ import numpy as np
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
+from dataplane.changes import EpochSteps
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
@@ -219,10 +220,12 @@ class FakeNode:
         elif isinstance(body, OpenStream):
             assert peer.job is not None
             may_be_killed(self.script, "stream")
-            place = Slice(
+            ranks = peer.job.topology
+            whole = EpochSteps(
                 self.script.sample_count, body.cursor, peer.job.global_batch, peer.job.end,
-                peer.job.topology.dp_rank, peer.job.topology.dp_size,
+                ranks.dp_size,
             )  # fmt: skip
+            place = Slice(whole, ranks.dp_rank)
             self._number += 1
             steps = range(body.first_step, place.step_count, body.step_stride)
             peer.streams[self._number] = (body, self._slabs(place, list(steps)))

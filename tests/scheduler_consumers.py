@@ -11,6 +11,7 @@ from scheduler_fed import Feeder
 from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
+from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced
 from dataplane.model import Stream
@@ -84,7 +85,8 @@ class Consumer:
         """(rows, valid rows, samples) of each of its steps, by step; None where it has none."""
         at, spec, world = self.at, self.place.spec, self.world
         count = world.sample_count
-        mine = Slice(count, at.cursor, spec.global_batch, spec.end, at.dp_rank, at.dp_size)
+        whole = EpochSteps.of(spec, count, at.epoch, cursor=at.cursor, dp_size=at.dp_size)
+        mine = Slice(whole, at.dp_rank)
         steps = mine.positions_of_steps(0, mine.step_count)
         _, samples = world.order(spec, at.epoch)
         positions, found, first = steps.positions.tolist(), [], 0

@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec import structs
 
-from dataplane.changes import EpochSteps, MixAt, joins_from
+from dataplane.changes import EpochSteps, MixAt
 from dataplane.client.describe import answer_of
 from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Mount
@@ -47,10 +47,10 @@ def epoch_steps(session: Session, epoch: int, cursor: int = 0) -> EpochSteps:
 
     Raises:  DataplaneError: as the node says.
     """
-    spec, ranks = session.job.spec, session.request.topology.dp_size
-    return EpochSteps(
-        sample_count(session, epoch), cursor, spec.global_batch, spec.end, ranks,
-        session.changes.gaps(epoch), joins_from(spec, session.mix, epoch),
+    return EpochSteps.of(
+        session.job.spec, sample_count(session, epoch), epoch, cursor=cursor,
+        dp_size=session.request.topology.dp_size, gaps=session.changes.gaps(epoch),
+        mix=session.mix,
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class RunState(Struct, frozen=True):
         the next one. `gaps` are the positions of the epoch that are skipped. Older versions saved
         the end of the finished epoch.
         """
-        steps = EpochSteps(self.sample_count, self.cursor, spec.global_batch, spec.end, gaps=gaps)
+        steps = EpochSteps.of(spec, self.sample_count, cursor=self.cursor, gaps=gaps)
         if not self.cursor or steps.count:
             return self
         return structs.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)

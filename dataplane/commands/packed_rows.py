@@ -210,14 +210,13 @@ def packs_with(
     rows = (row, *left_out.taken_rows(number))
     for epoch in epochs:
         order = job.order(epoch)
+        steps = job.steps(order, epoch, cursor)
         for keyed in order.keys_of_packs(number) if job.spec.shuffle else [None]:
             whole = packs_of(lengths, of.view.pack, keyed)
             made = functools.lru_cache(8)(partial(without, whole, lengths, of.view.pack))
             for piece in np.flatnonzero(np.isin(whole.pieces[0], rows)).tolist():
                 pack = int(whole.starts.searchsorted(piece, side="right")) - 1
-                for place in places_of(
-                    job.spec, order, number, pack, cursor=cursor, **job.cut(epoch)
-                ):
+                for place in places_of(steps, order, number, pack):
                     if keyed not in (None, _key_at(order, place, number)):
                         continue
                     changes = left_out.changes(epoch, place.position)

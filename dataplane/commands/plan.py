@@ -157,9 +157,8 @@ def _show(
 ) -> None:
     from dataplane.commands.plan_reads import reads_and_advice
 
-    order, cluster, found = explained(manifest, question)
+    order, cluster, job, found = explained(manifest, spec, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
-    job = _spec(spec, order, question)
     reads, said = reads_and_advice(manifest, job, cluster, config, order.epoch)
     warnings = (*said, *found.warnings)
     if as_json:
@@ -181,11 +180,14 @@ def _show(
         output.warn(warning)
 
 
-def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, Explanation]:
-    """The order of the job, and its explanation.
+def explained(
+    manifest: Manifest, spec: JobSpec, question: Question
+) -> tuple[Order, Cluster, JobSpec, Explanation]:
+    """The order of the job, its ranks, the job as a node would get it, and its explanation.
 
     Raises:  ConfigError: invalid numbers for an order or a slice.
     """
+    from dataplane.changes import EpochSteps
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.defaults import BlockSizes, shuffle_of
     from dataplane.plan.explain import explain
@@ -203,10 +205,9 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
         shuffle.ramp,
     )
     cluster = Cluster(question.dp_size, question.ranks_per_host)
-    found = explain(
-        manifest, order, cluster, question.global_batch, question.end, ramp=shuffle.ramp
-    )
-    return order, cluster, found
+    job = _spec(spec, order, question)
+    steps = EpochSteps.of(job, manifest.sample_count, dp_size=cluster.dp_size)
+    return order, cluster, job, explain(manifest, order, cluster, steps, ramp=shuffle.ramp)
 
 
 def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:

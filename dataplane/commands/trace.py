@@ -124,10 +124,8 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
     ]
     changes = left_out.changes(epoch, cursor + step * job.spec.global_batch)
     gaps, rows_for = changes.gaps(epoch), left_out.rows_for(changes)
-    rows = rows_of_step(
-        job.spec, order, names, step, cursor=cursor, gaps=gaps, rows_for=rows_for,
-        **job.cut(epoch),
-    )  # fmt: skip
+    steps = job.steps(order, epoch, cursor)
+    rows = rows_of_step(steps, order, names, step, gaps=gaps, rows_for=rows_for)
     if dp_rank is None:
         return rows
     own = rows.dp_ranks == dp_rank

@@ -27,6 +27,7 @@ from dataplane.ledger import PLACE_MAX, Ledger, SourceUrls
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
+    from dataplane.changes import EpochSteps
     from dataplane.config import JobSpec
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
@@ -81,14 +82,14 @@ class Traced:
 
         return job_order(self.spec, [source.manifest for source in self.sources], epoch)
 
-    def cut(self, epoch: int) -> dict[str, int]:
-        """The ranks and weights that decide how the end of an epoch is cut into steps, as arguments
-        of `rows_of_step` and `places_of`.
-        """
-        from dataplane.changes import joins_from
+    def steps(self, order: TracedOrder, epoch: int, cursor: int = 0) -> EpochSteps:
+        """The steps of an epoch, which has this order; skipped ones count."""
+        from dataplane.changes import EpochSteps
 
         mix = None if self.spec.mixture is None else self.spec.mixture.history
-        return {"dp_size": self.dp_size, "weights_from": joins_from(self.spec, mix, epoch)}
+        return EpochSteps.of(
+            self.spec, order.sample_count, epoch, cursor=cursor, dp_size=self.dp_size, mix=mix
+        )
 
     @property
     def first_blocks(self) -> Int64:
@@ -107,10 +108,7 @@ class Traced:
 
     def step_count(self, epoch: int) -> int:
         """How many steps an epoch has, skipped ones counted."""
-        from dataplane.changes import NO_GAPS, EpochSteps
-
-        spec, count, cut = self.spec, self.order(epoch).sample_count, self.cut(epoch)
-        return EpochSteps(count, 0, spec.global_batch, spec.end, gaps=NO_GAPS, **cut).count
+        return self.steps(self.order(epoch), epoch).count
 
     @property
     def epoch(self) -> int:

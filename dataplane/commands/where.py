@@ -167,9 +167,10 @@ def _places(
         return
     number, row = int(job.first_blocks[source]) + at[0], at[1]
     for epoch in epochs:
-        order, steps = job.order(epoch), job.cut(epoch)
+        order = job.order(epoch)
+        steps = job.steps(order, epoch, cursor)
         for stood in dict.fromkeys((row, *left_out.taken_rows(number))):
-            for place in places_of(job.spec, order, number, stood, cursor=cursor, **steps):
+            for place in places_of(steps, order, number, stood):
                 given = left_out.given(epoch, place.position, number, stood)
                 if row in (stood, given):
                     yield epoch, place, stood, given, {}

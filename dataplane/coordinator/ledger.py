@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from dataplane.changes import (
     MIX,
-    NEVER_JOINS,
     QUARANTINE,
     SKIP,
     TOMBSTONE,
     WEIGHTS,
+    EpochSteps,
     ReplacedRow,
     Skip,
     Tombstone,
@@ -31,7 +31,6 @@ from dataplane.changes import (
     dataset_of,
     facts_of,
     in_force,
-    joins_from,
     last_of,
     mix_payload,
     mixes_in_force,
@@ -39,7 +38,6 @@ from dataplane.changes import (
     quarantined_rows,
     rows_layout,
     skip_payload,
-    step_count,
     tombstone_payload,
     weights_entry,
 )
@@ -309,7 +307,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
     mixture, samples = job.spec.mixture, job.sample_count
     if mixture is not None and not mixture.length:
         samples = _SAMPLES_MAX  # how many an epoch has depends on the weights
-    count = step_count(samples, batch, job.spec.end)
+    count = EpochSteps.of(job.spec, samples).count
     if not 0 <= asked.first < asked.stop <= count:
         raise ConfigError(
             f"there are no steps {asked.first}:{asked.stop}: an epoch of job {job.job_id!r} has "
@@ -319,8 +317,7 @@ def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
         )
     # What a member consumes now, it has not reported yet.
     following = -(-job.cursor // batch) + 1
-    ranks = 1 if joins_from(job.spec, None, 0) == NEVER_JOINS else job.dp_size
-    read = step_count(samples, batch, job.spec.end, ranks)
+    read = EpochSteps.of(job.spec, samples, dp_size=job.dp_size).count
     free = (job.epoch, following) if following < read else (job.epoch + 1, 0)
     if not is_idle and (epoch, asked.first) < free:
         raise ConfigError(

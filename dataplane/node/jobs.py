@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane.arena.slots import plan_slots
-from dataplane.changes import MIX, NEVER_JOINS, changes_of, check_unchanged, joins_from
+from dataplane.changes import MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.machine import numa_node_of, numa_nodes
@@ -150,9 +150,8 @@ class Jobs:
     ) -> ServedMember:
         """Check what can be checked here, take the place, then the memory."""
         spec, samples, place = opened.spec, opened.sample_count, request.topology
-        own = Slice(samples, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
-        if joins_from(spec, None, 0) != NEVER_JOINS:
-            own.steps.check_ranks(0)
+        own = Slice(EpochSteps.of(spec, samples, dp_size=place.dp_size), place.dp_rank)
+        own.steps.check_ranks(0)
         for dataset in opened.datasets:
             self._check_budget(dataset)
         joined = await self.places.join(joining)

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane import background
-from dataplane.changes import Changes, changes_of, joins_from
+from dataplane.changes import Changes, EpochSteps, changes_of
 from dataplane.config import NodeConfig
 from dataplane.errors import AccessDenied, BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
 from dataplane.model import Stream
@@ -302,10 +302,11 @@ class Making:
             wanted.step_stride,
             mix,
         )
-        gaps, changed_at = opened.changes.gaps(at.epoch), joins_from(spec, mix, at.epoch)
-        ranks = at.dp_rank, at.dp_size
-        own = Slice(samples, at.cursor, spec.global_batch, spec.end, *ranks, gaps, changed_at)
-        own.check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
+        steps = EpochSteps.of(
+            spec, samples, at.epoch, cursor=at.cursor, dp_size=at.dp_size,
+            gaps=opened.changes.gaps(at.epoch), mix=mix,
+        )  # fmt: skip
+        Slice(steps, at.dp_rank).check_steps(wanted.steps.first, wanted.steps.count, at.step_stride)
         place = self._place(job, opened, at.dp_size, wanted.slot_bytes, now)
         if not 1 <= wanted.steps.count <= place.sizes.batches_max:
             raise ConfigError(f"a slab of {wanted.steps.count} batches", field="count")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dataplane.changes import EpochSteps
 from dataplane.model import End
 from dataplane.plan.block_hosts import BlockHosts
 from dataplane.plan.cluster import Cluster
@@ -82,17 +83,17 @@ def explain(
     manifest: Manifest,
     order: Order,
     cluster: Cluster,
-    global_batch: int,
-    end: End = End.RAGGED,
+    steps: EpochSteps,
     *,
     ramp: int = 0,
 ) -> Explanation:
-    """Explain an order for these ranks. `ramp` is that of the job, whichever epoch the order is of.
+    """Explain an order for these ranks, which make these steps. `ramp` is that of the job,
+    whichever epoch the order is of.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
-    samples = manifest.sample_count
-    steps = Slice(samples, 0, global_batch, end, 0, cluster.dp_size).step_count
+    samples, global_batch, end = manifest.sample_count, steps.global_batch, steps.end
+    step_count = Slice(steps).step_count
     rows, lengths = manifest.block_rows, manifest.block_length
     readers = BlockHosts.of(order)
     hosts = readers.counts(cluster, rows)
@@ -104,10 +105,10 @@ def explain(
     ramp = ramp if order.shuffle else 0
     windows = _ramp_windows(order, ramp)
     read = readers.read_bytes(cluster, rows, lengths)
-    covered = steps * global_batch
+    covered = step_count * global_batch
     dropped = samples - covered if end is End.DROP else 0
     return Explanation(
-        step_count=steps,
+        step_count=step_count,
         samples_dropped=dropped,
         samples_padded=covered - samples if end is End.PAD else 0,
         lanes=order.lanes,

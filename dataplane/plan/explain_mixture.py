@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.changes import NO_GAPS, joins_from
+from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.model import End
 from dataplane.plan.cluster import Cluster
@@ -94,9 +94,7 @@ def explain_mixture(
     assert isinstance(order, MixedOrder)
     count, batch = order.plan.sample_count, spec.global_batch
     mix = None if spec.mixture is None else spec.mixture.history
-    own = Slice(
-        count, 0, batch, spec.end, 0, cluster.dp_size, NO_GAPS, joins_from(spec, mix, epoch)
-    )
+    own = Slice(EpochSteps.of(spec, count, epoch, dp_size=cluster.dp_size, mix=mix))
     steps = own.step_count
     covered = steps * batch
     mixed = mixed_of(spec, [each.sample_count for each in manifests])

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import NO_GAPS, EpochSteps, Gaps
+from dataplane.changes import EpochSteps
 from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.order import SAMPLE_COUNT_MAX
@@ -37,49 +37,36 @@ class Steps(Struct, frozen=True):
 
 
 class Slice(Struct, frozen=True):
-    """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
+    """What one rank consumes of the steps that all ranks make.
 
     Raises:  ConfigError: invalid numbers; says what to do.
     """
 
-    sample_count: int
-    cursor: int
-    global_batch: int
-    end: End
+    steps: EpochSteps
     dp_rank: int = 0
-    dp_size: int = 1
-    gaps: Gaps = NO_GAPS
-    weights_from: int = 0
 
     def __post_init__(self) -> None:
-        _check_ranks(self.dp_rank, self.dp_size)
-        _check_batch(self.global_batch, self.dp_size)
-        if not 1 <= self.sample_count <= SAMPLE_COUNT_MAX:
+        own = self.steps
+        _check_ranks(self.dp_rank, own.dp_size)
+        _check_batch(own.global_batch, own.dp_size)
+        if not 1 <= own.sample_count <= SAMPLE_COUNT_MAX:
             raise ConfigError(
-                f"a dataset of {self.sample_count} samples has no batches: check its urls",
+                f"a dataset of {own.sample_count} samples has no batches: check its urls",
                 field="sample_count",
             )
-        if not 0 <= self.cursor <= self.sample_count:
+        if not 0 <= own.cursor <= own.sample_count:
             raise ConfigError(
-                f"cursor {self.cursor} is outside of an epoch of {self.sample_count} samples: the"
+                f"cursor {own.cursor} is outside of an epoch of {own.sample_count} samples: the"
                 " state was saved with another dataset, or is damaged",
                 field="cursor",
             )
-        if self.end is End.DROP and self.global_batch > self.sample_count:
+        if own.end is End.DROP and own.global_batch > own.sample_count:
             raise ConfigError(
-                f"a global batch of {self.global_batch} samples is larger than the dataset of"
-                f" {self.sample_count}, and incomplete batches are dropped: no step is left."
+                f"a global batch of {own.global_batch} samples is larger than the dataset of"
+                f" {own.sample_count}, and incomplete batches are dropped: no step is left."
                 " Choose a smaller batch, or keep the last batch (drop_last=False)",
                 field="global_batch",
             )
-
-    @property
-    def steps(self) -> EpochSteps:
-        """Where the steps of all ranks begin and end."""
-        return EpochSteps(
-            self.sample_count, self.cursor, self.global_batch, self.end, self.dp_size, self.gaps,
-            self.weights_from,
-        )  # fmt: skip
 
     @property
     def step_count(self) -> int:
@@ -104,47 +91,49 @@ class Slice(Struct, frozen=True):
             return Steps(*(np.empty(0, np.int64) for _ in range(3)))
         last = first + (count - 1) * stride
         steps, own = range(first, last + 1, stride), self.steps
-        begin = np.array(steps, np.int64) * self.global_batch
-        begin += self.cursor
-        if self.gaps.ranges:
+        begin = np.array(steps, np.int64) * own.global_batch
+        begin += own.cursor
+        if own.gaps.ranges:
             begin = np.array([own.begin(step) for step in steps], np.int64)
-        end = begin + self.global_batch
-        if self.end is End.RAGGED and last == own.count - 1:
-            end[-1] = self.sample_count
-        if any(begin[0] < gap < end[-1] for gap, _ in self.gaps.ranges):
+        end = begin + own.global_batch
+        if own.end is End.RAGGED and last == own.count - 1:
+            end[-1] = own.sample_count
+        if any(begin[0] < gap < end[-1] for gap, _ in own.gaps.ranges):
             return self._over_gaps(steps)
-        bounded = np.minimum(end, self.sample_count)
-        owned = begin + (self.dp_rank - begin) % self.dp_size
+        bounded = np.minimum(end, own.sample_count)
+        owned = begin + (self.dp_rank - begin) % own.dp_size
         valid = self._owned(owned, bounded)
-        rows = self._owned(owned, end) if self.end is End.PAD else valid
+        rows = self._owned(owned, end) if own.end is End.PAD else valid
         before = np.cumsum(rows) - rows
-        positions = np.arange(rows.sum(), dtype=np.int64) * self.dp_size
-        positions += np.repeat(owned - before * self.dp_size, rows)
-        if self.end is End.PAD:
-            positions %= self.sample_count
+        positions = np.arange(rows.sum(), dtype=np.int64) * own.dp_size
+        positions += np.repeat(owned - before * own.dp_size, rows)
+        if own.end is End.PAD:
+            positions %= own.sample_count
         return Steps(positions, rows, valid)
 
     def _over_gaps(self, steps: range) -> Steps:
         """Steps of which some go on behind a gap."""
         found, rows, valid = [], [], []
-        own, live_count = self.steps, self.gaps.live(self.sample_count)
-        before = self.gaps.live(self.cursor)
+        own = self.steps
+        count, gaps = own.sample_count, own.gaps
+        live_count, before = gaps.live(count), gaps.live(own.cursor)
         for step in steps:
-            first = before + step * self.global_batch
+            first = before + step * own.global_batch
             stop = min(before + own.live_count(step + 1), live_count)
-            pieces = [self._owned_range(*piece) for piece in self.gaps.pieces(first, stop)]
+            pieces = [self._owned_range(*piece) for piece in gaps.pieces(first, stop)]
             valid.append(sum(map(len, pieces)))
-            if self.end is End.PAD:
-                padded = first + self.global_batch - stop
-                pieces.append(self._owned_range(self.sample_count, self.sample_count + padded))
+            if own.end is End.PAD:
+                padded = first + own.global_batch - stop
+                pieces.append(self._owned_range(count, count + padded))
             rows.append(sum(map(len, pieces)))
             found += pieces
-        positions = np.concatenate(found) % self.sample_count
+        positions = np.concatenate(found) % count
         return Steps(positions, np.array(rows, np.int64), np.array(valid, np.int64))
 
     def _owned_range(self, begin: int, end: int) -> Int64:
-        owned = begin + (self.dp_rank - begin) % self.dp_size
-        return np.arange(owned, end, self.dp_size, dtype=np.int64)
+        ranks = self.steps.dp_size
+        owned = begin + (self.dp_rank - begin) % ranks
+        return np.arange(owned, end, ranks, dtype=np.int64)
 
     def check_steps(self, first: int, count: int, stride: int) -> None:
         """Raises:  ConfigError: there are no steps first, first + stride, …, `count` of them."""
@@ -152,17 +141,17 @@ class Slice(Struct, frozen=True):
             raise ConfigError(
                 f"{count} steps at a stride of {stride}: count from 0, stride from 1", field="step"
             )
-        last = first + (count - 1) * stride
-        if count and not 0 <= first <= last < self.step_count:
+        last, step_count = first + (count - 1) * stride, self.step_count
+        if count and not 0 <= first <= last < step_count:
             raise ConfigError(
-                f"there are no steps {first} to {last}: they run from 0 to {self.step_count - 1}"
-                f" at cursor {self.cursor}",
+                f"there are no steps {first} to {last}: they run from 0 to {step_count - 1}"
+                f" at cursor {self.steps.cursor}",
                 field="step",
             )
 
     def _owned(self, owned: Int64, end: Int64) -> Int64:
         """How many of owned, owned + dp_size, … are below `end`."""
-        count: Int64 = np.maximum(-((owned - end) // self.dp_size), 0)
+        count: Int64 = np.maximum(-((owned - end) // self.steps.dp_size), 0)
         return count
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import NO_GAPS, Gaps
-from dataplane.config import JobSpec
+from dataplane.changes import NO_GAPS, EpochSteps, Gaps
 from dataplane.errors import ConfigError
 from dataplane.model import End
 from dataplane.plan.manifest import Manifest
@@ -172,28 +171,24 @@ def shard_named(manifest: Manifest, name: str) -> int:
 
 
 def rows_of_step(
-    spec: JobSpec,
+    steps: EpochSteps,
     order: SampleOrder,
     names: Sequence[RowNames],
     step: int,
     *,
-    cursor: int = 0,
-    dp_size: int = 1,
     gaps: Gaps = NO_GAPS,
     rows_for: RowsFor | None = None,
-    weights_from: int = 0,
 ) -> StepRows:
     """The global batch of a step, and the rank that gets each of its rows. `names` are those of
-    each source. `gaps` are skipped, and `rows_for` gives the rows that stand for those that were
-    taken out, if any were. Other weights of a mixture end at `weights_from`.
+    each source. `gaps` are skipped, which count in `steps`, and `rows_for` gives the rows that
+    stand for those that were taken out, if any were.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
     count = order.sample_count
-    own = Slice(count, cursor, spec.global_batch, spec.end, 0, dp_size, NO_GAPS, weights_from)
-    own.check_steps(step, 1, 1)
-    begin, end = own.steps.begin(step), own.steps.begin(step + 1)
-    positions = np.arange(begin, end if spec.end is End.PAD else min(end, count), dtype=np.int64)
+    Slice(steps).check_steps(step, 1, 1)
+    begin, end = steps.begin(step), steps.begin(step + 1)
+    positions = np.arange(begin, end if steps.end is End.PAD else min(end, count), dtype=np.int64)
     blocks, rows = order.locate(positions % count)
     first = starts_of([each.block_count for each in names])
     sources = first.searchsorted(blocks, side="right") - 1
@@ -209,37 +204,28 @@ def rows_of_step(
     for gap, stop in gaps.ranges:
         is_skipped |= (gap <= positions) & (positions < stop)
     return StepRows(
-        positions, positions >= count, positions % dp_size, sources, blocks, rows, shards,
+        positions, positions >= count, positions % steps.dp_size, sources, blocks, rows, shards,
         shard_rows, taken, is_skipped,
     )  # fmt: skip
 
 
-def places_of(
-    spec: JobSpec,
-    order: TracedOrder,
-    block: int,
-    row: int,
-    *,
-    cursor: int = 0,
-    dp_size: int = 1,
-    weights_from: int = 0,
-) -> tuple[Place, ...]:
+def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tuple[Place, ...]:
     """Where a row of a block stands in an epoch: once for each pass over its source, and again for
     each time that it pads the last step. A position before the cursor has no step.
 
     Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
     """
-    count, batch = order.sample_count, spec.global_batch
-    steps = Slice(count, cursor, batch, spec.end, 0, dp_size, NO_GAPS, weights_from).steps
+    Slice(steps)  # checks them
+    count, cursor = order.sample_count, steps.cursor
     found, last = order.positions_of(block, row).tolist(), steps.count - 1
     stop = steps.begin(steps.count)
     padded = [at for one in found for at in range(one + count, stop, count)]
     return tuple(
         Place(
             at,
-            min((at - cursor) // batch, last) if cursor <= at < stop else None,
-            at % dp_size,
+            min((at - cursor) // steps.global_batch, last) if cursor <= at < stop else None,
+            at % steps.dp_size,
             at >= count,
         )
-        for at in (*found, *(sorted(padded) if spec.end is End.PAD else ()))
+        for at in (*found, *(sorted(padded) if steps.end is End.PAD else ()))
     )

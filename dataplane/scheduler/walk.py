@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.changes import NO_GAPS, Gaps, TakenDocument, joins_from
+from dataplane.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import Stream
@@ -175,17 +175,12 @@ class Walk:
         replaces = self.render is not None and self.render.replaces
         self._tells_rows = spec.view.pack is not None or replaces
         self.crops = any(steps_of(image).is_cut for image in images)
-        self._slice = Slice(
-            order.sample_count,
-            stream.cursor,
-            spec.global_batch,
-            spec.end,
-            stream.dp_rank,
-            stream.dp_size,
-            gaps,
-            joins_from(spec, stream.mix, stream.epoch),
-        )
-        self.gaps, self.steps = gaps, self._slice.steps
+        self.gaps = gaps
+        self.steps = EpochSteps.of(
+            spec, order.sample_count, stream.epoch, cursor=stream.cursor, dp_size=stream.dp_size,
+            gaps=gaps, mix=stream.mix,
+        )  # fmt: skip
+        self._slice = Slice(self.steps, stream.dp_rank)
         self.sizes = sizes
         self._next_step = stream.first_step
         self.is_aligned = is_aligned

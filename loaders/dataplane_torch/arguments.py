@@ -23,7 +23,6 @@ from dataplane.model import (
     End,
     ImageSpec,
     MixUnit,
-    PackPolicy,
     PackSpec,
     Topology,
     View,
@@ -371,8 +370,7 @@ def _missing(url: str) -> str:
 def _pads(view: View, mixture: MixtureAsked | None) -> bool:
     """Whether samples are padded batches."""
     views = [view] if mixture is None else [source.view for source in mixture.sources]
-    packs = [each.pack for each in views if each.pack is not None]
-    return any(pack.policy is PackPolicy.PAD for pack in packs)
+    return any(each.pads for each in views)
 
 
 def _global_batch(given: Arguments, topology: Topology, *, pads: bool) -> int:

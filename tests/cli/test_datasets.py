@@ -154,6 +154,9 @@ def test_packs_counted_for_an_index_are_counted_once_for_all_nodes(tmp_path, cap
     wrapped = "tokens,length=8,policy=wrap,long=drop"
     found = asked(capsys, "plan", str(target), "--pack", wrapped, "--global-batch", "2")
     assert (found["packs"], found["documents cut short or left out"]) == (4, 1)
+    padded, ranks = "tokens,length=24,policy=pad", ("--global-batch", "2", "--dp-size", "2")
+    found = asked(capsys, "plan", str(target), "--pack", padded, *ranks)
+    assert (found["packs"], found["step_count"]) == (3, 2)  # the last one joins no other
     # What has nothing in its cache takes them from the manifest.
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
     planned = asked(capsys, "plan", str(target), "--pack", asking, "--global-batch", "2")

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from dataplane.changes import EpochSteps
 from dataplane.errors import ConfigError
 from dataplane.model import End, Region
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, shuffle_of
-from dataplane.plan.explain import explain
+from dataplane.plan.explain import explain as explained_steps
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
@@ -28,6 +29,11 @@ def manifest_of(rows, shard_count=1, length=1000):
     return Manifest(
         ("s3://b/",), "arrow_ipc", b"", shards, block_shard, rows, column * 0, column, column
     )
+
+
+def explain(manifest, order, cluster, batch, end=End.RAGGED, ramp=0):
+    steps = EpochSteps(manifest.sample_count, 0, batch, end, cluster.dp_size)
+    return explained_steps(manifest, order, cluster, steps, ramp=ramp)
 
 
 def explained(manifest, lanes, window, cluster, batch=32, end=End.RAGGED, shuffle=True):

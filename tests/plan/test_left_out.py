@@ -65,7 +65,8 @@ def test_global_batches_are_those_of_the_specification_for_every_dp_size(epoch, 
     count, cursor, batch, end, gaps = epoch
     for size in (1, 2, 3, 4):
         expected = plain.skipping(count, cursor, batch, end.value, gaps.ranges, size, changed)
-        own = [Slice(count, cursor, batch, end, rank, size, gaps, changed) for rank in range(size)]
+        steps = EpochSteps(count, cursor, batch, end, size, gaps, changed)
+        own = [Slice(steps, rank) for rank in range(size)]
         assert {each.step_count for each in own} == {len(expected)}
         for step, positions in enumerate(expected):
             for rank, each in enumerate(own):

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
+from dataplane.changes import EpochSteps
+from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.model import End
+from dataplane.mixture import MixtureSpec, SourceSpec
+from dataplane.model import End, PackPolicy, PackSpec, View
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 
@@ -24,7 +27,8 @@ def epochs(draw):
 
 
 def ranks(sample_count, cursor, batch, end, dp_size):
-    return [Slice(sample_count, cursor, batch, end, rank, dp_size) for rank in range(dp_size)]
+    steps = EpochSteps(sample_count, cursor, batch, end, dp_size)
+    return [Slice(steps, rank) for rank in range(dp_size)]
 
 
 def global_batches(sample_count, cursor, batch, end, dp_size):
@@ -97,7 +101,7 @@ def test_many_steps_at_once_are_the_steps_one_by_one(epoch, first, stride, more)
     sample_count, batch, end, cursor = epoch
     dp_size = more.draw(st.integers(1, min(batch, 9)))
     rank = more.draw(st.integers(0, dp_size - 1))
-    one = Slice(sample_count, cursor, batch, end, rank, dp_size)
+    one = Slice(EpochSteps(sample_count, cursor, batch, end, dp_size), rank)
     steps = range(min(first, one.step_count), one.step_count, stride)
     many = one.positions_of_steps(steps.start, len(steps), stride)
     singly = [one.positions_of_steps(step, 1) for step in steps]
@@ -164,17 +168,31 @@ def test_fewer_rows_than_ranks_join_the_step_before():
 
 def test_no_row_joins_a_step_that_begins_before_other_weights():
     for changed, rows in ((4, [2, 2, 1, 1]), (5, [1, 1, 0, 0])):
-        own = [replace(each, weights_from=changed) for each in ranks(10, 0, 4, End.RAGGED, 4)]
+        steps = EpochSteps(10, 0, 4, End.RAGGED, 4, weights_from=changed)
+        own = [Slice(steps, rank) for rank in range(4)]
         assert [len(each.positions(each.step_count - 1)) for each in own] == rows
+
+
+def test_no_padded_batch_joins_another():
+    rows, padded = JobSpec("f", global_batch=4), View(pack=PackSpec("t", 8, PackPolicy.PAD))
+    sources = tuple(SourceSpec(name, "f", 1, view=padded) for name in "ab")
+    packs = replace(rows, view=padded), replace(rows, mixture=MixtureSpec(sources))
+    for spec, count in ((rows, 2), (packs[0], 3), (packs[1], 3)):
+        steps = EpochSteps.of(spec, 10, dp_size=4)
+        assert (steps.count, steps.begin(1), steps.after(9)) == (count, 4, 10)
+        assert [len(Slice(steps, rank).positions(count - 1)) for rank in (0, 3)] == (
+            [2, 1] if count == 2 else [1, 0]
+        )
+    EpochSteps.of(packs[0], 3, dp_size=4).check_ranks(2)
 
 
 def test_fewer_rows_than_ranks_in_all_are_refused():
     for sample_count, cursor, end in ((3, 0, End.PAD), (4, 0, End.RAGGED), (10, 10, End.RAGGED)):
-        Slice(sample_count, cursor, 4, end, 0, 4).steps.check_ranks(2)
+        EpochSteps(sample_count, cursor, 4, end, 4).check_ranks(2)
     with pytest.raises(ConfigError, match=r"^epoch 2 has fewer samples \(3\) .* end=.pad"):
-        Slice(3, 0, 4, End.RAGGED, 0, 4).steps.check_ranks(2)
+        EpochSteps(3, 0, 4, End.RAGGED, 4).check_ranks(2)
     with pytest.raises(ConfigError, match=r"^behind position 8, epoch 2 has .*\(3\)"):
-        Slice(10, 8, 4, End.RAGGED, 0, 4).steps.check_ranks(2)
+        EpochSteps(10, 8, 4, End.RAGGED, 4).check_ranks(2)
 
 
 def test_pad_wraps_to_the_start_of_the_epoch_and_says_so():
@@ -184,20 +202,20 @@ def test_pad_wraps_to_the_start_of_the_epoch_and_says_so():
 
 
 def test_pad_wraps_as_often_as_the_batch_needs():
-    one = Slice(3, 1, 8, End.PAD).positions_of_steps(0, 1)
+    one = Slice(EpochSteps(3, 1, 8, End.PAD)).positions_of_steps(0, 1)
     assert one.positions.tolist() == [1, 2, 0, 1, 2, 0, 1, 2]
     assert one.valid.tolist() == [2]
 
 
 def test_a_finished_epoch_has_no_steps():
     for end in End:
-        one = Slice(10, 10, 4, end)
+        one = Slice(EpochSteps(10, 10, 4, end))
         assert one.step_count == 0
         assert one.positions_of_steps(0, 0).positions.tolist() == []
 
 
 def test_ten_thousand_million_samples_need_no_array_of_them():
-    one = Slice(10**10, 10**10 - 4096, 4096, End.RAGGED, 511, 512)
+    one = Slice(EpochSteps(10**10, 10**10 - 4096, 4096, End.RAGGED, 512), 511)
     assert one.positions(0).tolist() == list(range(10**10 - 4096 + 511, 10**10, 512))
 
 
@@ -225,13 +243,15 @@ def test_what_makes_no_slice_is_refused(change, field):
         "dp_rank": 3,
         "dp_size": 4,
     }
+    asked = {**good, **change}
+    rank = asked.pop("dp_rank")
     with pytest.raises(ConfigError) as refused:
-        Slice(**{**good, **change})
+        Slice(EpochSteps(**asked), rank)
     assert refused.value.field == field
 
 
 @pytest.mark.parametrize("steps", [(-1, 1, 1), (25, 1, 1), (20, 6, 1), (0, 1, 0), (0, -1, 1)])
 def test_steps_that_are_not_there_are_refused(steps):
-    one = Slice(100, 0, 4, End.RAGGED)
+    one = Slice(EpochSteps(100, 0, 4, End.RAGGED))
     with pytest.raises(ConfigError):
         one.positions_of_steps(*steps)

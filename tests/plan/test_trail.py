@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from manifests import small
 from plan import golden, plain
 
+from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import End, Region
@@ -60,7 +61,7 @@ def jobs(draw):
 
 
 def steps_of(manifest, spec, cursor, dp_size=1):
-    return Slice(manifest.sample_count, cursor, spec.global_batch, spec.end, 0, dp_size).step_count
+    return EpochSteps.of(spec, manifest.sample_count, cursor=cursor, dp_size=dp_size)
 
 
 @settings(max_examples=60)
@@ -69,12 +70,11 @@ def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(
     manifest, spec, epoch, cursor = job
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
     for size in SIZES:
-        for step in range(steps_of(manifest, spec, cursor, size)):
-            found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
+        steps = steps_of(manifest, spec, cursor, size)
+        for step in range(steps.count):
+            found = rows_of_step(steps, order, [names], step)
             for rank in range(size):
-                own = Slice(
-                    manifest.sample_count, cursor, spec.global_batch, spec.end, rank, size
-                ).positions(step)
+                own = Slice(steps, rank).positions(step)
                 mine = found.dp_ranks == rank
                 blocks, rows = order.locate(own)
                 assert found.blocks[mine].tolist() == blocks.tolist()
@@ -86,9 +86,9 @@ def test_the_rows_of_a_step_are_those_that_the_ranks_read_whatever_their_number(
 def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     manifest, spec, epoch, cursor = job
     order, names = order_of(spec, manifest, epoch), RowNames(manifest)
-    forwards = {}
-    for step in range(steps_of(manifest, spec, cursor, size)):
-        found = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
+    steps, forwards = steps_of(manifest, spec, cursor, size), {}
+    for step in range(steps.count):
+        found = rows_of_step(steps, order, [names], step)
         rows = zip(
             found.shards.tolist(), found.shard_rows.tolist(), found.positions.tolist(),
             found.dp_ranks.tolist(), strict=True,
@@ -98,9 +98,7 @@ def test_the_places_of_a_row_are_the_inverse_of_the_rows_of_steps(job, size):
     backwards = {}
     for shard in range(len(manifest.shards)):
         for row in range(names.row_count(shard)):
-            places = places_of(
-                spec, order, *names.block_of(shard, row), cursor=cursor, dp_size=size
-            )
+            places = places_of(steps, order, *names.block_of(shard, row))
             assert len(places) >= 1
             seen = [(at.position, at.step, at.dp_rank) for at in places if at.step is not None]
             assert all(at.is_padding == (at.position >= order.sample_count) for at in places)
@@ -124,9 +122,9 @@ def test_steps_are_what_the_documentation_defines(job, size):
         manifest.block_rows.tolist(), spec.seed, spec.lanes, spec.window, epoch, spec.ramp
     )
     expected = plain.steps(served, shard_blocks, spec.global_batch, spec.end.value, cursor, size)
-    found = []
-    for step in range(steps_of(manifest, spec, cursor, size)):
-        rows = rows_of_step(spec, order, [names], step, cursor=cursor, dp_size=size)
+    steps, found = steps_of(manifest, spec, cursor, size), []
+    for step in range(steps.count):
+        rows = rows_of_step(steps, order, [names], step)
         found.append(list(zip(rows.shards.tolist(), rows.shard_rows.tolist(), strict=True)))
     assert found == expected
 
@@ -136,11 +134,12 @@ def test_golden_steps_of_rows():
         manifest = manifest_of([list(blocks) for blocks in shard_blocks])
         spec = JobSpec(manifest.fingerprint, seed, True, lanes, window, batch)
         order, names = order_of(spec, manifest, epoch), RowNames(manifest)
+        steps = steps_of(manifest, spec, 0, size)
         found = " ".join(
             f"{at.step}.{at.dp_rank}"
             for shard in range(len(shard_blocks))
             for row in range(names.row_count(shard))
-            for at in places_of(spec, order, *names.block_of(shard, row), dp_size=size)
+            for at in places_of(steps, order, *names.block_of(shard, row))
         )
         assert found == places
 

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from plan import plain
 
+from dataplane.changes import EpochSteps
 from dataplane.model import End, Region, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
@@ -81,7 +82,7 @@ def test_a_view_is_read_once_and_alike_on_any_number_of_ranks(
     for size in (1, 2, 3, 4):
         read: dict[int, tuple[int, int]] = {}
         for rank in range(size):
-            own = Slice(order.sample_count, cursor, batch, End.RAGGED, rank, size)
+            own = Slice(EpochSteps(order.sample_count, cursor, batch, End.RAGGED, size), rank)
             for step in range(own.step_count):
                 for at in own.positions(step).tolist():
                     read[at] = epoch[at]

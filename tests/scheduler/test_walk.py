@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import Cut, End, Exhausted, ImageSpec, PackSpec, Stream, View
@@ -39,7 +40,7 @@ def walks(draw: st.DrawFn) -> tuple[Walk, Order, Slice, Stream, int]:
         draw(st.integers(0, 3)), draw(st.integers(1, 3)),
     )  # fmt: skip
     most = draw(st.integers(1, 8))
-    own = Slice(total, cursor, batch, spec.end, at.dp_rank, dp_size)
+    own = Slice(EpochSteps(total, cursor, batch, spec.end, dp_size), at.dp_rank)
     return Walk(spec, order, at, SlabSizes(most, most, 0)), order, own, at, most
 
 
@@ -189,7 +190,7 @@ def test_a_fed_walk_plans_exactly_the_ranges_that_it_was_fed(
     drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
 ) -> None:
     whole, order, own, at, most = drawn
-    spec = JobSpec("f", global_batch=whole.global_batch, end=own.end)
+    spec = JobSpec("f", global_batch=whole.global_batch, end=own.steps.end)
     walk = Walk(spec, order, at, SlabSizes(most, most, 0), is_fed=True)
     steps = range(at.first_step, own.step_count, at.step_stride)
     assert not walk.waiting_count
