@@ -9,6 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from dataplane.formats.arrays import ANY_LISTS, BYTES, TEXTS, widened
+from dataplane.formats.inferred import contradicts
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
@@ -107,10 +108,10 @@ def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:
-    """As `joint_type`, of types that were inferred from the first samples of two shards. `closed`:
-    a shard's decoder does not make a list of a single value.
+    """The same as `joint_type` for types that were inferred from the first samples of two shards.
+    `closed`: a shard's decoder does not make a list of a single value.
     """
-    if kind.equals(other) or pa.types.is_null(other):
+    if not contradicts(kind, other, closed=closed):
         return kind
     if pa.types.is_null(kind):
         return other

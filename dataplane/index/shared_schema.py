@@ -13,7 +13,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.formats.differing import Difference, differing, mismatch_of, with_difference
-from dataplane.formats.inferred import contradicts, is_closed, is_inferred
+from dataplane.formats.inferred import is_closed, is_inferred
 from dataplane.formats.joint_types import joint_inferred, joint_type
 from dataplane.formats.tar import is_new_field
 
@@ -130,12 +130,10 @@ def _merged(schemas: Sequence[_Seen]) -> pa.Schema:
 def _merge(column: _Column, kind: pa.DataType, shard: int, *, inferred: bool, closed: bool) -> None:
     if column.difference is not None or column.type.equals(kind):
         return
-    if not inferred:
-        joint = joint_type(column.type, kind)
-    elif not contradicts(column.type, kind, closed=closed):
-        joint = column.type
-    else:
+    if inferred:
         joint = joint_inferred(column.type, kind, closed=closed)
+    else:
+        joint = joint_type(column.type, kind)
     if joint is None:
         shards, types = (column.shard, shard), (str(column.type), str(kind))
         column.difference = Difference(shards, types)
