@@ -228,14 +228,11 @@ def _has_bytes(kind: pa.DataType) -> bool:
     """Whether values of this type are bytes, or have some, that verify does not look into."""
     import pyarrow as pa
 
+    from dataplane.formats.arrays import BYTES
+
     kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    tests = (
-        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
-        pa.types.is_fixed_size_binary,
-    )
-    if any(test(kind) for test in tests):
-        return True
-    return any(_has_bytes(kind.field(at).type) for at in range(kind.num_fields))
+    fields = range(kind.num_fields)
+    return kind.id in BYTES or any(_has_bytes(kind.field(at).type) for at in fields)
 
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:

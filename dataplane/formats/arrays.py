@@ -20,8 +20,10 @@ BYTES = frozenset(
 ANY_LISTS = frozenset(
     make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
 )
-"""The types of texts, of bytes and of lists of any length, in any layout, by id."""
-_LIST_VIEWS = frozenset(make(pa.null()).id for make in (pa.list_view, pa.large_list_view))
+LIST_VIEWS = frozenset(make(pa.null()).id for make in (pa.list_view, pa.large_list_view))
+"""The types of texts, of bytes, of lists of any length in any layout, and of lists whose values may
+lie in any order, by id.
+"""
 _NARROW = frozenset(kind.id for kind in (pa.string(), pa.binary()))
 
 
@@ -93,7 +95,7 @@ def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -
 def _read_as_lists(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
     """Lists, one after the other. Takes rows of plain values: `flatten` supports few types."""
     offsets = array.offsets.to_numpy()
-    if array.type.id in _LIST_VIEWS:
+    if array.type.id in LIST_VIEWS:
         starts, lengths = offsets[: len(array)], array.sizes.to_numpy()
     else:
         starts, lengths = offsets[:-1], np.diff(offsets)

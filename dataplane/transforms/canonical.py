@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from dataplane.formats.arrays import decoded, record_batch
+from dataplane.formats.arrays import LIST_VIEWS, decoded, record_batch
 from dataplane.model import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.casts import converted
@@ -20,7 +20,7 @@ from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import LISTS
 from dataplane.transforms.nulls import Fills, NullsFound
-from dataplane.transforms.plain import is_list_view, list_ends, objects
+from dataplane.transforms.plain import list_ends, objects
 
 _WIDE = frozenset({pa.large_string().id, pa.large_binary().id})
 
@@ -187,7 +187,7 @@ def _fixed_lists(
 
 def _retyped_list(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> pa.Array:
     is_cast = canonical_type(array.type).value_type != target.value_type
-    if is_cast or is_list_view(array.type):
+    if is_cast or array.type.id in LIST_VIEWS:
         # Arrow's cast gives wrong offsets for null lists and for views out of order; and only
         # values that are in the batch must fit into another type.
         values = converted(_number(array.flatten()), target.value_type, spec.name, url, width=0)

@@ -10,22 +10,12 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from dataplane.formats.arrays import read_as
+from dataplane.formats.arrays import ANY_LISTS, read_as
 
 
 def is_any_list(kind: pa.DataType) -> bool:
     """Lists of any length, in any layout."""
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
-
-
-def is_list_view(kind: pa.DataType) -> bool:
-    """Lists whose values may lie in any order."""
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+    return kind.id in ANY_LISTS
 
 
 def list_ends(array: pa.Array) -> pa.Array:
