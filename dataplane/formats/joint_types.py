@@ -100,11 +100,8 @@ def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     if kind.scale != other.scale:
         return None
     wide = kind if kind.precision >= other.precision else other
-    return (
-        pa.decimal256(wide.precision, wide.scale)
-        if wide.bit_width > 128
-        else (pa.decimal128(max(wide.precision, 1), wide.scale))
-    )
+    make = pa.decimal256 if wide.bit_width > 128 else pa.decimal128
+    return make(wide.precision, wide.scale)
 
 
 def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:

@@ -46,7 +46,7 @@ class Sample(Struct, frozen=True):
 class FieldSurvey:
     """The fields of the samples of a shard, as they are noted one by one.
 
-    Takes 12 bytes a sample, and twice that while `scattered_key` compares them.
+    Takes 12 bytes a sample, and twice that while `scattered` compares them.
     """
 
     def __init__(self, url: str) -> None:
@@ -56,11 +56,6 @@ class FieldSurvey:
         self._sets: dict[int, int] = {}
         self._counts: list[int] = []
         self._keys, self._set_of = array("q"), array("I")
-
-    @property
-    def names(self) -> list[str]:
-        """The fields, in the order in which they first occurred."""
-        return list(self._numbers)
 
     def note(self, sample: Sample) -> None:
         """Note a sample.

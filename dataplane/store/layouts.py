@@ -69,14 +69,8 @@ _SPLIT = re.compile(
     rf"(?:\A|(?<=[-._ 0-9]))({'|'.join(sorted(_SPLIT_OF, reverse=True))})(?=[-._ 0-9]|\Z)",
     re.IGNORECASE,
 )
-_STEMS = {
-    "train": "train",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "eval": "test",
-}
-"""What begins the words."""
+_STEMS = ("train", "val", "dev", "test", "eval")
+"""Each word for a split begins with one of these."""
 _UNDERSCORED = re.compile(r"(?:[^._][^/]*/)*_(?!temporary/|delta_log/|change_data/)[^/=]*(?:/|\Z)")
 _NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}(?!\d)", re.DOTALL)
 _REVISION = re.compile(r"/((?:datasets|models|spaces)--[^/]+/snapshots)/([^/]+)/")
