@@ -364,20 +364,17 @@ def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int
     """These columns of a row group. Texts of more than 2 GiB come in several chunks; pyarrow cannot
     do that within lists and structs, so then it reads fewer rows at a time.
     """
-    try:
-        return reader.read_row_group(group, column_indices=leaves, use_threads=False)
-    except pa.ArrowNotImplementedError as fault:
-        if rows == 1 or _IN_PIECES not in str(fault):
-            raise
+    options = {"column_indices": leaves, "use_threads": False}
+    part = rows
     while True:
-        rows = -(-rows // _PARTS)
         try:
-            return pa.Table.from_batches(
-                reader.iter_batches(rows, [group], column_indices=leaves, use_threads=False)
-            )
-        except pa.ArrowNotImplementedError:
-            if rows == 1:
+            if part == rows:
+                return reader.read_row_group(group, **options)
+            return pa.Table.from_batches(reader.iter_batches(part, [group], **options))
+        except pa.ArrowNotImplementedError as fault:
+            if part == 1 or _IN_PIECES not in str(fault):
                 raise
+        part = -(-part // _PARTS)
 
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
