@@ -22,6 +22,8 @@ from dataplane.store.local import same_files
 from dataplane.store.urls import Url, base_of, braces, canonical, local_path, normalise
 
 Connect = Callable[[str], Store]
+_Found = tuple[list[ObjectInfo], Iterable[str]]
+"""Objects, and the folders above them that may be tables."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -168,14 +170,14 @@ def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> s
     return f"{commits[key]}{rest}"
 
 
-def _objects(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
-    """The objects of a pattern, and the folders above that may be tables."""
+def _objects(pattern: str, stores: Connect) -> _Found:
+    """The objects of a pattern."""
     path = local_path(pattern)
     is_literal = not globs.is_glob(pattern) or _exists(path)
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 
-def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
+def _named(url: str, stores: Connect) -> _Found:
     """The object with that url, or else all objects below the folder with that url."""
     store = stores(url)
     is_folder = (url.endswith("/") and _can_be_folder(url)) or url == base_of(url)
@@ -188,10 +190,9 @@ def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
             missing = cause
     folder = f"{url.rstrip('/')}/"
     below = list(store.list(folder)) if _can_be_folder(url) else []
-    shown = _shown(folder, below)
-    if shown:
-        shown = layouts.of_one_dataset(url, folder, shown, below, store)
-        return shown, layouts.tables_above(folder)
+    inside = _of_folder(url, folder, below, store)
+    if inside is not None:
+        return inside
     if below:
         raise ShardNotFound(
             f"all {len(below)} objects below {folder} are hidden (names begin with a dot or "
@@ -199,7 +200,7 @@ def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
             shard=url,
         )
     path = local_path(url)
-    if _exists(path) and path is not None and path.is_dir():
+    if path is not None and os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises
         raise ShardNotFound(f"{path} {_without_files(path)}", shard=url)
     if is_folder:
         raise ShardNotFound(f"there is nothing below {folder}{_near_file(folder)}", shard=url)
@@ -208,14 +209,18 @@ def _named(url: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
     ) from missing
 
 
-def _shown(folder: str, below: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store) -> _Found | None:
+    """The objects below the folder that a user's name means; None if it shows none."""
     shown = [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
-    if shown and len(shown) < len(below):
+    if not shown:
+        return None
+    if len(shown) < len(below):
         layouts.note_hidden(folder, below)
-    return shown
+    chosen = layouts.of_one_dataset(name, folder, shown, below, store)
+    return chosen, layouts.tables_above(folder)
 
 
-def _matching(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable[str]]:
+def _matching(pattern: str, stores: Connect) -> _Found:
     prefix, store = globs.literal_prefix(pattern), stores(pattern)
     listed = list(store.list(prefix))
     # What has the very name is meant, whatever brackets and stars it has.
@@ -224,10 +229,9 @@ def _matching(pattern: str, stores: Connect) -> tuple[list[ObjectInfo], Iterable
         return exact, ()
     folder = f"{pattern.rstrip('/')}/"
     below = [info for info in listed if info.url.startswith(folder)]
-    shown = _shown(folder, below)
-    if shown:
-        shown = layouts.of_one_dataset(pattern, folder, shown, below, store)
-        return shown, layouts.tables_above(folder)
+    inside = _of_folder(pattern, folder, below, store)
+    if inside is not None:
+        return inside
     matches = globs.compile_glob(pattern).fullmatch
     found = [info for info in listed if matches(info.url)]
     if found:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -84,21 +85,16 @@ def target_of(info: ObjectInfo) -> str:
 def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | None:
     """Two local files that are one, by a symbolic or a hard link, if there are any."""
     files = [info for info in infos if info.url.startswith(FILE_PREFIX) and info.size_bytes]
-    first_of: dict[str, ObjectInfo] = {}
-    alike: dict[str, list[ObjectInfo]] = {}
-    if len({info.etag for info in files}) < len(files):
-        for info in files:
-            first = first_of.setdefault(info.etag, info)
-            if first is not info:
-                alike.setdefault(info.etag, [first]).append(info)
-    for group in alike.values():
-        by_place: dict[tuple[int, int], ObjectInfo] = {}
-        for info in group:
-            with contextlib.suppress(OSError):
-                status = _path(info.url).stat()
-                other = by_place.setdefault((status.st_dev, status.st_ino), info)
-                if other is not info and status.st_ino:
-                    return other, info
+    counts = Counter(info.etag for info in files)
+    by_place: dict[tuple[int, int], ObjectInfo] = {}
+    for info in files if len(counts) < len(files) else ():
+        if counts[info.etag] == 1:  # it is alone, and need not be looked at
+            continue
+        with contextlib.suppress(OSError):
+            status = _path(info.url).stat()
+            other = by_place.setdefault((status.st_dev, status.st_ino), info)
+            if other is not info and status.st_ino:
+                return other, info
     return None
 
 
