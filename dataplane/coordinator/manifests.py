@@ -25,7 +25,7 @@ from msgspec import Struct, field
 
 from dataplane.coordinator.refusals import check_work
 from dataplane.errors import ConfigError
-from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_name
+from dataplane.rpc.bounds import URLS_MAX, check_count, check_data_address, check_name
 from dataplane.rpc.sharing import (
     ManifestState,
     ManifestTurn,
@@ -219,5 +219,4 @@ def _check(request: ShareManifestRequest) -> None:
         )
     if request.work is not None:
         check_work(request.work)
-    if len(request.urls) > URLS_MAX:
-        raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")
+    check_count("urls", request.urls, URLS_MAX)

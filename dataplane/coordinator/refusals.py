@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerPosition
-from dataplane.rpc.bounds import URLS_MAX, check_data_address, check_length, check_name
+from dataplane.rpc.bounds import (
+    URLS_MAX,
+    check_count,
+    check_data_address,
+    check_length,
+    check_name,
+)
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.rpc.sharing import NodeWork
 from dataplane.transforms.pixels_advice import how_to_agree
 
 _PIXELS_LENGTH_MAX = 1024
 _TEXT_LENGTH_MAX = 1024
-_STORES_MAX = 64
+_STORES_MAX, _WORK_MAX = 64, 64
 _KNOWN_MAX = 4096
 _ARENA_BYTES_MAX = 1 << 50
 _WORKER_COUNT_MAX = 1 << 16
@@ -34,8 +40,7 @@ def check_join(request: JoinRequest) -> None:
     check_name("member_id", request.member_id)
     check_name("node_id", request.node_id, needed=False)
     check_name("pixels", request.pixels, needed=False, most=_PIXELS_LENGTH_MAX)
-    if len(request.urls) > URLS_MAX:
-        raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")
+    check_count("urls", request.urls, URLS_MAX)
     check_length("source", request.topology.source, needed=False, most=_TEXT_LENGTH_MAX)
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
@@ -90,28 +95,19 @@ def check_work(work: NodeWork) -> None:
         check_length(name, getattr(work, name), needed=False, most=_TEXT_LENGTH_MAX)
 
 
-def _check_all_work(all_work: Sequence[NodeWork]) -> None:
-    if len(all_work) > _STORES_MAX:
-        raise ConfigError(f"{len(all_work)} entries of work: {_STORES_MAX} at most", field="work")
-    for work in all_work:
-        check_work(work)
-
-
 def check_heartbeat(request: HeartbeatRequest) -> None:
     """Refuse a heartbeat that none of our nodes would send.
 
     Raises:  ConfigError: names the field.
     """
-    if len(request.stores_away) > _STORES_MAX:
-        raise ConfigError(
-            f"{len(request.stores_away)} stores_away: {_STORES_MAX} at most", field="stores_away"
-        )
+    check_count("stores_away", request.stores_away, _STORES_MAX)
     for away in request.stores_away:
         check_length("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
         check_length("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
-    _check_all_work(request.work)
-    if len(request.known) > _KNOWN_MAX:
-        raise ConfigError(f"{len(request.known)} known: {_KNOWN_MAX} at most", field="known")
+    check_count("work", request.work, _WORK_MAX)
+    for work in request.work:
+        check_work(work)
+    check_count("known", request.known, _KNOWN_MAX)
     for known in request.known:
         check_name("job_id", known.job_id)
     if len({(one.job_id, one.member_id) for one in request.members}) < len(request.members):

@@ -5,6 +5,7 @@ since others connect to them.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sized
 
 from dataplane.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, parse
@@ -47,6 +48,15 @@ def check_length(field: str, name: str, *, needed: bool, most: int) -> None:
             f"{' are needed' if needed else ' at most'}",
             field=field,
         )
+
+
+def check_count(field: str, entries: Sized, most: int) -> None:
+    """Check how many entries a list of a message has.
+
+    Raises:  ConfigError: there are more; names the field.
+    """
+    if len(entries) > most:
+        raise ConfigError(f"{len(entries)} {field}: {most} at most", field=field)
 
 
 def check_data_address(address: str) -> None:
