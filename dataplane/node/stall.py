@@ -1,4 +1,4 @@
-"""What a rank hears that waits for a batch: how far its slab is, and why it gets none."""
+"""Answers to a rank that waits for a batch: how far its slab is, and why it gets none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataplane.rpc.messages import Working
 from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.events import SlabProgress, Stalled
 from dataplane.scheduler.records import SlabPhase
+from dataplane.scheduler.stalls import NO_ROOM, PLAN
 
 _URLS_ASKED_MAX = 64
 _RAISE = "or raise stall_timeout_s"
@@ -69,23 +70,25 @@ def stall_error(
 
 
 def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
-    """What the node is doing, the function that it calls for that, and what helps if it hangs."""
+    """The node's work for this slab, the function that it calls for that, and what helps if it
+    hangs.
+    """
     stage = progress.stage
-    if stage == SlabPhase.WAITING.value and progress.phase is BlockPhase.FETCHING:
-        return "reading blocks", "", _STORE
-    if stage == SlabPhase.WAITING.value and progress.phase is BlockPhase.DECODING:
+    if stage == SlabPhase.WAITING.value:
+        if progress.phase is BlockPhase.FETCHING:
+            return "reading blocks", "", _STORE
+        if progress.phase is not BlockPhase.DECODING:
+            return "waiting for memory for blocks", "", _MEMORY
         if called.map:
             return f"calling map={called.map!r} over blocks", called.map, _WORKERS
         return "decoding blocks", "", _WORKERS
-    if stage == SlabPhase.WAITING.value:
-        return "waiting for memory for blocks", "", _MEMORY
-    if stage == SlabPhase.ASSEMBLING.value and called.collate:
-        return f"calling collate={called.collate!r}", called.collate, _WORKERS
     if stage == SlabPhase.ASSEMBLING.value:
+        if called.collate:
+            return f"calling collate={called.collate!r}", called.collate, _WORKERS
         return "making the batch", "", _WORKERS
-    if stage == "waiting for room in the delivery arena":
+    if stage == NO_ROOM:
         return stage, "", f"{_TRAINER}, {_RAISE}"
-    if stage == "plan":
+    if stage == PLAN:
         return "planning the batch", "", _NODE
     return stage, "", f"`dataplane status` shows the nodes of the job, {_RAISE}"
 

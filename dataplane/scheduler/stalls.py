@@ -3,7 +3,7 @@
 Invariants:
 1. A request waits too long if nothing was done for its slab for the whole timeout: no block of its
    datasets was read or decoded, no slab planned or made, and no worker was at work on any of them.
-   What a worker or a read may take has limits of its own, so that a request never waits for ever.
+   Workers and reads have time limits of their own, so that a request never waits for ever.
 2. A consumer hears at least every few seconds that something was done for it, if it was.
 """
 
@@ -19,7 +19,8 @@ from dataplane.scheduler.events import Advanced, SlabProgress, Stalled
 from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.shared import SharedSlabs
 
-_NO_ROOM = "waiting for room in the delivery arena"
+PLAN, NO_ROOM = "plan", "waiting for room in the delivery arena"
+"""Stages of a slab besides those of its phase, and those that other nodes are named in."""
 _EXAMINED_MAX = 64
 """So many missing blocks show what a slab waits for."""
 _HEARD_S_MAX, _HEARD_SHARE = 5.0, 1 / 8
@@ -52,7 +53,9 @@ class Stalls:
         while stream.requests and now - max(stream.requests[0][1], advanced) > self._timeout_s:
             request_id, since = stream.requests.popleft()
             progress = self._progress(stream)
-            names = [stream.delivery.datasets.name(number) for number in self._missing(stream)]
+            waits = progress.stage == SlabPhase.WAITING.value
+            missing = sorted(stream.tasks[0].missing) if waits else []
+            names = [stream.delivery.datasets.name(number) for number in missing]
             yield Stalled(stream.stream_id, request_id, now - since, progress, names)
         if not stream.requests or advanced <= stream.heard_at:
             return
@@ -61,33 +64,22 @@ class Stalls:
             stream.heard_at = now
             yield Advanced(stream.stream_id, request_id, self._progress(stream))
 
-    def _missing(self, stream: StreamState) -> list[int]:
-        task = stream.tasks[0] if stream.tasks else None
-        if task is None or self._elsewhere.why_none(task) or not self._waits_for_blocks(task):
-            return []
-        return sorted(task.missing)
-
-    def _waits_for_blocks(self, task: SlabTask) -> bool:
-        if task.phase is not SlabPhase.WAITING or self._shared.find(task) is not None:
-            return False
-        return bool(task.missing)
-
     def _progress(self, stream: StreamState) -> SlabProgress:
-        """What the next slab of a stream waits for."""
+        """How far the next slab of a stream is."""
         if not stream.tasks:
-            return SlabProgress("plan")
+            return SlabProgress(PLAN)
         task = stream.tasks[0]
         if why := self._elsewhere.why_none(task):
             return SlabProgress(why)
         total = len(task.plan.blocks)
-        if self._waits_for_blocks(task):
-            done = total - len(task.missing)
-            return SlabProgress(task.phase.value, done, total, self._phase(task))
         if task.phase is not SlabPhase.WAITING:
             return SlabProgress(task.phase.value, total, total)
         slab = self._shared.find(task)
+        if slab is None and task.missing:
+            done = total - len(task.missing)
+            return SlabProgress(task.phase.value, done, total, self._phase(task))
         is_made_now = slab is not None and slab.made is None
-        stage = "being made for another job of its group" if is_made_now else _NO_ROOM
+        stage = "being made for another job of its group" if is_made_now else NO_ROOM
         return SlabProgress(stage, total, total)
 
     def _phase(self, task: SlabTask) -> BlockPhase | None:
