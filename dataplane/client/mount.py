@@ -4,7 +4,8 @@ Invariants:
 1. A slab is released once, when nothing can read it any more: its memory object is dead, the
    children forked during its life have ended, and `Pinning.when_unread` has called back.
 2. The socket stays open as long as a slab is held, even after the loader was closed: for the node,
-   a closed socket means that every slab is free.
+   a closed socket means that every slab is free. The job is left at once: other ranks may wait for
+   that, to open it with other arguments.
 3. Finalizers append to deques and send without waiting. Nothing here takes a lock.
 4. In a forked child nothing is released or received: the parent owns everything. The child keeps
    only the memory of the slabs that were alive.
@@ -89,7 +90,7 @@ class Mount:
         self._kept: forks.Kept[int] = forks.Kept()
         self._unread: dict[int, int] = {}  # dead slabs that a device may still read
         self._dead: deque[int] = deque()
-        self._left_streams: deque[CloseStream] = deque()
+        self._left: deque[CloseStream | CloseJob] = deque()
         self.progress = 0, 0
         """(epoch, cursor) of the stream that was walked last."""
         self._retired = False
@@ -129,18 +130,18 @@ class Mount:
         """Tell the node, now or with the next message, that this stream is no longer read, and how
         many samples all ranks have consumed.
         """
-        self._left_streams.append(CloseStream(stream_id, cursor))
+        self._left.append(CloseStream(stream_id, cursor))
         self.flush()
 
     def flush(self) -> None:
-        """Send pending messages: slabs that died, streams that were left. Never waits."""
+        """Send pending messages: slabs that died, streams and jobs that were left. Never waits."""
         for slab_id in self._kept.let_go():
             self._unused(slab_id)
-        while self._left_streams:
+        while self._left:
             with contextlib.suppress(IndexError):
-                left = self._left_streams.popleft()
+                left = self._left.popleft()
                 if not self.wire.tell_nowait(left):
-                    self._left_streams.append(left)
+                    self._left.appendleft(left)
                     return
         while self._dead:
             slab_ids: list[int] = []
@@ -152,13 +153,18 @@ class Mount:
                 return
 
     def retire(self) -> None:
-        """No more requests on this connection; it closes when the last of its slabs has died."""
+        """Leave the job: no more requests on this connection, which closes when the last of its
+        slabs has died.
+        """
         self._retired = True
         self.flush()
         if not self._held:
             self._finish()
         elif self.wire.peer_gone:
             self.wire.close()  # the node is gone, but devices may still read the memory
+        else:
+            self._left.append(CloseJob(self.job_id, *self.progress, holds_slabs=True))
+            self.flush()
 
     def abandon(self) -> None:
         """In a forked child: release the descriptors, and all memory except that of live tensors,
@@ -174,7 +180,8 @@ class Mount:
         """
         if self._held:
             self.flush()
-            self.wire.tell_last(CloseJob(self.job_id, *self.progress, at_exit=True), _LEAVE_S_MAX)
+            leaving = CloseJob(self.job_id, *self.progress, holds_slabs=True)
+            self.wire.tell_last(leaving, _LEAVE_S_MAX)
             self.wire.leave_open()
         else:
             self._finish()
@@ -210,7 +217,7 @@ class Mount:
         if isinstance(answer, Slab):
             self._dead.append(answer.slab_id)
         elif isinstance(answer, StreamOpened):
-            self._left_streams.append(CloseStream(answer.stream_id))
+            self._left.append(CloseStream(answer.stream_id))
 
     def _finish(self) -> None:
         try:

@@ -120,7 +120,12 @@ class Member(Struct, frozen=True):
     @property
     def place(self) -> tuple[int, int]:
         """(dp_rank, rank): its place, possibly shared with others."""
-        return (self.topology.dp_rank, self.topology.rank)
+        return place_of(self.topology)
+
+
+def place_of(topology: Topology) -> tuple[int, int]:
+    """(dp_rank, rank): the place of a member. Ranks without a launcher are all rank 0."""
+    return topology.dp_rank, topology.rank
 
 
 class Incarnation(Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dataplane.coordinator.records import Job, Member
+from dataplane.coordinator.records import Job, Member, place_of
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import (
@@ -139,10 +139,13 @@ def spec_mismatch(
     other ranks have left, too.
     """
     field, expected, found = differences[0]
-    rank = request.topology.rank
+    rank, is_of_place = request.topology.rank, place_of(request.topology) == holder.place
+    newcomer, holding = f"rank {rank}", f"rank {holder.topology.rank}"
+    if newcomer == holding and not is_of_place:  # as without a launcher
+        newcomer, holding = f"dp_rank {request.topology.dp_rank}", f"dp_rank {holder.place[0]}"
     sentence = (
-        f"job {job.job_id!r}: rank {rank} (member {request.member_id}, node {request.node_id}) "
-        f"asks for {field}={_shown(found)}, but rank {holder.topology.rank} (member "
+        f"job {job.job_id!r}: {newcomer} (member {request.member_id}, node {request.node_id}) "
+        f"asks for {field}={_shown(found)}, but {holding} (member "
         f"{holder.member_id}, node {holder.node_id}) has joined with {field}={_shown(expected)}"
     )
     if len(differences) > 1:
@@ -152,18 +155,21 @@ def spec_mismatch(
         sentence += f"; these differ too: {others}"
     if request.incarnation == job.incarnation and field == "pixels":
         sentence += f". {how_to_agree(expected, found)}"
-    elif request.incarnation == job.incarnation and rank == holder.topology.rank:
+    elif request.incarnation == job.incarnation and is_of_place:
         sentence += (
             f". Both are rank {rank}: if these are two runs, give each a name= of its own, or "
             "another MASTER_PORT; if they are one, give both the same arguments"
         )
     elif reopened:
         sentence += (
-            f". Rank {rank} has closed its loader of this job to open another one, and other ranks"
+            f". The loader of {newcomer} was closed to open another one, and other ranks"
             " still have theirs: close that of each rank first, or give the new one another name="
         )
     elif request.incarnation == job.incarnation:
-        sentence += ". Give every rank of the job the same arguments"
+        sentence += (
+            ". Give every rank of the job the same arguments; if these are two runs, give each a "
+            "name= of its own"
+        )
     else:
         sentence += (
             ". An older launch of this job still runs: stop it, or give the new job another name. "

@@ -33,6 +33,7 @@ from dataplane.coordinator.records import (
     Phase,
     Record,
     Write,
+    place_of,
 )
 from dataplane.ledger import LedgerEntry, LedgerPosition
 from dataplane.rpc.membership import ChangeResponse, JoinRequest, MixAsked
@@ -66,6 +67,8 @@ class Roster:
         self._joined: dict[str, None] = {}
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
+        # The dp ranks that left generations before this one, of the same launch, on purpose.
+        self._left: set[int] = set()
         self._joined_count: Counter[int] = Counter()
         self.seats = Seats()
         self.neighbours = JobNeighbours(makers)
@@ -149,13 +152,15 @@ class Roster:
         return older and not self.is_idle
 
     def is_reopened_by(self, request: JoinRequest, holder: Member) -> bool:
-        """Whether a member of this dp rank has left the present generation, of the same launch, and
-        another rank is the holder.
+        """Whether this dp rank has left the present generation, or the ones before, of the same
+        launch, and another rank is the holder.
         """
-        gone = self._last_gone.get(request.topology.dp_rank)
-        is_same = request.incarnation == self.job.incarnation
-        is_same &= request.topology.rank != holder.topology.rank
-        return is_same and gone is not None and self.members[gone].phase is Phase.LEFT
+        if request.incarnation != self.job.incarnation:
+            return False
+        dp_rank = request.topology.dp_rank
+        gone = self._last_gone.get(dp_rank)
+        left = dp_rank in self._left if gone is None else self._has_left(gone)
+        return left and place_of(request.topology) != holder.place
 
     def begin(self, job: Job, now: float) -> list[Write]:
         """Start a new generation: no member of the old one remains.
@@ -163,6 +168,9 @@ class Roster:
         Raises:  ConfigError: rows were taken out of another dataset.
         """
         self.ledger.check_layout(job)
+        left = {dp_rank for dp_rank, name in self._last_gone.items() if self._has_left(name)}
+        is_same = job.incarnation == self.job.incarnation
+        self._left = {one for one in left | self._left if is_same and one < job.dp_size}
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes += self.ledger.ended(self.job, "a newer launch", now)
         mark = self.ledger.marks[-1] if self.ledger.marks else None
@@ -255,6 +263,9 @@ class Roster:
             *self.ledger.remove(),
             Forget(Job, job_id),
         ]
+
+    def _has_left(self, member_id: str) -> bool:
+        return self.members[member_id].phase is Phase.LEFT
 
     def _is_last_gone(self, member_id: str) -> bool:
         return self._last_gone[self.members[member_id].topology.dp_rank] == member_id

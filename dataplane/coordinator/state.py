@@ -54,6 +54,7 @@ from dataplane.coordinator.records import (
     Record,
     Tick,
     Write,
+    place_of,
 )
 from dataplane.coordinator.roster import Roster, first_generation, restored
 from dataplane.errors import DataplaneError
@@ -187,8 +188,9 @@ class CoordinatorState:
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
         differences = refusals.differences(job, request)
+        place = place_of(request.topology)
         if differences and not roster.is_idle:
-            holder = min(roster.joined(), key=lambda member: member.topology.rank)
+            holder = min(roster.joined(), key=lambda one: (one.place != place, one.place[::-1]))
             left_s = max(member.deadline for member in roster.joined()) - self._clock
             table = self._who_said_what(roster, request, [holder])
             reopened = roster.is_reopened_by(request, holder)
@@ -206,7 +208,7 @@ class CoordinatorState:
         known = roster.members.get(request.member_id)
         deadline = self._clock + self._lease_s
         if known is not None:
-            if known.place != (request.topology.dp_rank, request.topology.rank):
+            if known.place != place_of(request.topology):
                 raise refusals.ambiguous(roster.job, known, request)
             if known.phase is Phase.JOINED:
                 topology, node_id = request.topology, request.node_id

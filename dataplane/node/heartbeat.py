@@ -214,7 +214,7 @@ class Heartbeat:
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
             member = by_id.get(verdict.member_id)
-            if member is not None:
+            if member is not None and not member.closed:  # else it has left meanwhile
                 if not verdict.missing_dp_ranks:
                     member.gathered.set()
                 await self._heed(member, verdict)

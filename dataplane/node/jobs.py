@@ -195,8 +195,8 @@ class Jobs:
     def _release(self, delivery: DeliveryArena, slab_id: int) -> None:
         self._engine.release(delivery, [slab_id])
 
-    def close(self, member: ServedMember) -> None:
-        """The rank is gone: free everything that only it used. May be called twice."""
+    def stop(self, member: ServedMember) -> None:
+        """The rank reads no more: close its streams. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
         if member.closed:
@@ -205,6 +205,13 @@ class Jobs:
         if not any(other.job_id == member.job_id for other in self.members.values()):
             self.tables.forget(member.job_id)
         self.streams.close_all(member)
+
+    def close(self, member: ServedMember) -> None:
+        """The rank is gone: free everything that only it used. May be called twice."""
+        self.stop(member)
+        if member.released:
+            return
+        member.released = True
         delivery = member.delivery
         self._engine.release_all(delivery, member.holder)
         delivery.users -= 1
@@ -222,7 +229,12 @@ class Jobs:
             self.opener.forget_manifests(job_id)
 
     def leave(self, member: ServedMember, *, lost: bool) -> None:
-        """Give its place back, in the background."""
+        """Give its place back, in the background, unless it did so before, or has it again on
+        another connection.
+        """
+        if member.has_left or member.member_id in self.members:
+            return
+        member.has_left, member.was_lost = True, lost
         _trace.noted(
             "rank lost" if lost else "job closed",
             job=member.job_id,
@@ -239,8 +251,10 @@ class Jobs:
         entries = tuple(entry for entry in joined.entries if entry.kind != MIX)
         check_unchanged(member.job_id, member.entries, entries)
         member.generation = joined.generation
-        if not member.closed:
-            self.tables.joined(joined.nodes)
+        if member.closed:  # and may have left before it was joined again
+            self.places.leave(member.job_id, member.member_id, lost=member.was_lost)
+            return
+        self.tables.joined(joined.nodes)
         self.joined.set()
 
     # -- parts -----------------------------------------------------------------------------------

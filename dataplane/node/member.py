@@ -26,7 +26,8 @@ class ServedMember(Struct, eq=False):
     """One rank of one job, as this node serves it; `opened` is what it reads. If `error` is
     set, its requests get that error. `holder` holds its slabs. `joining` is how it asks for its
     place. `began` is where its first stream began, `mix_from` where its last one did, which has the
-    weights `mix`. `is_leaving`: its process is exiting normally.
+    weights `mix`. `closed`: it reads no more, though it may hold slabs until it is `released`.
+    `has_left`: it has given its place back, since it left, or `was_lost`.
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
     slabs of this epoch are consumed. `following` knows of other weights of a mixture.
@@ -54,7 +55,9 @@ class ServedMember(Struct, eq=False):
     seen: tuple[float, int, int] = (0.0, 0, 0)
     error: DataplaneError | None = None
     closed: bool = False
-    is_leaving: bool = False
+    released: bool = False
+    has_left: bool = False
+    was_lost: bool = False
     described: tuple[messages.DescribedColumn, ...] | None = None
     following: Following | None = None
     joined: JoinResponse | None = None

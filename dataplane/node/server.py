@@ -123,7 +123,7 @@ class TrainerConnection:
             self._server.jobs.close(member)
             # A node that stops leaves its members their places: they rejoin through another node.
             if not self._server.stopping:
-                self._server.jobs.leave(member, lost=not member.is_leaving)
+                self._server.jobs.leave(member, lost=True)
         self._members.clear()
         self._server.forget(self)
 
@@ -331,7 +331,7 @@ class TrainerConnection:
         if len(self._streams) >= _STREAMS_MAX:
             raise ConfigError(f"this connection has {_STREAMS_MAX} open streams, the most for one")
         stream, opened = await self._server.jobs.streams.open(member, body, self.send, ready)
-        if self.closed or self._members.get(body.job_id) is not member:
+        if self.closed or member.closed:
             self._server.engine.close_stream(stream)
             return
         self._streams[opened.stream_id] = member
@@ -342,7 +342,7 @@ class TrainerConnection:
 
     def _member(self, job_id: str) -> ServedMember:
         member = self._members.get(job_id)
-        if member is None:
+        if member is None or member.closed:
             raise ConfigError(f"this connection has not opened job {job_id!r}")
         return member
 
@@ -383,14 +383,16 @@ class TrainerConnection:
         if member is None:
             return
         member.reached(body.epoch, body.cursor)
-        if body.at_exit:
-            member.is_leaving = True
+        self._drop_streams(member)
+        jobs = self._server.jobs
+        if body.holds_slabs:
+            jobs.stop(member)
         else:
             del self._members[body.job_id]
-            self._drop_streams(member)
-            self._server.jobs.close(member)
-            self._server.jobs.forget_manifest(body.job_id)
-            self._server.jobs.leave(member, lost=False)
+            jobs.close(member)
+        if not member.has_left:
+            jobs.forget_manifest(body.job_id)
+            jobs.leave(member, lost=False)
 
     def _drop_streams(self, member: ServedMember) -> None:
         """Forget the streams of a member that leaves this connection."""

@@ -345,14 +345,14 @@ class CloseStream(Struct, frozen=True):
 
 
 class CloseJob(Struct, frozen=True):
-    """The trainer closed its loader, at this position of its last stream. With `at_exit` its
-    process is exiting, and may read the slabs it holds until the socket closes.
+    """The trainer closed its loader, at this position of its last stream, and leaves the job. If it
+    `holds_slabs`, it may read them until it releases them or the socket closes.
     """
 
     job_id: str
     epoch: int = 0
     cursor: int = 0
-    at_exit: bool = False
+    holds_slabs: bool = False
 
 
 Question = DescribeColumns | ReadCategories | DescribeEpoch | ChangeWeights

@@ -43,7 +43,7 @@ def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(f
     )
     assert (done.returncode, done.stderr) == (0, "")
     wait_until(lambda: node.seen[-1] == "gone")
-    assert node.seen[-2] == CloseJob("job", 3, 12, at_exit=True)
+    assert node.seen[-2] == CloseJob("job", 3, 12, holds_slabs=True)
 
 
 def test_a_stream_that_is_left_reports_its_progress(fake, session) -> None:

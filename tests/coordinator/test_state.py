@@ -76,7 +76,7 @@ def test_2_a_spec_that_differs_is_refused_with_both_values_and_both_ranks(machin
     assert str(refusal) == (
         "job 'j': rank 1 (member m1-i1, node n1) asks for seed=2, but rank 0 (member m0-i1, node "
         "n0) has joined with seed=1; these differ too: window (16, not 8). Give every rank of the "
-        "job the same arguments\n"
+        "job the same arguments; if these are two runs, give each a name= of its own\n"
         "  host  rank    dp_rank  spec      place from\n"
         "  n1    1 of 2  1 of 2   689c1515  not told  <- refused\n"
         "  n0    0 of 2  0 of 2   27e6d6d9  not told"
@@ -146,6 +146,35 @@ def test_2_a_rank_that_reopens_a_job_with_another_batch_is_to_wait_for_the_other
     machine.ask(leave("m1-i1"))
     for rank in (1, 0):
         assert machine.ask(join(rank, spec=other(global_batch=64))).generation == 2
+
+
+def test_2_ranks_without_a_launcher_are_told_apart_by_their_dp_ranks(machine):
+    alone = [{"dp_rank": one, "rank": 0, "member": f"m{one}"} for one in range(2)]
+    for place in alone:
+        machine.ask(join(**place))
+    machine.ask(leave("m1"))
+    refusal = machine.ask(join(**alone[1], spec=other(global_batch=64)))
+    assert refusal.reopened
+    assert "The loader of dp_rank 1 was closed" in str(refusal)
+    # Another run has the places of one that is there.
+    refusal = machine.ask(join(dp_rank=0, rank=0, member="m2", spec=other(seed=2)))
+    assert not refusal.reopened
+    assert "Both are rank 0: if these are two runs, give each a name= of its own" in str(refusal)
+
+
+def test_2_a_rank_that_waits_while_others_reopen_a_job_twice_still_waits(machine):
+    for rank in range(2):
+        machine.ask(join(rank))
+        machine.ask(leave(f"m{rank}-i1"))
+    for batch in (64, 16):
+        machine.ask(join(1, spec=other(global_batch=batch), member=f"m-{batch}"))
+        assert machine.ask(join(0, spec=other(global_batch=32))).reopened
+        machine.ask(leave(f"m-{batch}"))
+    assert machine.ask(join(0, spec=other(global_batch=32))).generation == 4
+    # Ranks of another launch have not reopened it.
+    machine.ask(leave("m0-i1"))
+    machine.ask(join(1, incarnation="i2"))
+    assert not machine.ask(join(0, spec=other(seed=2), incarnation="i2")).reopened
 
 
 def test_2_the_image_software_is_known_after_a_restart_and_may_change_without_members(machine):

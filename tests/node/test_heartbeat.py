@@ -140,7 +140,8 @@ class Joined(SimpleNamespace):
     """A member of a launch over four hosts, as far as a heartbeat looks at it."""
 
     def __init__(self) -> None:
-        super().__init__(member_id="m", following=None, host_count=4, opened_at=time.monotonic())
+        began = time.monotonic()
+        super().__init__(member_id="m", following=None, host_count=4, opened_at=began, closed=False)
         self.gathered = asyncio.Event()
 
 

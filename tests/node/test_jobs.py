@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,11 +22,21 @@ from dataplane.index.indexing import open_dataset
 from dataplane.model import Topology
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
+from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
+from dataplane.node.member import ServedMember
 from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import check_names
 from dataplane.node.pool import WorkerPool
-from dataplane.rpc.membership import JoinRequest, JoinResponse
+from dataplane.node.watchdog import Watchdog
+from dataplane.rpc.membership import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    NodeReads,
+    StatusRequest,
+)
 from dataplane.rpc.messages import DatasetSource, OpenJob
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
@@ -93,6 +104,60 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(tmp_path: Pat
                 await opening
             assert not found.opener.datasets
             assert not found.members
+
+    asyncio.run(play())
+
+
+class LateCoordinator(Coordinator):
+    """It answers heartbeats and joins after members have left."""
+
+    def __init__(self) -> None:
+        super().__init__(CoordinatorConfig(VERSION))
+        self.leaving: list[Callable[[], None]] = []
+
+    async def _left(self) -> None:
+        while self.leaving:
+            self.leaving.pop()()
+            await asyncio.sleep(0)
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        await self._left()
+        return await super().heartbeat(request)
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        await self._left()
+        return await super().join(request)
+
+
+def test_a_member_that_leaves_during_a_beat_or_is_joined_again_meanwhile_has_left(
+    tmp_path: Path,
+) -> None:
+    """Its place would else be held by nobody until its lease ends."""
+
+    async def play() -> None:
+        coordinator = LateCoordinator()
+        async with running(coordinator, tmp_path, JobTables()) as (found, request):
+            beat = Heartbeat(
+                default_node_config(), coordinator, found, found._engine, "n0", Trace("test"),
+                Outages(), Watchdog(Trace("test")), NodeReads,
+            )  # fmt: skip
+
+            async def member_count() -> int:
+                job = (await coordinator.status(StatusRequest("j"))).jobs[0]
+                return sum(one.state == "joined" for one in job.members)
+
+            def leave(member: ServedMember) -> None:
+                found.close(member)
+                found.leave(member, lost=False)
+
+            await beat.register()
+            for begin in (beat._beat, found.rejoin):
+                member, _ = await found.open(request)
+                assert await member_count() == 1
+                coordinator.leaving.append(partial(leave, member))
+                await (begin() if begin == beat._beat else begin(member))
+                await asyncio.gather(*found.places._leaving.get("j", ()))
+                assert await member_count() == 0
 
     asyncio.run(play())
 

@@ -84,16 +84,16 @@ def test_a_silent_connection_delays_no_other(tmp_path: Path, arrow: str) -> None
         assert len(trainer.batches()) == 23
 
 
-@pytest.mark.parametrize("at_exit", [False, True])
+@pytest.mark.parametrize("holds_slabs", [False, True])
 def test_a_trainer_that_closes_is_not_lost_even_with_unread_messages(
-    tmp_path: Path, arrow: str, at_exit: bool
+    tmp_path: Path, arrow: str, holds_slabs: bool
 ) -> None:
     with Node(tmp_path, log_level="info") as node, Trainer(node) as trainer:
         trainer.open(arrow)
         stream = trainer.call(messages.OpenStream("j", 2, 0)).stream_id
         trainer.ask(messages.NextSlab(stream, 0, 0.0))
         assert select.select([trainer.sock], [], [], 60)[0], "the answer lies there"
-        trainer.tell(messages.CloseJob("j", 2, 8, at_exit=at_exit))
+        trainer.tell(messages.CloseJob("j", 2, 8, holds_slabs=holds_slabs))
         trainer.close()
         node.process.wait(60)
         log = node.errors.read_text()

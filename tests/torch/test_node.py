@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, Stack, bound_of
+from warm import WarmPython
 
 from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
 
@@ -348,21 +350,49 @@ def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, s
         len(wrong)
 
 
-def test_a_rank_that_reopens_a_job_with_another_batch_waits_until_the_others_have_closed_it(
-    shards: str,
-) -> None:
-    def opened(rank: int, batch: int) -> DataLoader:
-        place = {"name": "reopened", "dp_rank": rank, "dp_size": 2}
-        loader = DataLoader(shards, global_batch_size=batch, columns=["i"], **place)
-        rows.append((rank, len(next(iter(loader))["i"])))
-        return loader
+REOPENING = """
+import sys
+import threading
+from dataplane_torch import DataLoader
 
-    rows: list[tuple[int, int]] = []
-    first, second = opened(0, 8), opened(1, 8)
-    first.close()
-    waits = threading.Thread(target=lambda: opened(0, 16).close())
-    waits.start()
-    second.close()
-    opened(1, 16).close()
-    waits.join(60)
-    assert sorted(rows) == [(0, 4), (0, 8), (1, 4), (1, 8)]
+
+def read(rank):
+    for turn in range(6):
+        batch = 16 if turn % 2 else 8
+        place = {"name": "reopened", "dp_rank": rank, "dp_size": 2}
+        loader = DataLoader(sys.argv[1], global_batch_size=batch, columns=["i"], **place)
+        held = next(iter(loader))["i"]  # until the next loader has its first batch
+        assert len(held) == batch / 2
+        loader.close()
+        seen.append(turn)
+
+
+seen = []
+readers = [threading.Thread(target=read, args=(int(rank),)) for rank in sys.argv[2:]]
+for reader in readers:
+    reader.start()
+for reader in readers:
+    reader.join()
+sys.exit(len(seen) != 6 * len(readers))
+"""
+
+
+@pytest.mark.parametrize("ranks", [("01",), ("0", "1")], ids=["threads", "processes"])
+def test_ranks_reopen_a_job_with_another_batch_while_they_hold_one_of_the_old(
+    shards: str, tmp_path: Path, warm_torch: WarmPython, ranks: tuple[str, ...]
+) -> None:
+    script = tmp_path / "reopening.py"
+    script.write_text(REOPENING)
+    environ = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": uuid.uuid4().hex}
+    runs = [
+        warm_torch.run([str(script), shards, *of_one], environ, sys.stderr.fileno())
+        for of_one in ranks
+    ]
+    try:
+        assert [run.wait(300) for run in runs] == [0] * len(runs)
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+            run.stdin.close()
+            run.stdout.close()

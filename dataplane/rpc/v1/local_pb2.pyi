@@ -478,13 +478,13 @@ class CloseStream(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class CloseJob(_message.Message):
-    __slots__ = ("job_id", "epoch", "cursor", "at_exit")
+    __slots__ = ("job_id", "epoch", "cursor", "holds_slabs")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
-    AT_EXIT_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_SLABS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     epoch: int
     cursor: int
-    at_exit: bool
-    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., at_exit: bool = ...) -> None: ...
+    holds_slabs: bool
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., holds_slabs: bool = ...) -> None: ...
