@@ -9,14 +9,16 @@ Source:  https://protobuf.dev/programming-guides/encoding/ and tensorflow/core/e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct, field
+from numpy.typing import NDArray
 
 from dataplane.formats.columns import bytes_column, list_column, primitive_column
+from dataplane.formats.known_names import WORD_BYTES, KnownNames
 
 # The kinds of a feature are the numbers of its fields in feature.proto.
 EMPTY, BYTES, FLOATS, INTS = 0, 1, 2, 3
@@ -191,6 +193,62 @@ def value_count(buffer: memoryview, feature: Feature) -> int:
     if feature.kind == FLOATS:
         return sum(b - a for a, b in feature.spans) // 4
     return len(feature.spans)
+
+
+def written_names(names: Iterable[bytes]) -> list[bytes]:
+    """Names as TensorFlow writes them, with their lengths. Longer ones than 127 bytes are left out,
+    which is to say that `with_others` does not know them.
+    """
+    return [bytes([len(name)]) + name for name in names if len(name) < 128]
+
+
+def with_others(
+    records: Sequence[memoryview], trailer_bytes: int, known: KnownNames
+) -> list[int]:
+    """Which records, each followed by a trailer, have features of other names than those known, or
+    have not the layout that TensorFlow writes.
+    """
+    pad = bytes(WORD_BYTES)
+    codes = np.frombuffer(b"".join([pad, *records, pad]), np.uint8)
+    lengths = np.fromiter(map(len, records), np.int64, len(records))
+    after = WORD_BYTES + np.cumsum(lengths)
+    at, end = after - lengths, after - trailer_bytes
+    are_other = np.zeros(len(records), bool)
+    left = np.flatnonzero(at < end)
+    at, end = at[left], end[left]
+    at, stop, is_usual = _delimited(codes, at, end, 0x0A)
+    is_usual &= stop == end
+    while True:
+        are_other[left[~is_usual]] = True
+        go_on = is_usual & (at < end)
+        left, at, end = left[go_on], at[go_on], end[go_on]
+        if not len(left):
+            return np.flatnonzero(are_other).tolist()
+        entry, entry_end, is_usual = _delimited(codes, at, end, 0x0A)
+        _, name_end, has_name = _delimited(codes, entry, entry_end, 0x0A)
+        is_usual &= has_name & (codes[name_end] == 0x12) & (known.match(codes, name_end) >= 0)
+        at = entry_end
+
+
+def _delimited(
+    codes: NDArray[np.uint8], at: NDArray[np.int64], end: NDArray[np.int64], tag: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """The start and end of the fields at these places, and whether they have this tag, a length and
+    an end before `end`; those that do not start and end at `end`.
+    """
+    is_usual = codes[at] == tag
+    start = at + 1
+    length = np.zeros(len(at), np.int64)
+    more = is_usual
+    for shift in range(0, 28, 7):
+        part = codes[np.minimum(start, end)]
+        length += np.where(more, (part & 127).astype(np.int64) << shift, 0)
+        start = start + more
+        more = more & (part >= 128)
+        if not more.any():
+            break
+    is_usual = is_usual & ~more & (start + length <= end)
+    return np.where(is_usual, start, end), np.where(is_usual, start + length, end), is_usual
 
 
 class Values(Struct, frozen=True):

@@ -128,10 +128,10 @@ class Tar:
 
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:
-    """Whether a field of a shard, which the first shard of a tar dataset lacks, is a column of the
-    dataset: an image may be one of the first shard's column, or is refused when it is read.
+    """Whether a field of a shard, which the dataset's first shard lacks, is a column of its own. Of
+    a tar dataset, an image may be one of the first shard's column, or is refused when it is read.
     """
-    return schema.get_field_index(KEY) >= 0 and not column_of(schema, field)[0]
+    return schema.get_field_index(KEY) < 0 or not column_of(schema, field)[0]
 
 
 def samples(source: ByteSource, at: int, end: int | None) -> Iterator[Sample]:

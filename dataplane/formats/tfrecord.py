@@ -1,14 +1,16 @@
 """TFRecord with tf.train.Example: a block is a run of records up to about 4 MiB.
 
 A record is: length uint64, masked CRC-32C of the length, payload, masked CRC-32C of the payload.
-Indexing checks the CRC of every length and skips the payloads; decoding checks both. A shard that
-is gzip or zlib data, whatever its name, is one block.
+Indexing checks the CRC of every length, reads the names of the features of records up to 1 MiB, and
+skips larger payloads; decoding checks both CRCs. A shard that is gzip or zlib data, whatever its
+name, is one block.
 
-Schema: from the first shard's first records (at most 1,000, at most one block). bytes_list is
-binary, int64_list int64, float_list float32; a scalar if no sampled record has another number of
-values than one, else a list. A feature that a record lacks is null (in a scalar column one without
-values, too), and features that the sample lacks are left out. Columns are sorted by name: the order
-of a protobuf map means nothing.
+Schema: from the first records of each shard (at most 1,000, at most one block), and from those later
+ones that have features which the first ones lack. bytes_list is binary, int64_list int64,
+float_list float32; a scalar if no such record has another number of values than one, else a list. A
+feature that a record lacks is null (in a scalar column one without values, too); one that no index
+knows is refused where all columns are read. Columns are sorted by name: the order of a protobuf map
+means nothing.
 
 Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
 """
@@ -17,23 +19,24 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import SchemaMismatch
+from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats import example
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import corrupt, describe, require_bytes
 from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.known_names import KnownNames
 from dataplane.formats.source import (
     BLOCK_BYTES,
+    NEAR_BYTES,
     ByteSource,
     Inflated,
     Memory,
@@ -61,31 +64,43 @@ class TfRecord:
 
     name = "tfrecord"
     suffixes = BY_FORMAT["tfrecord"]
+    index_version = 1  # features of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: one pass over the record headers."""
+        """As `Format.index`: one pass over the records."""
         require_bytes(shard.url, shard.size_bytes, "TFRecord")
         window = Window(shard)
         compressed = _is_compressed(window.view(0, HEADER_BYTES))
         source: ByteSource = Inflated(shard) if compressed else window
         sample = _sampled(source)
-        schema, growth = sample.schema, sample.growth
-        blocks: list[Block] = []
+        survey = _Survey(source, sample)
+        runs: list[tuple[int, int, int]] = []
         start = end = rows = count = 0
         size = None if compressed else shard.size_bytes
-        for _, stop in _records(source, 0, size):
+        for at, stop in _records(source, 0, size):
             if rows and not compressed and stop + TRAILER_BYTES - start > BLOCK_BYTES:
-                blocks.append(_block(rows, start, end, growth))
+                runs.append((rows, start, end))
                 start, rows = end, 0
             rows, end, count = rows + 1, stop + TRAILER_BYTES, count + 1
+            if count > sample.records:
+                survey.note(at, stop)
+        if rows:
+            runs.append((rows, start, end))
+        features, growth = survey.features(), survey.growth()
+        blocks = [_block(*run, growth) for run in runs]
         if compressed:
             place = Region(0, shard.size_bytes)
-            blocks = (
-                [Block(rows, place, _block(rows, 0, end, growth).decoded_bytes)] if rows else []
-            )
-        elif rows:
-            blocks.append(_block(rows, start, end, growth))
-        nulls = sample.nulls(is_whole=sample.records == count)
+            blocks = [Block(block.rows, place, block.decoded_bytes) for block in blocks]
+        schema = inferred_schema(
+            {_name(shard.url, name): features[name].type for name in sorted(features)}
+        )
+        nulls = array("q")
+        for name in sorted(features):
+            present = sample.features[name].present if name in sample.features else 0
+            lacking = sample.records - present
+            nulls.append(lacking if lacking or sample.records == count else UNKNOWN)
+            if features[name].is_list:
+                nulls.append(NEVER)  # a feature's values are never null
         return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -102,6 +117,8 @@ class TfRecord:
             _check_payload(source, at, stop)
             records.append(_parsed(body, source.url, base, at, stop))
         starts = [at - HEADER_BYTES for at, _ in spans]
+        if len(columns) == len(schema):
+            _refuse_unknown(records, starts, schema.names, source.url)
         arrays = {
             name: _column(body, records, starts, schema.field(name), source.url) for name in columns
         }
@@ -159,17 +176,24 @@ def _records(
                 source.url, at, f"record {number} is longer than 1 GiB", found=f"{length} bytes"
             )
         start, at = at + HEADER_BYTES, at + HEADER_BYTES + length + TRAILER_BYTES
-        # Without a known end, the last byte of the record tells whether it is complete.
-        if at > end if end is not None else not len(source.view(at - 1, 1)):
-            raise corrupt(
-                source.url,
-                start - HEADER_BYTES,
-                f"record {number} is truncated",
-                expected=f"a record of {length} bytes",
-                found="the end of the shard",
-            )
+        if end is not None and at > end:
+            raise _cut_off(source.url, start, length, number)
         yield start, start + length
+        # Without a known end, the last byte of the record tells whether it is complete. It is read
+        # after the record, since a compressed source only goes forward.
+        if end is None and not len(source.view(at - 1, 1)):
+            raise _cut_off(source.url, start, length, number)
         number += 1
+
+
+def _cut_off(url: str, start: int, length: int, number: int) -> CorruptShard:
+    return corrupt(
+        url,
+        start - HEADER_BYTES,
+        f"record {number} is truncated",
+        expected=f"a record of {length} bytes",
+        found="the end of the shard",
+    )
 
 
 def _check_payload(source: ByteSource, at: int, stop: int) -> None:
@@ -202,32 +226,35 @@ def _parsed(
         ) from fault
 
 
-class _Sample(Struct, frozen=True):
-    """Facts from the first records of a shard: the schema (see the module's docstring), decoded
-    bytes per stored byte, the number of records, and how many of them lack each column.
+class _Features(Struct):
+    """What is known of one feature: its kind, in how many records it is, and whether some have
+    another number of values than one.
     """
 
-    schema: pa.Schema
+    kind: int
+    present: int = 0
+    is_list: bool = False
+
+    @property
+    def type(self) -> pa.DataType:
+        value = example.KIND_TYPES[self.kind]
+        return pa.list_(value) if self.is_list else value
+
+
+class _Sample(Struct, frozen=True):
+    """Facts from the first records of a shard: their features, decoded bytes per stored byte, and
+    how many records they are.
+    """
+
+    features: dict[bytes, _Features]
     growth: float
     records: int
-    lacking: Sequence[int]
-
-    def nulls(self, *, is_whole: bool) -> array[int]:
-        """As ShardIndex.nulls. A feature's values are never null."""
-        found = array("q")
-        for field, lacking in zip(self.schema, self.lacking, strict=True):
-            found.append(lacking if lacking or is_whole else UNKNOWN)
-            if pa.types.is_list(field.type):
-                found.append(NEVER)
-        return found
 
 
 def _sampled(source: ByteSource) -> _Sample:
     """The facts from the first block's records."""
     head = source.view(0, BLOCK_BYTES)
-    kinds: dict[bytes, int] = {}
-    lists: set[bytes] = set()
-    present: Counter[bytes] = Counter()
+    features: dict[bytes, _Features] = {}
     at = decoded = records = 0
     for _ in range(SAMPLE_RECORDS):
         if at + HEADER_BYTES > len(head):
@@ -242,25 +269,91 @@ def _sampled(source: ByteSource) -> _Sample:
         sample = Memory(source.url, head[:end], 0)
         start, stop = next(_records(sample, at, end, records))
         _check_payload(sample, start, stop)
-        for name, feature in _parsed(head, source.url, 0, start, stop).items():
-            if feature.kind == example.EMPTY:
-                continue
-            if kinds.setdefault(name, feature.kind) != feature.kind:
-                raise _other_kind(source.url, at, name, kinds[name], feature.kind)
-            present[name] += 1
-            count = example.value_count(head, feature)
-            if count != 1:
-                lists.add(name)
-            stored = sum(b - a for a, b in feature.spans)
-            decoded += 8 * count if feature.kind == example.INTS else stored
+        parsed = _parsed(head, source.url, 0, start, stop)
+        decoded += _note(features, parsed, head, source.url, at)
         at, records = end, records + 1
-    columns = {
-        _name(source.url, name): pa.list_(kind) if name in lists else kind
-        for name, kind in ((name, example.KIND_TYPES[kinds[name]]) for name in sorted(kinds))
-    }
-    lacking = [records - present[name] for name in sorted(kinds)]
-    growth = MARGIN * max(1.0, decoded / max(1, at))
-    return _Sample(inferred_schema(columns), growth, records, lacking)
+    return _Sample(features, MARGIN * max(1.0, decoded / max(1, at)), records)
+
+
+def _note(
+    features: dict[bytes, _Features],
+    record: Mapping[bytes, example.Feature],
+    body: memoryview,
+    url: str,
+    offset: int,
+) -> int:
+    """Note the features of a record, and return how many bytes they are once decoded.
+
+    Raises:  SchemaMismatch: a feature has another kind than in records before it.
+    """
+    decoded = 0
+    for name, feature in record.items():
+        if feature.kind == example.EMPTY:
+            continue
+        known = features.setdefault(name, _Features(feature.kind))
+        if known.kind != feature.kind:
+            raise _other_kind(url, offset, name, known.kind, feature.kind)
+        known.present += 1
+        count = example.value_count(body, feature)
+        known.is_list |= count != 1
+        stored = sum(b - a for a, b in feature.spans)
+        decoded += 8 * count if feature.kind == example.INTS else stored
+    return decoded
+
+
+class _Survey:
+    """Finds features that the sample of a shard lacks in its other records. Only these are parsed;
+    of payloads beyond 1 MiB, which indexing does not read, the features stay unknown.
+    """
+
+    def __init__(self, source: ByteSource, sample: _Sample) -> None:
+        self._source, self._sample = source, sample
+        self._late: dict[bytes, _Features] = {}
+        self._known = KnownNames(example.written_names(sample.features))
+        self._records: list[tuple[int, memoryview]] = []
+        self._held_bytes = 0
+        self._late_growth = 0.0
+
+    def note(self, at: int, stop: int) -> None:
+        """Note the record whose payload is at [at, stop).
+
+        Raises:  SchemaMismatch: a feature has several kinds.
+        """
+        if stop - at > NEAR_BYTES:
+            return
+        record = self._source.view(at, stop - at + TRAILER_BYTES)
+        self._records.append((at, record))
+        self._held_bytes += len(record)
+        if self._held_bytes >= BLOCK_BYTES:
+            self._look_through()
+
+    def features(self) -> dict[bytes, _Features]:
+        """The features of the sample and of the other records.
+
+        Raises:  SchemaMismatch: a feature has several kinds.
+        """
+        self._look_through()
+        return self._sample.features | self._late
+
+    def growth(self) -> float:
+        """Decoded bytes per stored byte."""
+        return self._sample.growth + MARGIN * self._late_growth
+
+    def _look_through(self) -> None:
+        url, decoded = self._source.url, 0
+        pieces = [record for _, record in self._records]
+        for number in example.with_others(pieces, TRAILER_BYTES, self._known):
+            at, record = self._records[number]
+            stop = at + len(record) - TRAILER_BYTES
+            try:
+                _check_payload(Memory(url, record, at), at, stop)
+                parsed = _parsed(record, url, at, at, stop)
+            except CorruptShard:
+                continue  # decoding says so, if anybody reads it
+            late = {name: each for name, each in parsed.items() if name not in self._sample.features}
+            decoded += _note(self._late, late, record, url, at - HEADER_BYTES)
+        self._late_growth = max(self._late_growth, decoded / max(1, self._held_bytes))
+        self._records, self._held_bytes = [], 0
 
 
 def _name(url: str, name: bytes) -> str:
@@ -281,6 +374,39 @@ def _other_kind(url: str, offset: int, name: bytes, expected: int, found: int) -
         expected=example.KIND_NAMES[expected],
         found=example.KIND_NAMES[found],
     )
+
+
+def _refuse_unknown(
+    records: Sequence[Mapping[bytes, example.Feature]],
+    starts: Sequence[int],
+    names: Collection[str],
+    url: str,
+) -> None:
+    """Refuse a feature that is in no column, since a job that reads all of them would miss it.
+
+    Raises:  SchemaMismatch.
+    """
+    known = frozenset(name.encode() for name in names)
+    for number, record in enumerate(records):
+        if record.keys() <= known:
+            continue
+        name = next(
+            (n for n, each in record.items() if n not in known and each.kind != example.EMPTY), None
+        )
+        if name is not None:
+            field = name.decode("utf-8", "replace")
+            raise SchemaMismatch(
+                f"{url}: record {number} of its block, at byte {starts[number]}, has a feature "
+                f"{field!r}, which indexing did not see: of records beyond 1 MiB, it reads only "
+                f"those among the first {SAMPLE_RECORDS} and the first 4 MiB of a shard. Put a "
+                "record that has it at the start of a shard, or leave it out with columns=[…]: "
+                f"{', '.join(names)}",
+                shard=url,
+                offset=starts[number],
+                field=field,
+                expected="no such feature",
+                found=example.KIND_NAMES[record[name].kind],
+            )
 
 
 def _column(

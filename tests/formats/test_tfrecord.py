@@ -6,6 +6,7 @@ import struct
 import zlib
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -22,7 +23,16 @@ from shards import (
 )
 
 from dataplane.errors import CorruptShard, SchemaMismatch
-from dataplane.formats.example import BYTES, FLOATS, INTS, MalformedExample, features
+from dataplane.formats.example import (
+    BYTES,
+    FLOATS,
+    INTS,
+    MalformedExample,
+    features,
+    with_others,
+    written_names,
+)
+from dataplane.formats.known_names import WORD_BYTES, KnownNames
 from dataplane.formats.tfrecord import TfRecord
 
 TF = TfRecord()
@@ -179,3 +189,98 @@ def test_a_damaged_length_names_its_record() -> None:
     content[3 * len(content) // 5] ^= 1
     with pytest.raises(CorruptShard, match="the length of record 3 is damaged"):
         TF.index(MemoryShard(bytes(content)))
+
+
+# --- features that first occur late -----------------------------------------------------------
+
+NAMES = st.binary(min_size=1, max_size=30).map(lambda name: b"\0" + name.replace(b"\0", b"x"))
+
+
+@given(st.lists(NAMES, min_size=1, max_size=12, unique=True), st.lists(NAMES, max_size=12))
+def test_names_are_known_exactly_if_they_were_given(known: list[bytes], others: list[bytes]) -> None:
+    places = [*known, *others, *(name[:-1] for name in known), *(b"\0z" + name[1:] for name in known)]
+    text, ends = bytearray(WORD_BYTES), []
+    for name in places:
+        text += name
+        ends.append(len(text))
+    codes = np.frombuffer(bytes(text) + bytes(WORD_BYTES), np.uint8)
+    found = KnownNames(known).match(codes, np.array(ends)).tolist()
+    assert found == [known.index(name) if name in known else -1 for name in places]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["a", "b", "n" * 30, "é", ""]), FEATURE), max_size=9),
+    st.sets(st.sampled_from(["a", "b", "n" * 30, "é", ""])),
+)
+def test_records_with_features_that_are_not_known_are_picked_out(
+    records: list[dict], known: set[str]
+) -> None:
+    written = [memoryview(example_bytes(record) + b"crc!") for record in records]
+    names = KnownNames(written_names(name.encode() for name in known))
+    odd = [at for at, record in enumerate(records) if not record.keys() <= known]
+    assert with_others(written, 4, names) == odd
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_records_of_another_layout_are_picked_out_too(records: list[bytes]) -> None:
+    content = [*records, unpacked([1, 2]), example_bytes({"i": ("int64_list", [1])})]
+    odd = with_others([memoryview(each) for each in content], 0, KnownNames([b"\x01i"]))
+    assert len(records) in odd
+    assert len(records) + 1 not in odd
+    for at in set(range(len(records))) - set(odd):
+        assert features(memoryview(records[at]), 0, len(records[at])).keys() <= {b"i"}
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_features_that_first_occur_late_are_columns(compressed: bool) -> None:
+    late = {
+        "label": ("int64_list", [5]),
+        "late": ("int64_list", [300]),
+        "more": ("bytes_list", [b"a", b""]),
+        "none": ("float_list", []),
+    }
+    records = [*map(scalar, range(1200)), example_bytes(late), unpacked([1, 2]), scalar(6)]
+    content = tfrecord_bytes(records)
+    content = zipped(content) if compressed else content
+    index = TF.index(MemoryShard(content))
+    assert index.schema.names == ["i", "label", "late", "more", "none"]
+    assert dict(zip(index.schema.names, [1000, -1, 1000, 1000, 1000], strict=True)) == {
+        name: index.nulls[at] for name, at in zip(index.schema.names, [0, 2, 3, 4, 6], strict=True)
+    }
+    rows = read_rows(TF, content)
+    nothing = dict.fromkeys(("i", "late", "more", "none"))
+    assert rows[0] == nothing | {"label": 0}
+    assert rows[-3:] == [
+        {"i": None, "label": 5, "late": 300, "more": [b"a", b""], "none": []},
+        nothing | {"label": None, "i": [1, 2]},
+        nothing | {"label": 6},
+    ]
+
+
+def test_a_late_feature_of_two_kinds_names_the_record() -> None:
+    late = [example_bytes({"x": (kind, [1])}) for kind in ("int64_list", "float_list")]
+    with pytest.raises(SchemaMismatch, match="has 'x' as float_list, records before it as int64"):
+        TF.index(MemoryShard(tfrecord_bytes([*map(scalar, range(1100)), *late])))
+
+
+def test_a_late_feature_whose_record_indexing_does_not_read_is_refused_unless_left_out() -> None:
+    large = ("bytes_list", [bytes(5_000_000)])
+    content = tfrecord_bytes(
+        example_bytes({"image": large, **late}) for late in ({}, {"mask": ("int64_list", [1])})
+    )
+    with pytest.raises(SchemaMismatch, match=r"record 0 of its block, at byte \d+, has a.*'mask'") as e:
+        decoded(TF, content)
+    assert e.value.field == "mask"
+    assert "columns=[…]: image" in str(e.value)
+    schema = TF.index(MemoryShard(content)).schema.append(pa.field("id", pa.int64()))
+    (_, row) = read_rows(TF, content, schema=schema, columns=["image"])
+    assert len(row["image"]) == 5_000_000
+
+
+def test_a_damaged_record_adds_no_feature() -> None:
+    content = bytearray(tfrecord_bytes(map(scalar, range(1500))))
+    at = content.rindex(b"label")
+    content[at] ^= 1
+    assert TF.index(MemoryShard(bytes(content))).schema.names == ["label"]
+    with pytest.raises(CorruptShard, match="payload of the record at byte"):
+        decoded(TF, bytes(content))

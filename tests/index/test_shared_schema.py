@@ -416,6 +416,19 @@ def test_a_feature_with_several_values_in_any_shard_is_a_list(tmp_path: Path) ->
     assert values_of(list(read_back(manifest))) == [[1], [1, 2], []]
 
 
+def test_a_feature_that_the_first_shard_lacks_is_a_column(tmp_path: Path) -> None:
+    for at, more in enumerate(({}, {"b": ("bytes_list", [b"x"])}, {"a": ("int64_list", [7])})):
+        record = example_bytes({"id": ("int64_list", [at]), **more})
+        (tmp_path / f"{at}.tfrecord").write_bytes(tfrecord_bytes([record]))
+    manifest = index_dataset(tmp_path)
+    found = [row for batch in read_back(manifest) for row in batch.to_pylist()]
+    assert found == [
+        {"id": 0, "b": None, "a": None},
+        {"id": 1, "b": b"x", "a": None},
+        {"id": 2, "b": None, "a": 7},
+    ]
+
+
 def test_a_tar_dataset_has_the_fields_of_all_its_shards_and_one_column_of_images() -> None:
     def merged(*shards: Sequence[str]) -> list[str]:
         schemas = SharedSchema(str)
