@@ -202,14 +202,12 @@ def written_names(names: Iterable[bytes]) -> list[bytes]:
     return [bytes([len(name)]) + name for name in names if len(name) < 128]
 
 
-def with_others(
-    records: Sequence[memoryview], trailer_bytes: int, known: KnownNames
-) -> list[int]:
+def with_others(records: Sequence[memoryview], trailer_bytes: int, known: KnownNames) -> list[int]:
     """Which records, each followed by a trailer, have features of other names than those known, or
     have not the layout that TensorFlow writes.
     """
-    pad = bytes(WORD_BYTES)
-    codes = np.frombuffer(b"".join([pad, *records, pad]), np.uint8)
+    before, behind = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
+    codes = np.frombuffer(b"".join([before, *records, behind]), np.uint8)
     lengths = np.fromiter(map(len, records), np.int64, len(records))
     after = WORD_BYTES + np.cumsum(lengths)
     at, end = after - lengths, after - trailer_bytes

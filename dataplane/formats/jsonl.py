@@ -1,10 +1,11 @@
 """JSON lines: a block is a run of whole lines, about 4 MiB; a .gz shard is one block.
 
-Schema: from the first block of each shard. Integers are int64, or uint64 if they do not fit, and
-numbers with a fraction double; if the first blocks have only integers and a later line a fraction,
-that line is a SchemaMismatch: a column never changes its type silently, and an integer is exact or
-refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null, a field
-that the schema lacks is a SchemaMismatch.
+Schema: from the first block of each shard, and from those later ones that have fields which the
+blocks before them lack, or have values only there. Integers are int64, or uint64 if they do not
+fit, and numbers with a fraction double; if these blocks have only integers and a later line a
+fraction, that line is a SchemaMismatch: a column never changes its type silently, and an integer is
+exact or refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null;
+one that the schema lacks is a SchemaMismatch.
 
 Source:  https://jsonlines.org
 """
@@ -14,12 +15,13 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
+from msgspec import Struct
 
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.arrays import joined
@@ -36,9 +38,11 @@ from dataplane.formats.faults import (
 )
 from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema, is_closed
+from dataplane.formats.joint_types import joint_inferred
 from dataplane.formats.jsonexact import JsonLine, check_exact, exact_types, has_large
+from dataplane.formats.jsonkeys import KnownKeys, unknown_field
 from dataplane.formats.jsonnulls import from_parser, parser_type
-from dataplane.formats.nulls import counted
+from dataplane.formats.nulls import aligned, alignment, counted
 from dataplane.formats.source import (
     BLOCK_BYTES,
     ByteSource,
@@ -70,21 +74,31 @@ class JsonLines:
 
     name = "jsonl"
     suffixes = BY_FORMAT["jsonl"]
+    index_version = 1  # fields of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: one pass that counts lines; only the first block is parsed."""
+        """As `Format.index`: one pass that counts lines and looks for new fields. Only the first
+        block, and those with new fields, are parsed.
+        """
         require_bytes(shard.url, shard.size_bytes, "JSON lines")
         window = Window(shard)
         compressed = is_compressed(bytes(window.view(0, 4)))
         source: ByteSource = Inflated(shard) if compressed else window
-        schema, sample = _sampled(source)
-        blocks = tuple(_blocks(source))
-        is_whole = sample.num_rows == sum(block.rows for block in blocks)
+        sample = _sampled(source)
+        fields = _FieldSurvey(shard.url, sample)
+        blocks = tuple(_blocks(source, fields.note))
+        rows = sum(block.rows for block in blocks)
+        is_whole = sample.table.num_rows == rows
         if compressed and blocks:
-            rows = sum(block.rows for block in blocks)
             decoded = sum(block.decoded_bytes for block in blocks)
             blocks = (Block(rows, Region(0, shard.size_bytes), decoded),)
-        nulls = array("q", _sampled_nulls(sample, is_whole=is_whole))
+        schema = inferred_schema(fields.types, closed=True)
+        # The sample lacks the other fields in all of its lines.
+        places = np.array(alignment(schema, sample.table.schema), np.int64)
+        counts = aligned(
+            places, [*_sampled_nulls(sample.table, is_whole=is_whole)], sample.table.num_rows
+        )
+        nulls = array("q", counts.tolist())
         return ShardIndex(schema, blocks, Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -112,14 +126,18 @@ class JsonLines:
             return batch_of(arrays, schema, columns, block.rows)
 
 
-def _blocks(source: ByteSource) -> Iterator[Block]:
-    """Runs of lines. Looks only at the places of newlines, and skips lines without content.
+def _blocks(
+    source: ByteSource, note: Callable[[Sequence[memoryview], int], None]
+) -> Iterator[Block]:
+    """Runs of lines. Looks only at the places of newlines, and skips lines without content. Passes
+    the bytes of each block, in pieces, and their offset to `note`.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
     """
     at = start = 0
     rows = 0
     blank = True
+    held: list[memoryview] = []
     while piece := source.view(at, BLOCK_BYTES):
         codes = np.frombuffer(piece, np.uint8)
         ends = np.flatnonzero(codes == 10)
@@ -127,17 +145,22 @@ def _blocks(source: ByteSource) -> Iterator[Block]:
             # The first line began in an earlier piece, so its blankness is remembered.
             blank = blank and not bytes(piece[: ends[0]]).strip(_WHITESPACE)
             rows += len(ends) - int(blank) - _blank_count(piece, codes, ends)
-            end = at + int(ends[-1]) + 1
+            cut = int(ends[-1]) + 1
+            held.append(piece[:cut])
             if rows:
-                yield _block(rows, start, end)
-                start, rows = end, 0
-            blank = not bytes(piece[ends[-1] + 1 :]).strip(_WHITESPACE)
+                note(held, start)
+                yield _block(rows, start, at + cut)
+                start, rows, held = at + cut, 0, []
+            held.append(piece[cut:])
+            blank = not bytes(piece[cut:]).strip(_WHITESPACE)
         else:
             blank = blank and not bytes(piece).strip(_WHITESPACE)
+            held.append(piece)
         at += len(piece)
         if at - start > LINE_BYTES_MAX:
             raise corrupt(source.url, start, "a line is longer than 1 GiB; not JSON lines?")
     if rows or not blank:
+        note(held, start)
         yield _block(rows + (not blank), start, at)
 
 
@@ -155,8 +178,16 @@ def _block(rows: int, start: int, end: int) -> Block:
     return Block(rows, Region(start, end - start), GROWTH * (end - start) + ROW_BYTES * rows)
 
 
-def _sampled(source: ByteSource) -> tuple[pa.Schema, pa.Table]:
-    """The schema, and the first lines, from which it is inferred."""
+class _Sample(Struct, frozen=True):
+    """The first lines of a shard: their types, their values, and how many bytes they are."""
+
+    types: dict[str, pa.DataType]
+    table: pa.Table
+    length: int
+
+
+def _sampled(source: ByteSource) -> _Sample:
+    """The first lines, from which types are inferred."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)
     while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
@@ -167,19 +198,56 @@ def _sampled(source: ByteSource) -> tuple[pa.Schema, pa.Table]:
     cut = lines.rfind(b"\n") + 1
     lines = lines[: cut or len(lines)]
     if not lines.strip(_WHITESPACE):
-        return inferred_schema({}, closed=True), pa.table({})
+        return _Sample({}, pa.table({}), len(lines))
     first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
     if not first.startswith(b"{"):
         raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
-    _check_shape(source.url, memoryview(lines), 0)
+    return _inferred(source.url, lines, 0)
+
+
+def _inferred(url: str, lines: bytes, base: int) -> _Sample:
+    """The types of some lines.
+
+    Raises:  CorruptShard, SchemaMismatch: they are broken, or contradict each other.
+    """
+    body = memoryview(lines)
+    _check_shape(url, body, base)
     try:
-        sample = _read(memoryview(lines), None)
-        found = {field.name: _as_text(field.type) for field in sample.schema}
+        table = _read(body, None)
+        types = {field.name: _as_text(field.type) for field in table.schema}
     except FOREIGN as fault:
-        _explain(source.url, memoryview(lines), 0, None, fault)
-    if any(has_large(column) for column in sample.columns):
-        found = exact_types(source.url, list(_lines(memoryview(lines), 0)), found)
-    return inferred_schema(found, closed=True), sample
+        _explain(url, body, base, None, fault)
+    if any(has_large(column) for column in table.columns):
+        types = exact_types(url, list(_lines(body, base)), types)
+    return _Sample(types, table, len(lines))
+
+
+class _FieldSurvey:
+    """The fields of a shard's lines: those of the sample, and those that first occur, or first have
+    values, in a later block. Only blocks that seem to have some are parsed.
+    """
+
+    def __init__(self, url: str, sample: _Sample) -> None:
+        self._url, self._sampled_bytes = url, sample.length
+        self.types = dict(sample.types)
+        self._keys = KnownKeys(self.types)
+
+    def note(self, pieces: Sequence[memoryview], start: int) -> None:
+        """Note the fields of a block."""
+        length = sum(map(len, pieces))
+        if start + length <= self._sampled_bytes or not self._keys.may_be_more(pieces):
+            return
+        try:
+            types = _inferred(self._url, b"".join(pieces), start).types
+        except (CorruptShard, SchemaMismatch):
+            return  # decoding says so, if anybody reads it
+        before = dict(self.types)
+        for name, kind in types.items():
+            known = self.types.get(name, kind)
+            joint = joint_inferred(known, kind, closed=True)
+            self.types[name] = known if joint is None else joint
+        if self.types != before:
+            self._keys = KnownKeys(self.types)
 
 
 def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
@@ -344,13 +412,17 @@ def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
                 expected="a JSON object",
                 found=repr(line.text[:80]),
             ) from fault
+        field = "" if schema is None else unknown_field(json.loads(line.text), schema)
+        reason = f"field {field!r} is not in it" if field else reason
         raise SchemaMismatch(
             f"{url}: byte {line.offset}, {line.where}: does not fit the dataset's schema, which "
-            f"the first 4 MiB of each shard set ({reason}). Move a line that has every field, and "
-            "fractions where they occur, to the start of a shard, or rewrite this line",
+            f"the first 4 MiB of each shard and the lines with new fields set ({reason}). Move a "
+            "line that has every field, and fractions where they occur, to the start of a shard, "
+            "or rewrite this line",
             shard=url,
             offset=line.offset,
             line=line.where,
+            field=field or None,
             expected="" if schema is None else ", ".join(f"{f.name}: {f.type}" for f in schema),
             found=repr(line.text[:80]),
         ) from fault

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BYTES = 8
-"""Bytes are compared by words; so many must lie before and after all places."""
+"""Bytes are compared by words; so many must lie before all places, and twice as many after them."""
+_FEW = 16
+"""So many values are compared one by one."""
 
 
 class KnownNames:
@@ -40,37 +42,37 @@ class KnownNames:
                 start = min(WORD_BYTES * word, len(name) - WORD_BYTES)
                 self._words[at, word] = int.from_bytes(name[start : start + WORD_BYTES], "little")
 
-    def match(self, codes: NDArray[np.uint8], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    def match(self, codes: NDArray[np.uint8], ends: NDArray[np.int64]) -> NDArray[np.int32]:
         """Which name ends before each place; -1 for none of them.
 
-        Shapes:  codes: uint8[bytes].   ends: int64[places], with a word before and after each.
-                 result: int64[places].
+        Shapes:  codes: uint8[bytes].   ends: int64[places], one word before and two after each.
+                 result: int32[places].
         """
-        windows: NDArray[np.uint64] = np.ndarray(
-            len(codes) - WORD_BYTES + 1, "<u8", codes, strides=(1,)
-        )
-        last = windows[ends - WORD_BYTES]
-        names = np.full(len(ends), -1)
-        rest = np.arange(len(ends))
+        words = codes[: len(codes) // WORD_BYTES * WORD_BYTES].view("<u8")
+        last = _word_at(words, ends - WORD_BYTES)
+        names = np.full(len(ends), -1, np.int32)
         for shift, values, numbers in self._short:
-            part = last[rest] >> shift
+            part = last >> shift
+            if len(values) <= _FEW:
+                for value, number in zip(values, numbers, strict=True):
+                    np.putmask(names, part == value, number)
+                continue
             at = np.minimum(np.searchsorted(values, part), len(values) - 1)
-            is_same = values[at] == part
-            names[rest[is_same]] = numbers[at[is_same]]
-            rest = rest[~is_same]
+            np.copyto(names, numbers[at], where=values[at] == part)
+        rest = np.flatnonzero(names < 0)
         at = np.searchsorted(self._tails, last[rest])
         for _ in range(self._alike_max):
             is_same = self._tails[np.minimum(at, len(self._tails) - 1)] == last[rest]
             is_same &= at < len(self._tails)
             rest, at = rest[is_same], at[is_same]
             numbers = self._long[at]
-            is_same = self._are_whole(windows, ends[rest], numbers)
+            is_same = self._are_whole(words, ends[rest], numbers)
             names[rest[is_same]] = numbers[is_same]
             rest, at = rest[~is_same], at[~is_same] + 1
         return names
 
     def _are_whole(
-        self, windows: NDArray[np.uint64], ends: NDArray[np.int64], names: NDArray[np.int64]
+        self, words: NDArray[np.uint64], ends: NDArray[np.int64], names: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Whether all bytes of these names lie before these places; their last word does."""
         sizes = self._sizes[names]
@@ -78,8 +80,19 @@ class KnownNames:
         are_same = starts >= 0
         for word in range(self._words.shape[1]):
             offsets = np.minimum(WORD_BYTES * word, sizes - WORD_BYTES)
-            are_same &= windows[np.maximum(starts + offsets, 0)] == self._words[names, word]
+            found = _word_at(words, np.maximum(starts + offsets, 0))
+            are_same &= found == self._words[names, word]
         return are_same
+
+
+def _word_at(words: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The words that begin at these places, which need not be multiples of a word: numpy takes
+    five times as long to read those where they lie.
+    """
+    at, shift = places >> 3, ((places & 7) << 3).astype(np.uint64)
+    # Shifted twice, since a shift by 64 bits is none.
+    above = words.take(at + 1) << (np.uint64(63) - shift) << np.uint64(1)
+    return (words.take(at) >> shift) | above
 
 
 def _sorted(

@@ -5,12 +5,11 @@ Indexing checks the CRC of every length, reads the names of the features of reco
 skips larger payloads; decoding checks both CRCs. A shard that is gzip or zlib data, whatever its
 name, is one block.
 
-Schema: from the first records of each shard (at most 1,000, at most one block), and from those later
-ones that have features which the first ones lack. bytes_list is binary, int64_list int64,
-float_list float32; a scalar if no such record has another number of values than one, else a list. A
-feature that a record lacks is null (in a scalar column one without values, too); one that no index
-knows is refused where all columns are read. Columns are sorted by name: the order of a protobuf map
-means nothing.
+Schema: from the first records of each shard (at most 1,000, at most one block), and from later ones
+with features which the first ones lack. bytes_list is binary, int64_list int64, float_list float32;
+a scalar if no such record has another number of values than one, else a list. A feature that a
+record lacks is null (in a scalar column one without values, too); one that no index has is refused
+where all columns are read. Columns are sorted by name: the order of a protobuf map means nothing.
 
 Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
 """
@@ -350,7 +349,11 @@ class _Survey:
                 parsed = _parsed(record, url, at, at, stop)
             except CorruptShard:
                 continue  # decoding says so, if anybody reads it
-            late = {name: each for name, each in parsed.items() if name not in self._sample.features}
+            late = {
+                name: feature
+                for name, feature in parsed.items()
+                if name not in self._sample.features
+            }
             decoded += _note(self._late, late, record, url, at - HEADER_BYTES)
         self._late_growth = max(self._late_growth, decoded / max(1, self._held_bytes))
         self._records, self._held_bytes = [], 0

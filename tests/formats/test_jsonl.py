@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from shards import MemoryShard, json_lines, read_rows, zipped
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats import jsonl, source
 from dataplane.formats.jsonl import JsonLines
+from dataplane.formats.nulls import node_count
 
 JSONL = JsonLines()
 ROWS = st.lists(
@@ -40,7 +43,7 @@ def test_rows_come_back_around_blank_lines_and_any_piece_size(
     content = b"".join(lines) + blanks[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "BLOCK_BYTES", piece)
-        blocks = list(jsonl._blocks(source.Window(MemoryShard(content))))
+        blocks = list(jsonl._blocks(source.Window(MemoryShard(content)), lambda *_: None))
     assert sum(block.rows for block in blocks) == len(rows)
     assert blocks[0].place.offset == 0
     ends = [block.place.offset + block.place.length for block in blocks]
@@ -80,9 +83,85 @@ def test_integers_and_fractions_in_the_first_block_are_double() -> None:
     assert read_rows(JSONL, b'{"x": 1}\n{"x": 0.5}\n') == [{"x": 1.0}, {"x": 0.5}]
 
 
-def test_a_field_that_the_schema_lacks_is_an_error() -> None:
-    with pytest.raises(SchemaMismatch, match="unexpected"):
-        read_rows(JSONL, long_rows(b'{"score": 1, "text": "y", "more": 1}\n'))
+LATE = [
+    (b'{"score": 1, "more": 1}', {"more": 1}),
+    (b'{"score":1,"text":"y","more" : [true]}', {"more": [True]}),
+    (b'{"more": {"a": "\\": b", "caf\\u00e9": 2.5}}', {"more": {"a": '": b', "café": 2.5}}),
+    ('{"größe": ":"}'.encode(), {"größe": ":"}),
+    (b'{"empty": [3], "none": {"a": 1}}', {"empty": [3], "none": {"a": 1}}),
+    (b'{"inner": {"a": 1, "late": "x"}}', {"inner": {"a": 1, "late": "x"}}),
+]
+
+
+@pytest.mark.parametrize(("line", "values"), LATE)
+@pytest.mark.parametrize("compressed", [True, False])
+def test_fields_and_values_that_first_occur_late_are_read(
+    monkeypatch: pytest.MonkeyPatch, line: bytes, values: dict, compressed: bool
+) -> None:
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 200)
+    first = b'{"score": 1, "empty": [], "none": null, "inner": {"a": 0}, "text": "x"}\n'
+    content = first * 20 + line + b'\n{"text": "z"}'
+    content = zipped(content) if compressed else content
+    index = JSONL.index(MemoryShard(content))
+    rows = read_rows(JSONL, content, schema=index.schema)
+    assert {name: rows[-2][name] for name in values} == values
+    assert rows[-1] == dict.fromkeys(index.schema.names) | {"text": "z"}
+    assert len(index.nulls) == node_count(index.schema)
+
+
+KEYS = ("a", "b", "text", "a long name", "another name", "größe", 'q"', "back\\slash", "", "c:d")
+TRICKY = st.sampled_from(['":', ' "x": 1', '\\":', ":", "[", '"a"', "é"]) | st.text(max_size=4)
+VALUES = st.none() | TRICKY | st.lists(st.none() | TRICKY, max_size=2)
+
+
+@hypothesis_settings(max_examples=60)
+@given(data=st.data(), piece=st.integers(1, 80), is_ascii=st.booleans(), is_tight=st.booleans())
+def test_all_fields_of_a_shard_are_columns_wherever_they_occur(
+    data: st.DataObject, piece: int, is_ascii: bool, is_tight: bool
+) -> None:
+    texts = st.none() | TRICKY
+    kinds = {key: data.draw(st.sampled_from([texts, st.none() | st.lists(texts)])) for key in KEYS}
+    rows = data.draw(
+        st.lists(st.fixed_dictionaries({"id": st.just("x")}, optional=kinds), max_size=9)
+    )
+    separators = (",", ":") if is_tight else (", ", ": ")
+    lines = [json.dumps(row, ensure_ascii=is_ascii, separators=separators) for row in rows]
+    content = "\n".join(lines).encode()
+    if not content:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "BLOCK_BYTES", piece)
+        found = read_rows(JSONL, content)
+    names = {name for row in rows for name in row}
+    assert found == [dict.fromkeys(names) | row for row in rows]
+
+
+def test_blocks_without_new_fields_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    read = jsonl._read
+    monkeypatch.setattr(jsonl, "_read", lambda *of: parsed.append(len(of[0])) or read(*of))
+    text = r'"text": ":) \"x\": 1 \\", "tags": [":", "[\":"]'
+    line = f'{{"id": 1, "none": null, "no": [], {text}}}\n'.encode()
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 1000)
+    index = JSONL.index(MemoryShard(line * 100))
+    assert len(index.blocks) > 3
+    assert len(parsed) == 1
+
+
+def test_a_field_that_the_schema_lacks_is_an_error_that_names_it() -> None:
+    content = long_rows(b'{"score": 1, "text": "y", "more": [{"a": {"late": 1}}]}\n')
+    schema = JSONL.index(MemoryShard(long_rows(b'{"more": [{"a": {"b": 1}}]}\n'))).schema
+    with pytest.raises(SchemaMismatch, match=r"field 'more\.a\.late' is not in it") as caught:
+        read_rows(JSONL, content, schema=schema)
+    assert caught.value.field == "more.a.late"
+    assert caught.value.offset == content.index(b'{"score": 1, "text": "y"')
+
+
+def test_a_broken_line_beside_a_new_field_is_refused_when_it_is_read() -> None:
+    content = long_rows(b'{"late": 1}\n{"score": 1,\n')
+    assert JSONL.index(MemoryShard(content)).schema.names == ["score", "text"]
+    with pytest.raises(CorruptShard, match="broken JSON"):
+        read_rows(JSONL, content)
 
 
 def test_a_broken_line_in_a_later_block_has_its_offset() -> None:

@@ -197,13 +197,20 @@ NAMES = st.binary(min_size=1, max_size=30).map(lambda name: b"\0" + name.replace
 
 
 @given(st.lists(NAMES, min_size=1, max_size=12, unique=True), st.lists(NAMES, max_size=12))
-def test_names_are_known_exactly_if_they_were_given(known: list[bytes], others: list[bytes]) -> None:
-    places = [*known, *others, *(name[:-1] for name in known), *(b"\0z" + name[1:] for name in known)]
+def test_names_are_known_exactly_if_they_were_given(
+    known: list[bytes], others: list[bytes]
+) -> None:
+    places = [
+        *known,
+        *others,
+        *(name[:-1] for name in known),
+        *(b"\0z" + name[1:] for name in known),
+    ]
     text, ends = bytearray(WORD_BYTES), []
     for name in places:
         text += name
         ends.append(len(text))
-    codes = np.frombuffer(bytes(text) + bytes(WORD_BYTES), np.uint8)
+    codes = np.frombuffer(bytes(text) + bytes(2 * WORD_BYTES), np.uint8)
     found = KnownNames(known).match(codes, np.array(ends)).tolist()
     assert found == [known.index(name) if name in known else -1 for name in places]
 
@@ -268,7 +275,9 @@ def test_a_late_feature_whose_record_indexing_does_not_read_is_refused_unless_le
     content = tfrecord_bytes(
         example_bytes({"image": large, **late}) for late in ({}, {"mask": ("int64_list", [1])})
     )
-    with pytest.raises(SchemaMismatch, match=r"record 0 of its block, at byte \d+, has a.*'mask'") as e:
+    with pytest.raises(
+        SchemaMismatch, match=r"record 0 of its block, at byte \d+, has a.*'mask'"
+    ) as e:
         decoded(TF, content)
     assert e.value.field == "mask"
     assert "columns=[…]: image" in str(e.value)
