@@ -1,5 +1,5 @@
-"""Folders "key=value" around the shards of a dataset. Their keys are not read as columns, and users
-who expect that must learn of it.
+"""What to say of the folders of a dataset when it is opened: keys of folders "key=value", which are
+not read as columns, and series of shards in one folder that other readers take for several splits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import pyarrow as pa
 
 from dataplane.errors import ConfigError
 from dataplane.plan.manifest import Manifest
-from dataplane.store.layouts import hive_keys
+from dataplane.store.layouts import hive_keys, series_together
+
+_SERIES_SHOWN = 5
 
 
 def folder_keys(manifest: Manifest) -> list[str]:
@@ -29,7 +31,11 @@ def _without_columns(manifest: Manifest, names: Sequence[str]) -> list[str]:
 
 
 def said_of_folders(manifest: Manifest) -> str:
-    """What to say of these folders when the dataset is opened; "" if it has none."""
+    """What to say when the dataset is opened; "" if there is nothing to say."""
+    return "; ".join(filter(None, (_said_of_keys(manifest), _said_of_series(manifest))))
+
+
+def _said_of_keys(manifest: Manifest) -> str:
     keys = folder_keys(manifest)
     if not keys:
         return ""
@@ -39,6 +45,26 @@ def said_of_folders(manifest: Manifest) -> str:
         f"the shards lie in folders {shown}, and {'this key is' if is_one else 'these keys are'} "
         f"not read as {'a column' if is_one else 'columns'}: if you need {_it(keys)}, write "
         f"{_it(keys)} into the shards"
+    )
+
+
+def _said_of_series(manifest: Manifest) -> str:
+    urls = manifest.shards.urls
+    if b"-of-" not in urls.content.data.tobytes():
+        return ""
+    together = series_together(list(urls), manifest.urls)
+    if together is None:
+        return ""
+    folder, series = together
+    shown = ", ".join(
+        f"{folder}{start}* ({count} shard{'s' if count > 1 else ''})"
+        for start, count in list(series.items())[:_SERIES_SHOWN]
+    )
+    more = f" and {len(series) - _SERIES_SHOWN} more" if len(series) > _SERIES_SHOWN else ""
+    return (
+        f"{len(series)} series of shards in one folder are read as one dataset: {shown}{more}. On "
+        "the Hugging Face Hub, they are splits of their own: pass the pattern of the one that you "
+        "want, or a list with the patterns of all that you want together"
     )
 
 

@@ -347,7 +347,7 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
 
 
 def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
-    """What is to be said of folders and of packs."""
+    """What is to be said of folders, of series of shards, and of packs."""
     names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
     told = []
     for name, opened in zip(names, job.opened, strict=True):

@@ -72,7 +72,7 @@ _SPLIT = re.compile(
 _STEMS = ("train", "val", "dev", "test", "eval")
 """Each word for a split begins with one of these."""
 _UNDERSCORED = re.compile(r"(?:[^._][^/]*/)*_(?!temporary/|delta_log/|change_data/)[^/=]*(?:/|\Z)")
-_NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}(?!\d)", re.DOTALL)
+_NUMBERED = re.compile(r"(.+?)[-.](\d{5})-of-(\d{5})(?!\d)", re.DOTALL)
 _REVISION = re.compile(r"/((?:datasets|models|spaces)--[^/]+/snapshots)/([^/]+)/")
 _KEY = re.compile(r"/([^/=]+)=[^/]*(?=/)")
 _CACHED = re.compile(r"cache-.*\.arrow", re.DOTALL)
@@ -155,6 +155,43 @@ def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
     for url in urls:
         keys.update((match[1], None) for match in _KEY.finditer(url) if f"{match[0]}/" not in named)
     return list(keys)
+
+
+def series_together(
+    urls: Sequence[str], names: Iterable[str]
+) -> tuple[str, Mapping[str, int]] | None:
+    """The first folder of which shards of several complete series "en-00000-of-00003" are read as
+    one dataset, and how many shards each has, by what its names begin with; None if there is none.
+    Names with words for splits have been looked at before. A user who has named every series, in
+    the last part of any name, wants all of them. The urls are in the order of a list.
+    """
+    named = "\n".join(name.rstrip("/").rpartition("/")[2] for name in names)
+    of_folder: dict[str, dict[str, int]] = {}
+    at = 0
+    while at < len(urls):
+        start, number, count = _numbered(urls[at])
+        last = at + count - 1
+        is_whole = not number and at <= last < len(urls)
+        if not (is_whole and _numbered(urls[last]) == (start, count - 1, count)):
+            at += 1
+            continue
+        at += count
+        folder, _, prefix = start.rpartition("/")
+        if not _split_in(prefix):
+            of_folder.setdefault(f"{folder}/", {})[prefix] = count
+    for folder, series in of_folder.items():
+        if len(series) > 1 and not all(prefix[:-1] in named for prefix in series):
+            return folder, series
+    return None
+
+
+def _numbered(url: str) -> tuple[str, int, int]:
+    """How a url "…/name-00001-of-00003" begins, and its numbers; zeros for another one."""
+    above, slash, last = url.rpartition("/")
+    match = _NUMBERED.match(last)
+    if match is None:
+        return "", 0, 0
+    return f"{above}{slash}{last[: match.start(2)]}", int(match[2]), int(match[3])
 
 
 def note_hidden(folder: str, listed: Sequence[ObjectInfo]) -> None:

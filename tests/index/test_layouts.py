@@ -298,6 +298,38 @@ def test_the_keys_of_folders_are_told_unless_they_are_columns_or_were_chosen(
     assert not said_of_folders(index_dataset(tmp_path / "u"))
 
 
+SERIES = {
+    "two": (["en-00000-of-00002", "en-00001-of-00002", "de-00000-of-00001"], "", ["de-*", "en-*"]),
+    "a pattern": (["en-00000-of-00001", "de-00000-of-00001"], "*.parquet", ["de-*", "en-*"]),
+    "in a folder": (
+        ["default-00000-of-00001", "other.00000-of-00001"],
+        "",
+        ["default-*", "other.*"],
+    ),
+    "with hashes": (["a-00000-of-00001-6e1f", "b-00000-of-00001-6e20"], "", ["a-*", "b-*"]),
+    "beside others": (["a-00000-of-00001", "b-00000-of-00001", "c"], "", ["a-*", "b-*"]),
+    "one": (["part-00000-of-00002", "part-00001-of-00002"], "", []),
+    "one of a long name": (["c4-af.tfrecord-00000-of-00001", "readme"], "", []),
+    "one named": (["en-00000-of-00001", "de-00000-of-00001"], "en-*", []),
+    "all named": (["en-00000-of-00001", "de-00000-of-00001"], "{en,de}-*.parquet", []),
+    "parts of a split": (["train.clean-00000-of-00001", "train.other-00000-of-00001"], "", []),
+    "folders": (["en/x-00000-of-00001", "de/y-00000-of-00001"], "", []),
+    "not whole": (["en-00000-of-00002", "de-00000-of-00002"], "", []),
+    "other numbers": (["000_00000", "001_00000", "c4-0000", "books-0000", "arxiv_6e1f"], "", []),
+}
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_several_series_of_shards_in_one_folder_are_named(tmp_path: Path, name: str) -> None:
+    shards, pattern, patterns = SERIES[name]
+    put(tmp_path, {f"data/{shard}.parquet": parquet(1) for shard in shards})
+    said = said_of_folders(index_dataset(f"{tmp_path}/data/{pattern}"))
+    for each in patterns:
+        assert re.search(rf"{re.escape(str(tmp_path))}/data/{re.escape(each)} \(\d shard", said)
+    assert said.startswith("2 series of shards in one folder are read as one") == bool(patterns)
+    assert bool(said) == bool(patterns)
+
+
 @pytest.mark.parametrize("target", ["nowhere", "a.parquet/b", "loop"])
 def test_a_link_that_leads_nowhere_counts_only_if_it_has_the_name_of_a_shard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
