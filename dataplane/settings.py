@@ -415,6 +415,14 @@ def stall_timeout_s() -> float:
     return float(str(_of_process()["stall_timeout_s"].value))
 
 
+def cache_dir() -> str:
+    """Where caches of this user are, from the environment and the configuration file.
+
+    Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
+    """
+    return str(_of_process()["cache_dir"].value)
+
+
 def named_service() -> str:
     """The service that trainers use, from the environment and the configuration file; "" if neither
     names one.

@@ -19,8 +19,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from dataplane import bytecode
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.rpc.messages import DatasetSource
+from dataplane.settings import cache_dir
 from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TAIL_BYTES = 4096
@@ -108,6 +110,7 @@ def start_node(
                     "--opening-fd",
                     str(handed_down[2]),
                     "--embedded",
+                    *_kept_bytecode(),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -132,6 +135,16 @@ def start_node(
     # A thread collects the child whenever it ends, also while the trainer does other things.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
+
+
+def _kept_bytecode() -> tuple[str, ...]:
+    """A place for the bytecode of the node, if Python has none; see `dataplane.bytecode`."""
+    if not bytecode.is_kept_nowhere():
+        return ()
+    with contextlib.suppress(ConfigError):  # the node tells
+        folder = bytecode.own_folder(cache_dir())
+        return ("--bytecode", folder) if folder else ()
+    return ()
 
 
 def _above_standard(fd: int) -> int:

@@ -2,6 +2,7 @@
 
 python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket;
                          --opening-fd N      a file that names the dataset that it opens first
+                         --bytecode FOLDER   keep the bytecode of all modules there
 python -m dataplane.node --fork-server-fd N  forks workers and processes that index shards
 """
 
@@ -14,9 +15,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
-from dataplane import collector
+from dataplane import bytecode
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Exit status 0: it ended normally."""
-    collector.start()
     parser = argparse.ArgumentParser(prog="python -m dataplane.node")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
@@ -37,7 +35,13 @@ def main() -> int:
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     parser.add_argument("--opening-fd", type=int)
+    parser.add_argument("--bytecode")
     given = parser.parse_args()
+    if given.bytecode:
+        bytecode.keep_in(given.bytecode)
+    from dataplane import collector
+
+    collector.start()
     ahead = None if given.opening_fd is None else _opening(given.opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
@@ -84,6 +88,8 @@ async def _to_the_end(descriptor: int, stderr_fd: int | None, ahead: IndexAhead 
 
 def _started(stderr_fd: int | None) -> None:
     """During the start, stderr is a file, from which the waiting trainer reads errors."""
+    from dataplane import collector
+
     collector.settle()
     if stderr_fd is not None:
         sys.stderr.flush()
@@ -92,6 +98,8 @@ def _started(stderr_fd: int | None) -> None:
 
 async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> int:
     import asyncio
+
+    from msgspec import structs
 
     from dataplane import background
     from dataplane.errors import DataplaneError
