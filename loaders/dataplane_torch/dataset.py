@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import multiprocessing
+import re
+import socket
+import time
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -25,7 +32,9 @@ from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
 
-_WORKER_COUNT_MAX = 1024
+# Workers of older passes than these no longer start.
+_PASSES_KEPT = 64
+_LOCK_S_MAX, _LOCK_PAUSE_S = 60.0, 0.0005
 
 
 class ShardedIterableDataset(IterableDataset[Batch]):
@@ -34,9 +43,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     turn, batches come in exactly the order of dataplane_torch.DataLoader, whose arguments this
     class shares.
 
-    Every full pass is one epoch, and the next pass is the next epoch, however workers are started;
-    `set_epoch` chooses another. After a pass that was left early, the next pass starts that epoch
-    again, at the position of the state last loaded for it.
+    Every pass is the next epoch, however workers are started, and however far the pass before it
+    came; `set_epoch` chooses another.
 
     Source:  torch.utils.data.dataloader._MultiProcessingDataLoaderIter, for the workers' turns.
     """
@@ -58,13 +66,10 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job = job_of(given)
         self._job.check_files()
         self._dataset_moved = filled["dataset_moved"]
-        # Shared by all processes of one DataLoader: where to resume, and each worker's next epoch.
-        # A worker that starts late finds its own entry, not yet advanced.
-        self._resume = _shared_zeros(2)
+        self._passes = _Passes()
         # The weights of a loaded state, which workers inherit, and which they need.
         self._mix: MixHistory | None = None
         self._mix_mark = _shared_zeros(1)
-        self._next_epochs = _shared_zeros(_WORKER_COUNT_MAX)
         self._session: Session | None = None
         self._reader: EpochReader | None = None
         self._resume_steps: tuple[int, int, int, int] | None = None
@@ -78,12 +83,10 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 " had started: load it before the first iter(), or leave out persistent_workers",
                 field="state_dict",
             )
-        epoch = int(self._next_epochs[:count].min())
-        cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
-        first_step = worker
+        place, first_step = None, worker
         if self._resume_steps is not None:
             epoch, cursor, first_step, stride = self._resume_steps
-            self._resume_steps = None
+            place, self._resume_steps = (epoch, cursor), None
             if stride != count:
                 raise ConfigError(
                     f"this state was saved with {stride} DataLoader workers, and now there are "
@@ -93,17 +96,13 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job.check_ranks(session.job)
         in_worker = get_worker_info() is not None
         decoder = Decoder(session.job.columns, shared=in_worker, parts=self._job.parts)
-        reader = EpochReader(
-            session, decoder, epoch, cursor, first_step, count, in_worker=in_worker
-        )
-        self._reader = reader
-        return self._pass(reader, worker, count)
+        return self._pass(session, decoder, place, first_step, count)
 
     def __len__(self) -> int:
-        """Steps of the next pass's whole epoch, over all DataLoader workers."""
-        session = self._session_of_process()
-        epoch = int(self._next_epochs.min())
-        return epoch_steps(session, epoch).count
+        """Steps of the whole epoch of the present pass, or else of the next one, over all
+        DataLoader workers.
+        """
+        return epoch_steps(self._session_of_process(), self._passes.present()[0]).count
 
     @property
     def schema(self) -> Schema:
@@ -121,7 +120,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         Call it in the main process; workers, even persistent ones, see it when the next pass
         begins.
         """
-        self._next_epochs.fill_(epoch_of(epoch))
+        self._passes.choose(epoch_of(epoch))
         self._reader = None
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
@@ -133,12 +132,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         session = self._session_of_process()
         worker, count = _place()
         reader = self._reader
-        epoch = int(self._next_epochs[:count].min()) if reader is None else reader.epoch
-        cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
+        epoch, cursor = self._passes.present(is_over=not batches)
+        if reader is not None:
+            epoch, cursor = reader.epoch, reader.start_cursor
         if get_worker_info() is not None:
             step = worker if reader is None else reader.step
-            start = cursor if reader is None else reader.start_cursor
-            state = state_at(session, epoch, start).to_dict()
+            state = state_at(session, epoch, cursor).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
             start, cursor = cursor, epoch_steps(session, epoch, cursor).after(batches)
@@ -166,9 +165,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return
-        epoch, cursor = place_of(session, state)
-        self._resume[0], self._resume[1] = epoch, cursor
-        self._next_epochs.fill_(epoch)
+        self._passes.choose(*place_of(session, state))
 
     def close(self) -> None:
         """Leave the job in this process. May be called twice."""
@@ -181,17 +178,27 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_reader": None}
 
-    def _pass(self, reader: EpochReader, worker: int, count: int) -> Iterator[Batch]:
+    def _pass(
+        self,
+        session: Session,
+        decoder: Decoder,
+        place: tuple[int, int] | None,
+        first_step: int,
+        count: int,
+    ) -> Iterator[Batch]:
+        number, epoch, cursor = self._passes.begin(place)
+        in_worker = get_worker_info() is not None
+        reader = EpochReader(
+            session, decoder, epoch, cursor, first_step, count, in_worker=in_worker
+        )
+        self._reader = reader
         try:
             while (batch := reader.next()) is not None:
                 yield batch
                 del batch  # or it would be kept alive while the next one is made
         finally:
             reader.close()
-        # Advance every entry i with i % count == worker, so that the next pass may have another
-        # number of workers. Entries that set_epoch has changed meanwhile stay as they are.
-        slots = self._next_epochs[worker::count]
-        slots[slots == reader.epoch] = reader.epoch + 1
+        self._passes.finish(number)
         if self._reader is reader:
             self._reader = None
 
@@ -209,9 +216,103 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return self._session
 
 
-def _shared_zeros(count: int) -> torch.Tensor:
-    """int64[count] in the memory of all processes of one loader, whatever the default device is."""
-    zeros = torch.zeros(count, dtype=torch.int64, device="cpu")
+class _Passes:
+    """The epochs of a dataset's passes, in memory that all processes of its loaders share.
+
+    Invariants:
+    1. A pass takes the next epoch when its first batch is requested, and keeps it. No other pass
+       gets that epoch, unless it is chosen.
+    2. All DataLoader workers of a pass get the same epoch, also those that start when others have
+       finished, or when the next pass has begun.
+    """
+
+    def __init__(self) -> None:
+        self._lock = f"\0dataplane-passes-{uuid.uuid4().hex}"
+        # The next epoch and its cursor; how many passes have begun.
+        self._next, self._count = _shared_zeros(2), _shared_zeros(1)
+        # The last passes: what tells them apart, epoch, cursor, and how many workers read on.
+        self._rows = _shared_zeros(_PASSES_KEPT, 6)
+        # In this process: how many passes it has begun, and how many there were at the last choice.
+        self._begun = self._chosen = 0
+
+    def choose(self, epoch: int, cursor: int | None = None) -> None:
+        """Have the next pass read this epoch from this cursor on; without one, from the cursor that
+        was chosen for it, if any.
+        """
+        if cursor is None:
+            cursor = int(self._next[1]) if epoch == int(self._next[0]) else 0
+        with self._alone():
+            self._next[0], self._next[1] = epoch, cursor
+            self._chosen = int(self._count)
+
+    def begin(self, place: tuple[int, int] | None) -> tuple[int, int, int]:
+        """A pass of this process begins, at this place or in the next epoch. Returns its number,
+        epoch and cursor.
+        """
+        worker, count = _place()
+        info = get_worker_info()
+        self._begun += 1
+        # Torch draws a seed for each pass, but may draw it twice. It starts the workers of a pass
+        # one after the other, and those that persist begin all passes in turn.
+        seed = -1 if info is None else info.seed - worker
+        started = re.search(r"\d+$", multiprocessing.current_process().name)
+        first = int(started[0]) - worker if started else 0
+        with self._alone():
+            passes = int(self._count)
+            for number in range(passes - 1, max(passes - _PASSES_KEPT, 0) - 1, -1):
+                known_seed, begun, known_first, epoch, cursor, _ = self._row(number)
+                is_same = (known_seed, begun) == (seed, self._begun) and info is not None
+                if is_same and abs(first - known_first) < count:
+                    return (number, *(place or (epoch, cursor)))
+            epoch, cursor = place or (int(self._next[0]), int(self._next[1]))
+            row = [seed, self._begun, first, epoch, cursor, count]
+            self._rows[passes % _PASSES_KEPT] = torch.tensor(row, device="cpu")
+            self._next[0], self._next[1] = epoch + 1, 0
+            self._count += 1
+        return passes, epoch, cursor
+
+    def finish(self, number: int) -> None:
+        """Count a worker that has read all of its steps of a pass."""
+        with self._alone():
+            if number >= int(self._count) - _PASSES_KEPT:
+                self._rows[number % _PASSES_KEPT, 5] -= 1
+
+    def present(self, *, is_over: bool = True) -> tuple[int, int]:
+        """Epoch and cursor at which the last pass began, if it has steps left; or else, if it
+        `is_over` then, those of the next pass.
+        """
+        number = int(self._count) - 1
+        if number >= self._chosen:
+            *_, epoch, cursor, left = self._row(number)
+            if left > 0 or not is_over:
+                return epoch, cursor
+        return int(self._next[0]), int(self._next[1])
+
+    def _row(self, number: int) -> list[int]:
+        row: list[int] = self._rows[number % _PASSES_KEPT].tolist()
+        return row
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Exclude other processes and threads. The lock is a socket's name: it needs no descriptor
+        that workers would have to inherit, and the kernel frees it when its process ends.
+        """
+        deadline = time.monotonic() + _LOCK_S_MAX
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
+            while True:
+                try:
+                    lock.bind(self._lock)
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                        raise
+                time.sleep(_LOCK_PAUSE_S)
+            yield
+
+
+def _shared_zeros(*shape: int) -> torch.Tensor:
+    """int64[shape] in the memory of all processes of one loader, whatever the default device is."""
+    zeros = torch.zeros(shape, dtype=torch.int64, device="cpu")
     return zeros.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -221,8 +322,4 @@ def _mark(mix: MixHistory | None) -> int:
 
 def _place() -> tuple[int, int]:
     info = get_worker_info()
-    if info is None:
-        return 0, 1
-    if info.num_workers > _WORKER_COUNT_MAX:
-        raise ConfigError(f"{info.num_workers} DataLoader workers: at most {_WORKER_COUNT_MAX}")
-    return info.id, info.num_workers
+    return (0, 1) if info is None else (info.id, info.num_workers)

@@ -66,6 +66,62 @@ def test_every_pass_is_the_next_epoch_and_set_epoch_reaches_the_workers(fake, pe
     assert positions(batches) == in_order(40, 4)
 
 
+def epochs_of(batches) -> set[int]:
+    return {int(batch["x"][0, 3]) for batch in batches}
+
+
+@pytest.mark.parametrize(
+    ("workers", "method", "persistent"),
+    [(0, None, False), (3, "fork", False), (2, "fork", True), (2, "spawn", False)],
+)
+def test_a_pass_that_is_left_early_is_an_epoch(fake, workers, method, persistent) -> None:
+    fake(sample_count=40)
+    dataset = ShardedIterableDataset(URL, batch_size=4)
+    loader = loader_of(dataset, workers, method, persistent_workers=persistent)
+    found = []
+    for taken in (1, 3, 10, 1, 20):
+        torch.manual_seed(5)  # torch draws the same seed for the workers of each pass
+        batches = list(itertools.islice(loader, taken))
+        assert positions(batches) == in_order(40, 4)[:taken]
+        found.append(epochs_of(batches))
+    assert found == [{0}, {1}, {2}, {3}, {4}]
+    dataset.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_passes_at_once_are_epochs_of_their_own(fake, workers) -> None:
+    fake(sample_count=40)
+    dataset = ShardedIterableDataset(URL, batch_size=4)
+    loader = loader_of(dataset, workers)
+    pairs = list(zip(loader, loader, strict=True))
+    found = [[pair[i] for pair in pairs] for i in range(2)]
+    assert [positions(batches) for batches in found] == [in_order(40, 4)] * 2
+    first, second = map(epochs_of, found)
+    assert first | second == {0, 1}
+    assert len(first) == len(second) == 1
+    assert epochs_of(loader) == {2}
+    dataset.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_is_of_the_last_pass_also_when_that_is_over(fake, workers) -> None:
+    fake(sample_count=40)
+    dataset = ShardedIterableDataset(URL, batch_size=4)
+    loader = loader_of(dataset, workers)
+    assert len(list(itertools.islice(loader, 3))) == 3
+    iterator = iter(loader)
+    for taken in range(1, 11):
+        next(iterator)
+        state = dataset.state_dict(taken)
+        place = (1, taken * 4) if taken < 10 else (2, 0)
+        assert (state["epoch"], state["cursor"]) == place
+    assert next(iterator, None) is None
+    assert dataset.state_dict(10) == state
+    assert (dataset.state_dict()["epoch"], dataset.state_dict()["cursor"]) == (2, 0)
+    assert epochs_of(loader) == {2}
+    dataset.close()
+
+
 @pytest.mark.parametrize(("method", "taken"), [("fork", 10), ("fork", 3), ("spawn", 10)])
 def test_workers_leave_the_job_when_they_end(fake, method, taken) -> None:
     node = fake(sample_count=40)
