@@ -24,10 +24,10 @@ def entropy(labels: np.ndarray) -> float:
 
 @pytest.fixture
 def sorted_by_label(tmp_path: Path) -> str:
-    """Five million rows of 4,000 bytes, in blocks of 500, sorted by label. The files have the bytes of a
+    """Two million rows of 4,000 bytes, in blocks of 500, sorted by label. The files have the bytes of a
     block's rows once, so they are small; what a block decodes to is what counts for the order.
     """
-    rows, files = 5_000_000, 10
+    rows, files = 2_000_000, 10
     each = rows // files
     for number in range(files):
         labels = (np.arange(each) + number * each) // (rows // LABELS)
@@ -45,7 +45,7 @@ def test_batches_of_the_default_order_are_mixed_like_those_of_a_permutation(
     perfect = np.random.default_rng(0).integers(0, LABELS, (1000, BATCH))
     best = np.mean([entropy(one) for one in perfect])
     assert delivered(sorted_by_label) >= 0.95 * best
-    with pytest.warns(UserWarning, match="of a batch come from about 2 of 10,000 blocks"):
+    with pytest.warns(UserWarning, match="of a batch come from about 2 of 4,000 blocks"):
         assert delivered(sorted_by_label, lanes=1, window=1000) < 0.5 * best
 
 
