@@ -23,7 +23,7 @@ from dataplane.client.environments import LAUNCHERS
 from dataplane.redact import unsigned
 
 _ANCESTORS_MAX = 16
-_OF_STORES = ("AWS_", "AZURE_", "GOOGLE_")
+_OF_NODES = ("AWS_", "AZURE_", "GOOGLE_", "DATAPLANE_")
 _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
@@ -58,12 +58,12 @@ def node_name(launch: Launch, sharing: str = "") -> str:
     """The name of the node that the ranks of one host share, derived from the first launch of the
     run that this process knew. So loaders made before and after the ranks have a token share a
     node. Jobs of one sharing group use one node, whatever launched them. A node has the credentials
-    with which it was started: a process without other ranks has one for each set of them.
+    and settings with which it was started: a process without other ranks has one for each set.
     """
     if sharing:
         return f"sharing {sharing}"
     name = f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
-    own = sorted(entry for entry in os.environ.items() if entry[0].startswith(_OF_STORES))
+    own = sorted(entry for entry in os.environ.items() if entry[0].startswith(_OF_NODES))
     return name if launch.shared or not own else f"{name} {_hidden(own)}"
 
 

@@ -9,6 +9,7 @@ python -m dataplane.node --fork-server-fd N  forks workers and processes that in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -19,11 +20,15 @@ from dataplane import bytecode
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Collection
 
     from dataplane.config import NodeConfig
     from dataplane.node.early import EarlyOpening
     from dataplane.node.index_ahead import IndexAhead
     from dataplane.node.pool import WorkerPool
+
+_DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
+_LOOK_S = 0.5
 
 
 def main() -> int:
@@ -118,18 +123,50 @@ async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | 
     try:
         config = structs.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
-        pool = WorkerPool.of(config, Trace("node"), stderr_fd)
-        try:
-            early = None if ahead is None else _early(config, ahead)
-            await _serve(config, descriptor, pool, stop, stderr_fd, early)
-        finally:
-            pool.close()
+        while True:
+            pool = WorkerPool.of(config, Trace("node"), stderr_fd)
+            try:
+                early = None if ahead is None else _early(config, ahead)
+                trainers = await _serve(config, descriptor, pool, stop, stderr_fd, early)
+            finally:
+                pool.close()
+            if not await _is_wanted_again(descriptor, trainers, config.linger_s, stop):
+                return 0
+            ahead = None
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return 2
     except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
         background.end_process("node", error)
     return 0
+
+
+async def _is_wanted_again(
+    descriptor: int, trainers: Collection[int], linger_s: float, stop: asyncio.Event
+) -> bool:
+    """Wait for another connection as long as one of these processes lives, but no longer than
+    `_DORMANT_LINGERS` times `linger_s`: a trainer that starts again after a failure, or with
+    another number of ranks, need not wait for our imports. The fork server stays, but no worker,
+    and no memory of an arena.
+    """
+    import asyncio
+
+    from dataplane.machine import has_ended
+
+    if linger_s < _DORMANT_S_MIN:
+        return False
+    loop, called = asyncio.get_running_loop(), asyncio.Event()
+    deadline = loop.time() + _DORMANT_LINGERS * linger_s
+    loop.add_reader(descriptor, called.set)
+    try:
+        while not stop.is_set() and loop.time() < deadline and not all(map(has_ended, trainers)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await called.wait()
+                    return True
+    finally:
+        loop.remove_reader(descriptor)
+    return False
 
 
 def _early(config: NodeConfig, ahead: IndexAhead) -> EarlyOpening:
@@ -147,7 +184,8 @@ async def _serve(
     stop: asyncio.Event,
     stderr_fd: int | None,
     early: EarlyOpening | None,
-) -> None:
+) -> Collection[int]:
+    """The processes whose trainers it had."""
     import socket
 
     from dataplane.config import VERSION
@@ -158,9 +196,9 @@ async def _serve(
     coordinator = Coordinator(CoordinatorConfig(version=VERSION, lease_s=config.lease_s))
     await coordinator.start()
     try:
-        await run_node(
+        return await run_node(
             config,
-            socket.socket(fileno=descriptor),
+            socket.socket(fileno=os.dup(descriptor)),
             coordinator,
             own_identity().node_id,
             stop,

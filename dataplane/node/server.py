@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -44,6 +44,7 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.trace import Trace
 
 _TICK_S = 0.5
+_LAST_PIDS = 64
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
 _WORK_S = 1.0
@@ -427,6 +428,7 @@ class NodeServer:
         self._sessions: set[TrainerConnection] = set()
         self._idle_since = time.monotonic()
         self._had_session = False
+        self.last_pids: deque[int] = deque(maxlen=_LAST_PIDS)
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         found = NodeStores(config) if early is None else early.stores
         self.outages, self._stores = found.outages, found.stores
@@ -512,6 +514,7 @@ class NodeServer:
 
     def _admit(self, sock: socket.socket) -> TrainerConnection:
         self._had_session = True
+        self.last_pids.append(sockets.peer_credentials(sock)[0])
         session = TrainerConnection(self, sock)
         self._sessions.add(session)
         return session
@@ -527,10 +530,12 @@ async def run_node(
     pool: WorkerPool | None = None,
     data_listener: socket.socket | None = None,
     early: EarlyOpening | None = None,
-) -> None:
+) -> Collection[int]:
     """Run a node on these listening sockets, which the node then owns: for trainers, and for other
     nodes. `ready` is called once the node is registered with the coordinator and jobs can be
     opened.
+
+    Returns the processes that had its last connections.
 
     `stop` drains: no new job is opened, and the node exits after its last trainer. `pool` may be
     passed already started, so that workers start while this process still imports, and so may the
@@ -541,3 +546,4 @@ async def run_node(
     """
     server = NodeServer(config, listener, coordination, node_id, pool, data_listener, early)
     await server.run(stop, ready)
+    return server.last_pids

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import os
 import re
 import signal
+import socket
+import subprocess
 import threading
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pytest
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
+from fleet import worker_processes
 from shards import arrow_bytes
 
 from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.node.__main__ import _is_wanted_again
 from dataplane.units import PREFIX
 
 pytestmark = pytest.mark.usefixtures("small_node")
@@ -172,3 +180,69 @@ def test_a_forked_child_reads_over_a_connection_of_its_own(url: str) -> None:
         assert said == repr(list(range(30))).encode()
         assert os.waitpid(pid, 0)[1] == 0
         assert numbers(loader) == list(range(30))
+
+
+def test_a_node_without_loaders_keeps_no_memory_and_serves_the_next_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+
+    def read(dp_size: int) -> None:
+        ranks = [DataLoader(url, 4, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+        with contextlib.ExitStack() as stack:
+            for each in ranks:
+                stack.enter_context(each)
+            assert sorted(x for each in ranks for x in numbers(each)) == list(range(30))
+            assert _has_arenas(the_node())
+
+    read(2)
+    node = the_node()
+    _wait_until(lambda: not _has_arenas(node) and not worker_processes(node))
+    read(3)
+    assert nodes() == [node]
+    node.terminate()
+    node.wait(60)
+
+
+def test_a_process_without_other_ranks_has_a_node_for_each_set_of_settings(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DataLoader(url, batch_size=4) as first:
+        assert numbers(first) == list(range(30))
+        node = the_node()
+        monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "2")
+        with DataLoader(url, batch_size=4) as second:
+            assert numbers(second) == list(range(30))
+            (other,) = set(nodes()) - {node}
+            assert len(worker_processes(other)) == 2
+
+
+def _has_arenas(node: psutil.Process) -> bool:
+    return "memfd:dataplane-" in Path(f"/proc/{node.pid}/maps").read_text()
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+
+
+def test_a_node_waits_for_another_loader_only_while_a_former_trainer_lives() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    async def is_wanted_again(pid: int, *, is_stopped: bool = False) -> bool:
+        stop = asyncio.Event()
+        if is_stopped:
+            stop.set()
+        return await _is_wanted_again(listener.fileno(), [pid], 10.0, stop)
+
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as trainer:
+        listener.bind("\0" + uuid.uuid4().hex)
+        listener.listen()
+        assert not asyncio.run(is_wanted_again(ended.pid))
+        assert not asyncio.run(is_wanted_again(os.getpid(), is_stopped=True))
+        trainer.connect(listener.getsockname())
+        assert asyncio.run(is_wanted_again(os.getpid()))
