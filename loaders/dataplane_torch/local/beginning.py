@@ -90,7 +90,7 @@ class Beginning:
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
         self._epochs: dict[str, int] | None = None
-        self._is_asked = self._is_told = False
+        self._is_asked = self._is_told = self._is_aside = False
         if resume is not None:
             resume.check(self.place.state())
             self._is_told = epochs_of(self._index_sampler) != loaded_in
@@ -111,7 +111,8 @@ class Beginning:
         goes_on = self.goes_on is not None and not self._is_told
         load_samplers(self._index_sampler, resume.sampler, same_epoch=goes_on)
         is_next = resume.is_finished and stands_as(resume.sampler)
-        with torch.random.fork_rng(devices=[], enabled=not is_next):
+        self._is_aside = not is_next
+        with torch.random.fork_rng(devices=[], enabled=self._is_aside):
             if resume.is_finished:
                 load_generators(self._index_sampler, self._generator, resume.sampler.generators)
             self.remember()
@@ -148,6 +149,10 @@ class Beginning:
         places = Places(
             self._index_sampler, self._generator, self._every, state, iterator, self._made_with
         )
+        if self._is_aside:
+            # The first index of most shuffles is what draws, and would be asked for only when
+            # torch's default generator stands where it stood before.
+            places.draw_first()
         self._places = places
         torch_pass.indices = places.walk()
         return places
@@ -174,6 +179,7 @@ class Beginning:
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             torch_pass.base_seed = int(seed.item())
         self.resume = self.goes_on = None
+        self._is_aside = False
         self.remember()
         torch_pass.indices = iter(self._index_sampler)
         torch_pass.yielded_count = self.place.step = self.place.next_worker = 0

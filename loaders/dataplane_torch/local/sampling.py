@@ -73,7 +73,7 @@ class Places:
                 )
             if state.states is not None and self._drawn >= step_count(index_sampler):
                 self._come_to_the_end(state)
-            self._draw_ahead()
+            self._draw_seed()
         self._states = self._states_now()
         self._states_at = self._drawn
 
@@ -100,7 +100,7 @@ class Places:
         if not self._drawn and not self._is_ahead:
             self._generators = generator_states(self._index_sampler, self._generator)
             self._encoded = None
-            self._draw_ahead()
+            self._draw_seed()
         if self._encoded is None:
             self._encoded = _all_encoded(self._generators)
         return SamplerState(
@@ -120,9 +120,19 @@ class Places:
             for part in parts
         ) and not any(is_stateful(part) for part in parts)
 
+    def draw_first(self) -> None:
+        """Draw the first index now, since torch's default generator stands as it needs it only
+        now; unless a sampler has a state or a generator of its own, which would be ahead, too.
+        """
+        is_own = self._states is not None or _generators(self._index_sampler, self._generator)
+        if not (self._drawn or self._is_ahead or is_own):
+            self._draw_ahead()
+
+    def _draw_seed(self) -> None:
+        if self._generator is None and self._seeds_itself():
+            self._draw_ahead()
+
     def _draw_ahead(self) -> None:
-        if self._generator is not None or not self._seeds_itself():
-            return
         self._is_ahead = True
         with contextlib.suppress(StopIteration):
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)

@@ -14,7 +14,13 @@ from dataplane_torch import DataLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import Backwards, Flow, Growing, Samples, is_same
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from dataplane.errors import ConfigError, DataplaneError, VersionMismatch
 
@@ -281,6 +287,51 @@ def test_resuming_leaves_the_default_generator_alone() -> None:
         loader.load_state_dict(state)
         list(loader)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class DrawsLate(Sampler[int]):
+    """Draws its order when it is asked for its first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"shuffle": True},
+        {"sampler": SubsetRandomSampler(range(12))},
+        {"sampler": WeightedRandomSampler([1.0] * 12, 12)},
+        {"sampler": DrawsLate()},
+        {"batch_sampler": DrawsEarly()},
+    ],
+    ids=["shuffle", "subset", "weighted", "late", "early"],
+)
+def test_a_state_taken_after_the_loop_gives_the_order_of_the_next_pass(num_workers, order) -> None:
+    if "batch_sampler" not in order:
+        order = {**order, "batch_size": 4}
+
+    def passes(loader: DataLoader) -> list[int]:
+        return [int(i) for batch in loader for i in batch]
+
+    with DataLoader(Samples("int", 12), num_workers=num_workers, **order) as loader:
+        passes(loader)
+        state = loader.state_dict()
+        following = passes(loader)
+    with DataLoader(Samples("int", 12), num_workers=num_workers, **order) as loader:
+        for _ in range(2):
+            torch.manual_seed(4)
+            before = torch.get_rng_state()
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            iterator = iter(loader)
+            state = loader.state_dict()
+            assert torch.equal(torch.get_rng_state(), before)
+            torch.rand(3)
+            assert [int(i) for batch in iterator for i in batch] == following
 
 
 class Unsized(Sampler[int]):
