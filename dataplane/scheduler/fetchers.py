@@ -2,8 +2,10 @@
 
 Invariants:
 1. Never fewer than one, never more than `most`.
-2. Fetchers are added while reads are under way and the fetchers use most of a processor each, or
-   while reads wait because each fetcher has as many as it may have.
+2. As many fetchers as there are are added while reads are under way and they use most of a
+   processor each, or while reads wait because each fetcher has as many as it may have: a link of
+   which one fetcher reads a fourth is full a second after the first look. One that is not needed
+   costs a fork, of some milliseconds.
 3. They are removed only if they were not needed for `CALM_LOOKS` looks.
 """
 
@@ -16,7 +18,6 @@ from msgspec.structs import replace
 
 BUSY_SHARE = 0.7
 """Share of a processor above which a fetcher is the limit: its threads wait for each other."""
-BUSY_LOOKS = 2
 CALM_LOOKS = 120
 
 
@@ -31,29 +32,22 @@ class FetchLook(Struct, frozen=True):
 
 
 class FetcherCount(Struct, frozen=True):
-    """`count` fetchers, and what the last looks showed: for how many looks all were busy, for how
-    many their number has not changed, and how many were needed in these.
+    """`count` fetchers, and what the last looks showed: for how many looks their number has not
+    changed, and how many were needed in these.
     """
 
     most: int
     count: int = 1
-    busy: int = 0
     calm: int = 0
     needed: int = 1
 
     def after(self, look: FetchLook) -> FetcherCount:
         """The number after this look."""
         is_busy = look.reading > 0 and look.processors >= BUSY_SHARE * self.count
-        is_short = is_busy or look.waiting > 0
-        needed = math.ceil(look.processors / BUSY_SHARE)
-        seen = replace(
-            self,
-            busy=self.busy + 1 if is_short else 0,
-            calm=self.calm + 1,
-            needed=max(self.needed, self.count if look.waiting else needed),
-        )
-        if seen.busy >= BUSY_LOOKS and self.count < self.most:
-            return FetcherCount(self.most, min(self.count + max(self.count // 2, 1), self.most))
+        if (is_busy or look.waiting > 0) and self.count < self.most:
+            return FetcherCount(self.most, min(2 * self.count, self.most))
+        needed = self.count if look.waiting else math.ceil(look.processors / BUSY_SHARE)
+        seen = replace(self, calm=self.calm + 1, needed=max(self.needed, needed))
         if seen.calm >= CALM_LOOKS:
             return FetcherCount(self.most, max(1, min(seen.needed, self.count)))
         return seen

@@ -6,11 +6,16 @@ times the time of a read. While reads share a link, that time cannot be told fro
 wait for each other, and both change. So the number is found by trial: it is doubled as long as
 twice as many reads bring more.
 
+At first the trials follow the reads, as TCP's slow start does: a round is the time in which as many
+reads end as were in flight at its start, so a store that answers in 50 ms gets 16 times as many
+reads within half a second. Rounds are short, and what they measure is rough. So once more reads
+bring nothing, the fewest that brought nearly as much are kept, and later trials take seconds.
+
 Invariants:
 1. Never fewer than at first, and never more than `most`.
 2. The number is doubled only while a trainer waits and reads are held back. If that does not bring
-   more bytes per second it is halved again; the next attempt comes after a delay that grows each
-   time.
+   more bytes per second the number before is kept; the next attempt comes after a delay that grows
+   each time.
 3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as they
    have fewer bytes than so many reads of FETCH_BYTES_MIN.
 4. Blocks that are read in one request count as one read, until all of them have ended.
@@ -34,11 +39,14 @@ _GAIN_MIN = 1.2
 _ENDED_MIN = 16
 _PAUSE_LOOKS = 60
 _PAUSE_LOOKS_MAX = 3840
+_ROUND_S = 0.04
+"""A round takes at least as long: what ends in less depends on chance."""
 
 
 class ReadLook(Struct, frozen=True):
     """Since the last look: bytes read per second, how many reads ended, and whether a trainer waits
-    while reads were held back.
+    while reads were held back. Looks come at the end of a round while the number is `starting`, and
+    about twice a second later.
     """
 
     bytes_per_s: float
@@ -49,11 +57,14 @@ class ReadLook(Struct, frozen=True):
 class ReadsInFlight(Struct, frozen=True):
     """`limit` reads, and what the last looks showed. While `trial` is not 0, a trial runs that
     compares the rate of `limit` reads with `rate_before`, the rate of half as many; `trial` counts
-    its looks.
+    its looks. While `is_starting`, `rates` are those of 1, 2, 4, ... times as many reads as at
+    first; `is_mixed`: some reads of this round began when fewer were allowed.
     """
 
     limit: int
     most: int
+    is_starting: bool = True
+    is_mixed: bool = True
     rates: tuple[float, ...] = ()
     ended: int = 0
     trial: int = 0
@@ -68,6 +79,8 @@ class ReadsInFlight(Struct, frozen=True):
 
     def after(self, look: ReadLook) -> ReadsInFlight:
         """The number after this look."""
+        if self.is_starting:
+            return self._started(look)
         if self.trial:
             return self._tried(look)
         pause = max(self.pause - 1, 0)
@@ -85,6 +98,21 @@ class ReadsInFlight(Struct, frozen=True):
             trial=1,
             rate_before=sum(rates) / len(rates),
         )
+
+    def _started(self, look: ReadLook) -> ReadsInFlight:
+        if not look.is_short:  # its rate is what the trainer takes
+            return self
+        if self.is_mixed:
+            return replace(self, is_mixed=False)
+        rates = (*self.rates, look.bytes_per_s)
+        is_better = len(rates) == 1 or rates[-1] >= _GAIN_MIN * rates[-2]
+        if is_better and self.limit < self.most:
+            limit = min(2 * self.limit, self.most)
+            return replace(self, limit=limit, is_mixed=True, rates=rates)
+        doublings = next(n for n, rate in enumerate(rates) if rate * _GAIN_MIN >= max(rates))
+        first = -(-self.most // GROWTH_MAX)
+        limit = min(first << doublings, self.most)
+        return replace(self, limit=limit, is_starting=False, rates=())
 
     def _tried(self, look: ReadLook) -> ReadsInFlight:
         if not look.is_short:  # so many are enough
@@ -132,6 +160,9 @@ class FetchesInFlight:
         self._ended_reads = 0
         self._ended_bytes = 0
         self._was_held_back = False
+        self._was_short = False
+        """A trainer waited while reads were held back, in this round."""
+        self._round_reads = 0
         self._looked: float | None = None
 
     @property
@@ -171,16 +202,33 @@ class FetchesInFlight:
         self._bytes -= length
         self._ended_bytes += length
 
-    def look(self, now: float, *, is_awaited: bool) -> None:
-        """Time has passed; `is_awaited`: a trainer waits."""
+    def ticked(self, now: float, *, is_awaited: bool) -> None:
+        """Half a second or so has passed; `is_awaited`: a trainer waits."""
+        if not self._allowed.is_starting or self._looked is None:
+            self._look(now, is_short=is_awaited and self._was_held_back)
+
+    def settled(self, now: float, *, is_awaited: bool) -> None:
+        """As many reads as may have begun. Cheap, unless a round is over."""
+        if not self._allowed.is_starting:
+            return
+        # At the end of a round, the trainer may just have got what it waited for.
+        self._was_short = self._was_short or (is_awaited and self._was_held_back)
+        if not self._reads and not self._ended_reads:
+            self._looked = None  # nothing was read: a round begins with the next read
+        elif self._looked is None or (
+            self._ended_reads >= self._round_reads and now >= self._looked + _ROUND_S
+        ):
+            self._look(now, is_short=self._was_short)
+
+    def _look(self, now: float, *, is_short: bool) -> None:
         seconds = max(now - (self._looked if self._looked is not None else now), 1e-3)
-        is_short = is_awaited and self._was_held_back
         look = ReadLook(self._ended_bytes / seconds, self._ended_reads, is_short)
         if self._looked is not None:
             self._allowed = self._allowed.after(look)
         self._looked = now
+        self._round_reads = max(self._reads, _ENDED_MIN)
         self._ended_reads = self._ended_bytes = 0
-        self._was_held_back = False
+        self._was_held_back = self._was_short = False
 
     def _has_room(self) -> bool:
         limit = self._allowed.limit

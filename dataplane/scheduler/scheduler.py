@@ -209,7 +209,7 @@ class Scheduler:
     # -- time ------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Ticked) -> None:
-        self._blocks.fetches.look(self._time.now, is_awaited=self._streams.is_awaited)
+        self._blocks.fetches.ticked(self._time.now, is_awaited=self._streams.is_awaited)
         self._asks.look()
         self._keeping.look()
         look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
@@ -258,6 +258,7 @@ class Scheduler:
         for stream in self._streams:
             self._deliver(stream)
             self._planning.plan_more(stream)
+        self._blocks.fetches.settled(self._time.now, is_awaited=self._streams.is_awaited)
 
     def _assemble_ready(self) -> list[SlabTask]:
         """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""

@@ -31,7 +31,6 @@ from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.process import Reads
 from dataplane.model import Region, StorePause
 from dataplane.rpc import fetches, local, sockets, tasks
-from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.store.pauses import Pauses
 from dataplane.worker.forking import fork_server
@@ -209,8 +208,7 @@ def test_reads_that_wait_for_a_thread_get_another_fetcher_up_to_the_bound(awry: 
             reads = [asyncio.ensure_future(at.read(etag)) for _ in range(READS_MAX + 3)]
             await at.until(lambda: len(awry.seen) == READS_MAX)
             assert len(at.fetchers.pids) == 1
-            for _ in range(2 * BUSY_LOOKS):
-                at.fetchers.look()
+            at.fetchers.look()
             assert len(at.fetchers.pids) == 2
             await at.until(lambda: len(awry.seen) == READS_MAX + 3)
             for read in reads:

@@ -28,7 +28,6 @@ from dataplane.fetcher.limits import SLABS_MAX
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc.lending import Asked
-from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.worker.forking import fork_server
 
@@ -162,13 +161,11 @@ def test_slabs_that_wait_take_no_place_of_a_block(awry: Awry) -> None:
             assert await at.read(etag) is None
             assert at.bytes_at(0) == BODY[10 : 10 + LENGTH]
             assert at.fetchers.statistics().read_bytes == LENGTH
-            for _ in range(2 * BUSY_LOOKS):
-                at.fetchers.look()
+            at.fetchers.look()
             assert len(at.fetchers.pids) == 1, "no fetcher is short of anything"
             slabs += [asyncio.ensure_future(at.slab(maker.maker())) for _ in range(3)]
             await asyncio.sleep(0)
-            for _ in range(2 * BUSY_LOOKS):
-                at.fetchers.look()
+            at.fetchers.look()
             assert len(at.fetchers.pids) == 2, "three slabs wait for a thread"
             await maker.until(lambda: len(maker.asked) == SLABS_MAX + 3)
             for asked in maker.asked:

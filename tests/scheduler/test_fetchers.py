@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.scheduler.fetchers import (
-    BUSY_LOOKS,
     BUSY_SHARE,
     CALM_LOOKS,
     FetcherCount,
@@ -41,28 +40,22 @@ def test_no_fetcher_is_the_limit_if_another_may_be_started(most: int, demand: fl
 
 
 def test_reads_that_find_no_thread_get_more_fetchers_however_idle_these_are() -> None:
-    count = FetcherCount(8)
-    for _ in range(BUSY_LOOKS):
-        count = count.after(FetchLook(0.01, 64, 10))
-    assert count.count == 2
+    assert FetcherCount(8).after(FetchLook(0.01, 64, 10)).count == 2
 
 
-def test_a_moment_of_work_starts_none_and_a_pause_ends_none() -> None:
-    count = FetcherCount(8).after(FetchLook(1.0, 16, 0))
-    for _ in range(10):
-        count = count.after(FetchLook(0.0, 0, 0))
-    assert count.count == 1
-    busy = settled(count, 3.0)
+def test_busy_fetchers_are_doubled_at_each_look() -> None:
+    count, counts = FetcherCount(12), list[int]()
+    for _ in range(5):
+        count = count.after(FetchLook(0.9 * count.count, 16, 0))
+        counts.append(count.count)
+    assert counts == [2, 4, 8, 12, 12]
+
+
+def test_a_pause_ends_none_and_a_long_one_ends_all_but_one() -> None:
+    busy = settled(FetcherCount(8), 3.0)
     for _ in range(CALM_LOOKS // 2):
         busy = busy.after(FetchLook(0.0, 0, 0))
     assert busy.count > 3
     for _ in range(2 * CALM_LOOKS):
         busy = busy.after(FetchLook(0.0, 0, 0))
     assert busy.count == 1
-
-
-def test_only_busy_looks_in_a_row_start_another() -> None:
-    count = FetcherCount(8)
-    for _ in range(10 * BUSY_LOOKS):
-        count = count.after(FetchLook(1.0, 16, 0)).after(FetchLook(0.0, 0, 0))
-    assert count.count == 1

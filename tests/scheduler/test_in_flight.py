@@ -58,6 +58,12 @@ def settled(
     return reads
 
 
+def look(fetches: FetchesInFlight, now: float, *, is_awaited: bool) -> None:
+    """Half a second or so has passed, and as many reads as may have begun."""
+    fetches.settled(now, is_awaited=is_awaited)
+    fetches.ticked(now, is_awaited=is_awaited)
+
+
 @given(first=st.integers(1, 64), seen=st.lists(looks, max_size=300))
 def test_there_are_never_fewer_than_at_first_nor_more_than_allowed(
     first: int, seen: list[ReadLook]
@@ -98,13 +104,33 @@ def test_many_connections_are_found_within_seconds() -> None:
     assert settled(ReadsInFlight.at_first(16), far, 0.25).limit >= 128
 
 
+def test_more_reads_that_bring_nothing_end_the_start_and_are_given_up() -> None:
+    """The rates of rounds with 16, 32, 64 and 128 reads, after one of reads of both kinds each."""
+    reads, limits = ReadsInFlight.at_first(16), list[int]()
+    for rate in (100, 100, 190, 190, 200, 200):
+        reads = reads.after(ReadLook(rate, 64, is_short=True))
+        limits.append(reads.limit)
+    assert limits == [16, 32, 32, 64, 64, 32]
+    assert not reads.is_starting
+
+
+def test_rounds_in_which_no_trainer_waits_say_nothing_of_the_store() -> None:
+    reads = ReadsInFlight.at_first(16)
+    for _ in range(10):
+        reads = reads.after(ReadLook(1.0, 64, is_short=False))
+    assert (reads.limit, reads.is_starting) == (16, True)
+    for rate in (100, 100, 100, 190):
+        reads = reads.after(ReadLook(rate, 64, is_short=True))
+    assert reads.limit == 64
+
+
 def test_only_a_waiting_trainer_gets_more_reads_in_flight() -> None:
     fetches = FetchesInFlight(4)
     for number in range(100):
         keys = itertools.count()
         while fetches.may_begin():
             fetches.began(next(keys), RANGE_BYTES)
-        fetches.look(float(number), is_awaited=False)
+        look(fetches, float(number), is_awaited=False)
         for key in range(4):
             fetches.ended(key, RANGE_BYTES)
     assert fetches.limit == 4
@@ -146,7 +172,7 @@ def test_each_hole_in_a_block_is_one_more_read() -> None:
 def test_a_rate_is_bytes_a_second_however_far_apart_the_looks_are() -> None:
     """A store that gives the same with any number of reads: more are tried, and never kept."""
     fetches, now, limits = FetchesInFlight(4), 0.0, set[int]()
-    fetches.look(now, is_awaited=True)
+    look(fetches, now, is_awaited=True)
     keys, oldest = itertools.count(), itertools.count()
     for at in range(400):
         seconds = (0.5, 2.0, 1.0)[at % 3]
@@ -156,6 +182,6 @@ def test_a_rate_is_bytes_a_second_however_far_apart_the_looks_are() -> None:
             fetches.ended(next(oldest), RANGE_BYTES)
             fetches.began(next(keys), RANGE_BYTES)
         now += seconds
-        fetches.look(now, is_awaited=True)
+        look(fetches, now, is_awaited=True)
         limits.add(fetches.limit)
     assert limits == {4, 8}
