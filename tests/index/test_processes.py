@@ -268,20 +268,24 @@ def test_a_fork_server_that_cannot_be_started_is_an_error_of_the_machine(
     assert index_dataset(folder, index_shard=processes.index) == index_dataset(folder)
 
 
+class Suspending(Held):
+    """A store that suspends each process that reads, before it has the bytes."""
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        for child in children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.suspend()
+        return super().read(url, offset, length, etag)
+
+
 def test_a_shard_at_which_processes_hang_is_named(tmp_path: Path) -> None:
     written(tmp_path, {"0.jsonl": READ_IN_STEPS})
-    held = Held()
+    held = Suspending()
     with (
         IndexProcesses(HARD, 0.5, 1) as processes,
         indexing(tmp_path, held, processes) as run,
     ):
-        for child in children():
-            child.suspend()
         held.may_go_on.set()
-        while not run.done():
-            for child in children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.suspend()
         with pytest.raises(DataStallError, match="indexing it did not end within"):
             run.result(60)
 
