@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import Self
 
 from dataplane.index.run import IndexProgress
@@ -56,12 +55,7 @@ class LongWork:
             _listed[id(self)] = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _listing:
             _listed.pop(id(self), None)
 

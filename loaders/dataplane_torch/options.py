@@ -9,7 +9,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from dataplane.config import RAISE
@@ -195,12 +194,7 @@ class _Brief:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
         if not isinstance(error, DataplaneError) or isinstance(error, RowOutOfBounds):
             return
         if os.environ.get("DATAPLANE_LOG_LEVEL", "").lower() != "debug":

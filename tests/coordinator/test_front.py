@@ -95,16 +95,11 @@ def test_after_a_crash_joins_and_leaves_are_there_and_progress_is_what_was_flush
 
 def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_path):
     async def main():
-        coordinator = Coordinator(config(tmp_path))
-        await coordinator.start()
-        store = coordinator._journal._store
-        limit(coordinator, store, 4)
-        options = ColumnOptions(columns=("x" * 100_000,))
-        big = join(0, spec=structs.replace(SPEC, column_options=options))
+        coordinator, big = await without_room(tmp_path)
         for _ in range(2):
             with pytest.raises(NotWrittenError, match=r"database or disk is full.*make room"):
                 await coordinator.join(big)
-        limit(coordinator, store, 1 << 20)
+        limit(coordinator, 1 << 20)
         assert (await coordinator.join(big)).generation == 1
         await crash(coordinator)
         again = JobStore(str(tmp_path / "c.db"))
@@ -114,19 +109,25 @@ def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_p
     asyncio.run(main())
 
 
-def limit(coordinator, store, pages):
+async def without_room(folder):
+    """A coordinator with a small disk, and a join that it has no room for."""
+    coordinator = Coordinator(config(folder))
+    await coordinator.start()
+    limit(coordinator, 4)
+    options = ColumnOptions(columns=("x" * 100_000,))
+    return coordinator, join(0, spec=structs.replace(SPEC, column_options=options))
+
+
+def limit(coordinator, pages):
     """Make the disk smaller or larger, from the thread that owns the connection."""
+    store = coordinator._journal._store
     statement = f"PRAGMA max_page_count = {pages}"
     coordinator._journal._thread.submit(lambda: store._db.execute(statement).close()).result()
 
 
 def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path):
     async def main():
-        coordinator = Coordinator(config(tmp_path))
-        await coordinator.start()
-        store = coordinator._journal._store
-        limit(coordinator, store, 4)
-        big = join(0, spec=structs.replace(SPEC, column_options=ColumnOptions(("x" * 100_000,))))
+        coordinator, big = await without_room(tmp_path)
         names = {"job": "j", "coordinator": "c:1", "node": "n"}
         refused = asyncio.Event()
 
@@ -141,7 +142,7 @@ def test_a_rank_waits_for_room_on_the_coordinators_disk_and_is_told_so(tmp_path)
         refused.clear()
         waiting = asyncio.create_task(patiently(ask, 60.0, **names))
         await refused.wait()
-        limit(coordinator, store, 1 << 20)
+        limit(coordinator, 1 << 20)
         assert (await waiting).generation == 1
         await coordinator.close()
 
@@ -188,13 +189,13 @@ def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
         bound = "x" * 250
         beats = [structs.replace(progress(f"m{rank}-i1", cursor=5), bound=bound) for rank in ranks]
         await coordinator.heartbeat(beat(*beats))
-        limit(coordinator, coordinator._journal._store, 4)
+        limit(coordinator, 4)
         clock.now += 6
         with caplog.at_level(logging.WARNING), pytest.raises(NotWrittenError):
             await coordinator.tick()
         assert "progress waits to be written" in caplog.text
         assert is_behind(coordinator._journal)
-        limit(coordinator, coordinator._journal._store, 1 << 20)
+        limit(coordinator, 1 << 20)
         await coordinator.close()
         assert not is_behind(coordinator._journal)
 

@@ -10,16 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shards import (
-    decoded,
-    example_bytes,
-    json_lines,
-    parquet_bytes,
-    read_rows,
-    tar_bytes,
-    tfrecord_bytes,
-    zipped,
-)
+import shards
 
 from dataplane.formats import arrays, columns, parquet
 from dataplane.formats.arrays import joined, read_as, widened
@@ -124,13 +115,15 @@ def test_columns_of_compressed_shards_get_room(monkeypatch: pytest.MonkeyPatch) 
     )
     assert lists.type == pa.large_list(pa.int64())
     assert lists.to_pylist() == [[0, 1, 2], None, [3, 4, 5, 6]]
-    tar = zipped(tar_bytes([("a.txt", b"some text"), ("b.txt", b"more of it")]))
-    assert [row["txt"] for row in read_rows(Tar(), tar)] == ["some text", "more of it"]
+    tar = shards.zipped(shards.tar_bytes([("a.txt", b"some text"), ("b.txt", b"more of it")]))
+    assert [row["txt"] for row in shards.read_rows(Tar(), tar)] == ["some text", "more of it"]
     records = [
-        example_bytes({"b": ("bytes_list", [b"some", b"bytes"]), "i": ("int64_list", range(9))}),
-        example_bytes({"b": ("bytes_list", [b"x"]), "i": ("int64_list", [])}),
+        shards.example_bytes(
+            {"b": ("bytes_list", [b"some", b"bytes"]), "i": ("int64_list", range(9))}
+        ),
+        shards.example_bytes({"b": ("bytes_list", [b"x"]), "i": ("int64_list", [])}),
     ]
-    assert read_rows(TfRecord(), zipped(tfrecord_bytes(records))) == [
+    assert shards.read_rows(TfRecord(), shards.zipped(shards.tfrecord_bytes(records))) == [
         {"b": [b"some", b"bytes"], "i": list(range(9))},
         {"b": [b"x"], "i": []},
     ]
@@ -171,7 +164,7 @@ def test_nested_columns_are_read_in_as_many_parts_as_it_takes(
         "s": [{"a": None if i % 5 else f"a{i}"} for i in range(300)],
         "m": pa.array([[("k", str(i))] for i in range(300)], pa.map_(pa.string(), pa.string())),
     })  # fmt: skip
-    reader = pq.ParquetFile(pa.BufferReader(parquet_bytes(table))).reader
+    reader = pq.ParquetFile(pa.BufferReader(shards.parquet_bytes(table))).reader
     narrow = NarrowReader(reader, rows_max)
     found = parquet._read_group(narrow, 0, [1, 2, 3, 4], 300)
     assert narrow.tried == tried
@@ -182,7 +175,7 @@ def test_nested_columns_are_read_in_as_many_parts_as_it_takes(
 
 
 def test_a_row_that_is_too_long_alone_is_refused() -> None:
-    reader = pq.ParquetFile(pa.BufferReader(parquet_bytes(pa.table({"x": [1, 2]})))).reader
+    reader = pq.ParquetFile(pa.BufferReader(shards.parquet_bytes(pa.table({"x": [1, 2]})))).reader
     narrow = NarrowReader(reader, 0)
     with pytest.raises(pa.ArrowNotImplementedError):
         parquet._read_group(narrow, 0, None, 2)
@@ -203,7 +196,7 @@ def test_blocks_of_wide_texts_are_canonical() -> None:
 def test_json_lines_in_pieces_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataplane.formats.jsonl.LINE_BYTES_MAX", 64)
     rows = [{"a": f"text {i}", "l": [str(i)]} for i in range(20)]
-    assert read_rows(JsonLines(), json_lines(rows)) == rows
+    assert shards.read_rows(JsonLines(), shards.json_lines(rows)) == rows
 
 
 # --- the real size ----------------------------------------------------------------------------
@@ -229,7 +222,7 @@ def large(value: Any, kind: pa.DataType, folder: Path) -> bytes:
     ],
 )
 def test_a_row_group_of_more_than_2_gib(value: Any, kind: pa.DataType, tmp_path: Path) -> None:
-    (batch,) = decoded(Parquet(), large(value, kind, tmp_path))
+    (batch,) = shards.decoded(Parquet(), large(value, kind, tmp_path))
     assert batch.num_rows == 760_000
     assert batch.schema.types == [widened(kind)]
     assert batch.column("x")[759_999].as_py() == value
