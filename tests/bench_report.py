@@ -218,7 +218,7 @@ def _trial(at: int, name: str, case: BenchCase, dice: random.Random, rate: float
         replays = name in ("huggingface", "webdataset", "ffcv")
         late = first + (case.fraction * 12 if replays else 0)
         return found | {"first_batch_s": late, "by": "replay" if replays else "state"}
-    if case.mode is Mode.FIRST:
+    if case.mode in (Mode.FIRST, Mode.RESTART):
         return found | {"cpu_s": first * 1.4}
     wait = 64 / rate * 1000
     found |= {

@@ -131,7 +131,8 @@ class Contest:
     def _runner(self, entry: Entry, case: BenchCase, workload: Workload) -> _Runner:
         system = adapter(entry.name)
         refused = _lacks(system, workload) or system.refuses(workload, case)
-        if not refused and case.mode is Mode.FIRST and case.served and not hasattr(system, "serve"):
+        is_start = case.mode in (Mode.FIRST, Mode.RESTART)
+        if not refused and is_start and case.served and not hasattr(system, "serve"):
             refused = "it has no daemon"
         return _Runner(
             entry,
@@ -155,7 +156,7 @@ class Contest:
     def _choose(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
         """Choose the settings with the highest throughput."""
         # Cases about a start, a resume or a computing trainer use these settings, too.
-        if case.mode in (Mode.FIRST, Mode.RESUME) or case.step_ms:
+        if case.mode in (Mode.FIRST, Mode.RESUME, Mode.RESTART) or case.step_ms:
             case = BenchCase(case.label, case.workload)
         if case.epoch:
             # The second epoch tells as much as a later one.

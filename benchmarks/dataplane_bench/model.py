@@ -144,6 +144,7 @@ class Mode(enum.StrEnum):
     EPOCH = "epoch"  # an epoch, its first batch included, or its first seconds
     FIRST = "first"  # the first batch, then the end
     RESUME = "resume"  # the first batch after a restart from a state taken at `fraction`
+    RESTART = "restart"  # the first batch of a loader that is opened again in the same process
     VERIFY = "verify"  # one whole epoch, every byte of it summed
 
 
@@ -164,6 +165,9 @@ class BenchCase:
     the system's own caches are empty. `step_ms`, if set, is how long the trainer computes after
     every batch.
 
+    In the mode RESTART, a loader is opened again `pause_s` after all have closed theirs, by a rank
+    less if there are several.
+
     In the mode EPOCH, `epoch` is measured, counted from 0, after all epochs before it were read.
     `cache_share`, if set, limits what a loader may keep of the samples from one epoch to the next,
     in memory and on disk, as a share of their bytes. Every request to S3 waits `delay_ms`, and is
@@ -181,6 +185,7 @@ class BenchCase:
     cold: bool = False
     step_ms: float = 0.0
     fraction: float = 0.0
+    pause_s: float = 0.0
     epoch: int = 0
     cache_share: float = 0.0
     delay_ms: float = 0.0

@@ -8,7 +8,7 @@ import re
 
 import bench_report
 import pytest
-from dataplane_bench.model import BenchCase
+from dataplane_bench.model import BenchCase, Mode
 from dataplane_bench.report import cells, notes, results, table
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, Tried
@@ -83,6 +83,17 @@ def test_other_samples_noise_and_a_slow_harness_are_noted():
     assert "the harness alone is only 2.00x as fast" in " ".join(printed(slow).split())
 
 
+def test_an_epoch_says_how_long_it_was_read_and_how_much_larger_samples_must_be_for_a_rate():
+    trials = bench_report.trials("samples_per_s", (100.0, 120.0), seconds=2.0)
+    system = bench_report.system("dataplane", trials=trials)
+    case = BenchCase("s3-steady", "tokens", Mode.EPOCH, epoch=2, cache_share=0.25)
+    made = CaseResult(case, (system,), ())
+    text = printed(bench_report.report(bench_report.scenario(made)))
+    assert row(text, "Dataplane")[-1] == "2.0"
+    assert "done after 2.0 s: with 5.0 times as large a --scale" in " ".join(text.split())
+    assert "8.2 times as large a --scale" in " ".join(text.split()), "caches of 125 MiB"
+
+
 def test_samples_that_nobody_compared_are_noted():
     unknown = bench_report.system("torch", (1.0,), same_samples=None)
     text = printed(of(unknown))
@@ -116,8 +127,9 @@ def test_the_same_sweep_is_reported_once_for_all_cases_of_a_scenario():
     cases = case_figures(bench_report.full())
     ours = dict(notes.sweeps(cases))["Dataplane 1.0"]
     starts = ", ".join(f"first-batch · {each}" for each in ("cold", "warm", "served"))
+    again = ", ".join(f"restart · {each}" for each in ("at once", "later", "served"))
     made = "mixture · local, packed · local, tokenise"
-    assert ours[0][0] == f"tokens · local, {made}, {starts}, resume, compute"
+    assert ours[0][0] == f"tokens · local, {made}, {starts}, resume, {again}, compute"
 
 
 def test_the_summary_counts_the_faster_systems():

@@ -124,6 +124,17 @@ def test_no_rank_closes_before_the_others_have_what_they_need(trial, tmp_path):
     assert closed.count("closed") == 1
 
 
+def test_a_loader_is_opened_again_by_a_rank_less_when_all_have_closed_theirs(trial, tmp_path):
+    journal = tmp_path / "journal"
+    settings = {"journal": str(journal)}
+    found = trial(Mode.RESTART, ranks=2, settings=settings)
+    assert found["first_batch_s"] > 0
+    assert found["cpu_s"] >= 0
+    before, after = journal.read_text().rsplit("opened", 1)
+    assert (before.count("opened"), before.count("closed")) == (2, 2)
+    assert (after.split()[0], after.count("closed")) == ("0", 1)
+
+
 def test_an_epoch_ends_when_its_time_is_over(trial):
     timing = dataclasses.replace(QUICK, epoch_s=0.3)
     found = trial(Mode.EPOCH, timing=timing, settings={"pause_s": 0.1})

@@ -157,6 +157,12 @@ RATES = (
         lambda one: number(median(one.first_batch_s), 2),
     ),
     Heading(
+        "ran s",
+        "ran for, s",
+        "how long it read, its start included",
+        lambda one: number(one.seconds, 2),
+    ),
+    Heading(
         "stall",
         "stall share",
         "share of its time that a trainer waits, if its step takes as long as given in the line "

@@ -79,6 +79,7 @@ class Standing(enum.StrEnum):
 class SystemFigures:
     """One system in one case. `reason` says why it was not measured, "" if it was.
 
+    `seconds` is how long a trial read, in the mode EPOCH.
     Systems are sorted and compared by `speed`: samples a second, or starts a second. `typical` is
     the trial with the median speed, for plots over time.
     """
@@ -89,6 +90,7 @@ class SystemFigures:
     speed: Spread | None = None
     samples_per_s: Spread | None = None
     first_batch_s: Spread | None = None
+    seconds: float | None = None
     gb_per_s: float | None = None
     of_bound: float | None = None
     ratio: Spread | None = None
@@ -146,6 +148,7 @@ class CaseFigures:
     absent: tuple[SystemFigures, ...]
     bounds: tuple[tuple[str, Spread], ...]
     load: Mapping[str, float]
+    sample_bytes: float | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -194,7 +197,7 @@ def is_busy(load: Mapping[str, float]) -> bool:
 
 def is_start(case: BenchCase) -> bool:
     """Whether its figure is the seconds until a first batch."""
-    return case.mode in (Mode.FIRST, Mode.RESUME)
+    return case.mode in (Mode.FIRST, Mode.RESUME, Mode.RESTART)
 
 
 def is_comparable(result: SystemResult) -> bool:
@@ -242,6 +245,7 @@ def _case(
         absent=tuple(one for one in systems if one.speed is None),
         bounds=tuple((bound.name, Spread(_finite(bound.samples_per_s))) for bound in bounds),
         load={name: value for name, told in found.load.items() if (value := known(told))},
+        sample_bytes=sample_bytes,
     )
 
 
@@ -269,6 +273,7 @@ def _system(
         speed=spread(speeds.values()),
         samples_per_s=rate,
         first_batch_s=spread(_rounds(result, "first_batch_s").values()),
+        seconds=_middle(result, "seconds") if case.mode is Mode.EPOCH else None,
         gb_per_s=rate.median * sample_bytes / 1e9 if rate and sample_bytes else None,
         of_bound=_median(_quotients(rates, limits).values()),
         ratio=ratio,

@@ -26,6 +26,10 @@ from dataplane_bench.report.figures import (
 from dataplane_bench.report.results import BenchReport, SystemResult, Tried
 
 _REASON_LENGTH = 160
+RATE_S = 10.0
+"""A rate over less than this is much of a loader's start."""
+CACHE_BYTES_MIN = 1 << 30
+"""A loader on a real host may keep as much, even if its dataset is large."""
 _BOUNDS = {
     "memcpy": "memory copy",
     "page_cache": "read from the page cache",
@@ -74,19 +78,17 @@ def about(case: CaseFigures) -> str:
 def _mode(case: BenchCase) -> str:
     where = {StorageKind.LOCAL: "local disk", StorageKind.S3: _s3(case)}[case.store]
     served = ", with a running daemon" if case.served else ""
-    match case.mode:
-        case Mode.STEADY:
-            what = "steady rates"
-        case Mode.EPOCH:
-            what = "an epoch, its first batch included"
-            if case.epoch:
-                what = f"epoch {case.epoch + 1}, its first batch included"
-        case Mode.FIRST:
-            what = "the first batch"
-        case Mode.RESUME:
-            what = f"the first batch after a restart at {case.fraction:.0%} of an epoch"
-        case Mode.VERIFY:
-            what = "every byte of an epoch"
+    number = f"epoch {case.epoch + 1}" if case.epoch else "an epoch"
+    less = ", by a rank less" if case.ranks > 1 else ""
+    later = f" {case.pause_s:g} s later" if case.pause_s else ""
+    what = {
+        Mode.STEADY: "steady rates",
+        Mode.EPOCH: f"{number}, its first batch included",
+        Mode.FIRST: "the first batch",
+        Mode.RESUME: f"the first batch after a restart at {case.fraction:.0%} of an epoch",
+        Mode.RESTART: f"the first batch of a loader opened again in its process{later}{less}",
+        Mode.VERIFY: "every byte of an epoch",
+    }[case.mode]
     kept = ", caches empty" if case.cold else ", warm"
     if case.epoch:
         kept = f", caches of {share(case.cache_share)} of the samples" if case.cache_share else ""
@@ -133,6 +135,7 @@ def notes(case: CaseFigures) -> list[str]:
     if unknown:
         told.append(f"not checked whether the samples are the source's: {', '.join(unknown)}")
     told += _made(case)
+    told += _short(case)
     noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
     if noisy:
         told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
@@ -146,6 +149,23 @@ def notes(case: CaseFigures) -> list[str]:
         )
     if case.ours is None:
         told.append("Dataplane was not measured here, so there are no ratios")
+    return told
+
+
+def _short(case: CaseFigures) -> list[str]:
+    """How much larger samples must be, so that the rate of the fastest system is not its start's,
+    and caches of a share of them are such as hosts have.
+    """
+    told = []
+    seconds = next((one.seconds for one in case.measured if not one.is_harness), None)
+    if seconds and seconds < RATE_S:
+        more = f"with {number(RATE_S / seconds, 2)} times as large a --scale it reads for longer"
+        told.append(f"the fastest system was done after {number(seconds, 2)} s: {more}")
+    if case.case.cache_share and case.sample_bytes and case.workload is not None:
+        kept = case.case.cache_share * case.sample_bytes * case.workload.sample_count
+        if kept < CACHE_BYTES_MIN:
+            more = f"{number(CACHE_BYTES_MIN / kept, 2)} times as large a --scale"
+            told.append(f"caches of about {size(kept)} are smaller than a host's: choose {more}")
     return told
 
 

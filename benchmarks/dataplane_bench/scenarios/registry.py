@@ -10,6 +10,7 @@ from dataplane_bench.scenarios import (
     mixture,
     packed,
     ranks,
+    restart,
     resume,
     tabular,
     text,
@@ -28,6 +29,7 @@ OTHERS = (
     jobs.SCENARIO,
     first_batch.SCENARIO,
     resume.SCENARIO,
+    restart.SCENARIO,
     compute.SCENARIO,
 )
 SCENARIOS = {scenario.name: scenario for scenario in (*WORKLOADS, *MADE, *OTHERS)}

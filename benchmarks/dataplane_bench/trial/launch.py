@@ -80,6 +80,14 @@ def run_trial(
                 trial.start()
                 trial.open()
                 found = together(trial.hear())
+            case Mode.RESTART:
+                trial.open()
+                trial.hear()
+                processes.pause(case.pause_s)
+                before = trial.spent()
+                trial.tell("again")
+                found = together(trial.hear())
+                found |= _cost(found, before, trial.spent())
             case Mode.VERIFY:
                 trial.open()
                 found = _added(trial.hear())

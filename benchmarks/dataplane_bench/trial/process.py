@@ -8,6 +8,7 @@ told to close the loader: another rank may still need what this one has started.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -77,6 +78,9 @@ def run(task: TrialTask, say: Say, ear: Ear) -> None:
     ear.wait_for("open")
     began = time.monotonic()
     loader = peer.open(task)
+    if task.case.mode is Mode.RESTART:
+        _restart(peer, task, loader, say, ear)
+        return
     with contextlib.closing(loader):
         match task.case.mode:
             case Mode.STEADY:
@@ -128,6 +132,27 @@ def _epoch(task: TrialTask, loader: Any, began: float, say: Say, ear: Ear) -> No
         began = time.monotonic()
     batches = _checked(loader.epoch(task.case.epoch), task.workload)
     say(Loop(batches).whole(began, ear.stop))
+
+
+def _restart(peer: Any, task: TrialTask, loader: Any, say: Say, ear: Ear) -> None:
+    """Close the loader after a batch, and open it again when all have closed theirs."""
+    with contextlib.closing(loader):
+        _first(loader.epoch(0))
+    say({"closed": True})
+    ear.wait_for("again")
+    size = max(1, task.size - 1)
+    if task.rank >= size:
+        say({"first_batch_s": 0.0})
+    else:
+        began = time.monotonic()
+        again = peer.open(dataclasses.replace(task, size=size))
+        with contextlib.closing(again):
+            batch = _first(again.epoch(0))
+            say({"first_batch_s": time.monotonic() - began})
+            check(batch, task.workload)
+            ear.wait_for("end")
+            return
+    ear.wait_for("end")
 
 
 def _sum(workload: Workload, loader: Any) -> dict[str, Any]:
