@@ -133,8 +133,9 @@ SETTINGS: tuple[Setting, ...] = (
         "delivery_bytes_per_rank",
         units.BYTES,
         "memory for finished batches, per rank of a job",
-        # Eight ranks take an eighth of the machine; enough for 16 slabs each.
-        lambda machine, _environ: _within(machine.memory_bytes // 64, 64 * MIB, 256 * MIB),
+        # Eight ranks may take a quarter of the machine. They do if batches are large and trainers
+        # wait: a slot is allocated when it is first used.
+        lambda machine, _environ: _within(machine.memory_bytes // 32, 64 * MIB, GIB),
     ),
     Setting(
         "slab_bytes",

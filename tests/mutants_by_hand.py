@@ -235,7 +235,7 @@ BY_HAND = (
     (
         "whoever holds too much is not told to copy",
         _RECORDS,
-        "        return len(held) > layout.slot_count - layout.ahead_slots\n",
+        "        return len(held) > self.slots.layout.held_slots\n",
         "        return False\n",
     ),
 )

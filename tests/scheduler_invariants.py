@@ -257,10 +257,10 @@ class Invariants:
 
     def _check_ahead(self, stream: StreamState) -> None:
         """Every stream is planned ahead, and free slots go to the streams that may have them."""
-        layout, tasks = stream.delivery.slots.layout, stream.tasks
+        tasks = stream.tasks
         if not stream.planning and not stream.planned_all and stream.walk.waiting_count:
             together = min(planned_together(len(tasks)), stream.walk.waiting_count)
-            assert len(tasks) + together > PLANNED_AHEAD + layout.ahead_slots
+            assert len(tasks) + together > PLANNED_AHEAD + stream.delivery.ahead
         if not stream.delivery.slots.free_count:
             return
         for task in tasks:

@@ -38,7 +38,7 @@ def count_of_slots(stream: StreamState) -> int:
 def share_of_slots(stream: StreamState) -> int:
     """How many of them a stream may have, if its first slab is among them."""
     sharing = [each for each in stream.delivery.streams if not is_ahead(each)]
-    return max(1, stream.delivery.slots.layout.ahead_slots // max(len(sharing), 1))
+    return max(1, stream.delivery.ahead // max(len(sharing), 1))
 
 
 def memory_needed(task: SlabTask) -> int:

@@ -195,7 +195,7 @@ class Traffic:
         assert effect.count == planned_together(count) or (is_fed and not stream.walk.fed)
         most = self._scheduler._passes.plans_ahead(stream)
         assert most == PLANNED_AHEAD or self._scheduler._excerpts.is_open
-        assert count + effect.count <= most + stream.delivery.slots.layout.ahead_slots
+        assert count + effect.count <= most + stream.delivery.ahead
 
     def _effects(self, before: Before | None, effects: list[events.Effect]) -> None:
         gone: list[int] = []
@@ -325,7 +325,7 @@ class Traffic:
         is_zone = slab.region.offset == layout.slot_bytes * layout.slot_count
         self._lent[slab.slab_id] = opened.delivery_id, opened.holder, is_zone
         held = sum(d == opened.delivery_id and not z for d, _, z in self._lent.values())
-        is_held_up = held > layout.slot_count - layout.ahead_slots
+        is_held_up = held > layout.held_slots
         assert slab.copy_out == (is_zone or is_held_up), "scheduler 5"
         times = slab.times
         stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)

@@ -8,11 +8,12 @@ free again whatever the trainer holds.
 Invariants:
 1. Each slot is free or has one user; the zone likewise.
 2. The slot freed last is used first, since its pages are warm in every cache.
-3. `held_bytes_max` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer that holds as much
-   as it may still gets batches.
+3. `held_slots` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer that holds as much as
+   it may still gets batches. The node may use all slots that the trainer does not hold: it hands
+   over what it has made, so the trainer comes to hold these slots, and none is made in their place.
 
-    slot                  held by the trainer as long as it likes     | held_slots
-    slot                  a slab that is ready or being made          | ahead_slots
+    slot                  held by the trainer as long as it likes     | up to held_slots
+    slot                  a slab that is ready or being made          | all others
     zone                  one oversized batch                         | one
 """
 
@@ -25,7 +26,8 @@ from dataplane.model import Region
 
 AHEAD_SLOTS_MIN = 4
 _SLOTS_MIN = 6
-_SLOTS_USUAL = 16
+SLOTS_USUAL = 12
+_SLOT_SHARE = 16
 _ZONE_SHARE = 4
 _PAGE_BYTES = 4096
 
@@ -43,26 +45,31 @@ class SlotLayout(Struct, frozen=True):
         return self.slot_bytes * self.slot_count + self.zone_bytes
 
     @property
-    def ahead_slots(self) -> int:
-        """How many slabs may be ready or being made."""
-        return max(AHEAD_SLOTS_MIN, self.slot_count // 3)
+    def held_slots(self) -> int:
+        """How many slots the trainer may hold before it must copy."""
+        return self.slot_count - max(AHEAD_SLOTS_MIN, self.slot_count // 3)
 
     @property
     def held_bytes_max(self) -> int:
         """Bytes that the trainer may hold before it must copy."""
-        return (self.slot_count - self.ahead_slots) * self.slot_bytes
+        return self.held_slots * self.slot_bytes
 
 
-def plan_slots(arena_bytes: int, slot_bytes: int) -> SlotLayout:
-    """The layout of an arena of about `arena_bytes`, more if six slots need more."""
+def plan_slots(arena_bytes: int, slot_bytes: int, slots_max: int | None = None) -> SlotLayout:
+    """The layout of an arena of about `arena_bytes`, more if six slots need more. It has no more
+    than `slots_max` slots, or the usual number if that is more.
+    """
     slot = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
     zone = max(2 * slot, arena_bytes // _ZONE_SHARE // _PAGE_BYTES * _PAGE_BYTES)
-    return SlotLayout(slot, max(_SLOTS_MIN, (arena_bytes - zone) // slot), zone)
+    count = max(_SLOTS_MIN, (arena_bytes - zone) // slot)
+    if slots_max is not None:
+        count = min(count, max(slots_max, SLOTS_USUAL))
+    return SlotLayout(slot, count, zone)
 
 
 def slot_bytes_of(arena_bytes: int) -> int:
     """The slot size at which an arena of this size holds the usual number of slots."""
-    return max(arena_bytes // _SLOTS_USUAL // _PAGE_BYTES, 1) * _PAGE_BYTES
+    return max(arena_bytes // _SLOT_SHARE // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
 def arena_bytes_min(slot_bytes: int) -> int:

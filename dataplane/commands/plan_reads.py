@@ -197,7 +197,7 @@ def _limits(
     slab_rows = sizes.batches * spec.global_batch
     # Blocks of as many slabs are fetched, and decoded, as are planned together.
     under_way = 2 * PLANS_TOGETHER * slab_rows * manifest.block_count // manifest.sample_count
-    ahead = (PLANS_AHEAD + layout.ahead_slots) * slab_rows
+    ahead = (PLANS_AHEAD + layout.slot_count) * slab_rows
     return ahead, min(under_way, 2 * config.fetch_count)
 
 

@@ -18,13 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.errors import BudgetTooSmall, DataplaneError, NeighbourGone
+from dataplane.model import Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import Dataset, heritage
 from dataplane.node.delegating import Delegating
@@ -51,6 +53,14 @@ from dataplane.trace import Trace
 
 _INHERITED_AT_ONCE = 256
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
+
+
+class _Ended(NamedTuple):
+    """The end of a worker's task, when it began, and how long it took."""
+
+    result: tasks.ResultBody
+    started: float
+    took_s: float
 
 
 class Engine:
@@ -370,25 +380,60 @@ class Engine:
             names_sources=delivery.names_sources,
             collate=delivery.collate(effect.collate),
         )  # fmt: skip
-        self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)
+        rows, count, ends = effect.plan.row_count, effect.pieces, list[_Ended]()
+
+        def ended(end: _Ended) -> None:
+            ends.append(end)
+            if len(ends) == count:
+                self._assembled(effect, ends, keep)
+
+        for at in range(count):
+            first, end = rows * at // count, rows * (at + 1) // count
+            part = replace(body, keep=None, first_row=first, row_count=end - first)
+            self._submit(effect, body if count == 1 else part, _ASSEMBLE_URGENCY, ended)
+
+    def _assembled(
+        self, effect: events.AssembleSlab, ends: Sequence[_Ended], keep: Region | None
+    ) -> None:
+        """All pieces of a slab have ended. Of several, none has made the copy."""
+        result, started = _joined(ends), min(each.started for each in ends)
+        worker_s = sum(each.took_s for each in ends)
+        self.replaced.note(self._deliveries[effect.delivery_id], result)
+
+        def report(*, is_kept: bool) -> None:
+            number = effect.number
+            told = events.SlabAssembled(number, result, started, is_kept, worker_s=worker_s)
+            self._tell(told)
+
+        used = result.bytes_used if isinstance(result, tasks.Assembled) else 0
+        if keep is None or len(ends) == 1 or not 0 < used <= keep.length:
+            report(is_kept=keep is not None)
+            return
+        kept, slab = Region(keep.offset, used), Region(effect.slab.offset, used)
+        body = tasks.CopySlab(kept, effect.delivery_id, slab, keep=True)
+        self._submit(
+            effect, body, _COPY_URGENCY,
+            lambda end: report(is_kept=isinstance(end.result, tasks.Done)),
+        )  # fmt: skip
 
     def _copy(self, effect: events.CopyKept) -> None:
+        def ended(end: _Ended) -> None:
+            self._tell(events.SlabAssembled(effect.number, end.result, end.started))
+
         body = tasks.CopySlab(effect.kept, effect.delivery_id, effect.slab)
-        self._submit(effect, body, _COPY_URGENCY, is_kept=True)
+        self._submit(effect, body, _COPY_URGENCY, ended)
 
     def _submit(
         self,
         effect: events.AssembleSlab | events.CopyKept,
         body: tasks.Assemble | tasks.CopySlab,
         urgency: int,
-        *,
-        is_kept: bool,
+        ended: Callable[[_Ended], None],
     ) -> None:
         delivery = self._deliveries[effect.delivery_id]
 
-        def made(result: tasks.ResultBody) -> None:
-            self.replaced.note(delivery, result)
-            self._tell(events.SlabAssembled(effect.number, result, task.started, is_kept))
+        def report(result: tasks.ResultBody) -> None:
+            ended(_Ended(result, task.started, time.monotonic() - task.started))
 
         task = PoolTask(
             body=body,
@@ -399,7 +444,7 @@ class Engine:
             ),
             source=self._sources.source,
             dataset_of=self._sources.message_of,
-            report=made,
+            report=report,
             place=partial(self._sources.place, effect.first),
             place_of=self._sources.place_of,
             numa_node=delivery.numa_node,
@@ -440,3 +485,13 @@ class Engine:
     def _note(self, effect: events.Note) -> None:
         say = self._trace.failed if effect.is_failure else self._trace.noted
         say(effect.event, **effect.facts)
+
+
+def _joined(ends: Sequence[_Ended]) -> tasks.ResultBody:
+    """The result of a slab, from those of its pieces, which all describe the whole slab."""
+    made = [each.result for each in ends if isinstance(each.result, tasks.Assembled)]
+    if len(made) < len(ends):
+        return next(each.result for each in ends if not isinstance(each.result, tasks.Assembled))
+    if any(each.layout != made[0].layout for each in made):
+        return DataplaneError("pieces of one slab have different layouts: please report this bug")
+    return made[0] if len(made) == 1 else replace(made[0], disk=sum(each.disk for each in made))

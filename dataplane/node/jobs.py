@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dataplane.arena.slots import plan_slots
+from dataplane.arena.slots import AHEAD_SLOTS_MIN, plan_slots
 from dataplane.changes import MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
@@ -290,7 +290,10 @@ class Jobs:
         if delivery is None:
             software = software_of(opened, pixels)
             job = delegated_job(request, spec, software, has_workers=has_workers)
-            layout = plan_slots(self._config.delivery_bytes_per_rank, sizes.slot_bytes)
+            layout = plan_slots(
+                self._config.delivery_bytes_per_rank, sizes.slot_bytes,
+                self._config.worker_count_most + AHEAD_SLOTS_MIN,  # a slab for each worker
+            )  # fmt: skip
             arena = delivery_memory(self._config, layout, sizes.batch_bytes)
             number = next(self.opener.numbers)
             delivery = DeliveryArena(

@@ -326,7 +326,7 @@ class WorkerPool:
         now = time.monotonic()
         self._busy_s += now - task.started
         self._queue.ended(task, now)
-        self._made_bytes += body.bytes_used if isinstance(body, tasks.Assembled) else 0
+        self._made_bytes += task.made_bytes(body)
         self._quick_deaths = 0
         task.report(body)
 

@@ -92,6 +92,13 @@ class PoolTask(Struct, eq=False):
         """
         return 2 if isinstance(self.body, tasks.Assemble) else 1
 
+    def made_bytes(self, result: tasks.ResultBody) -> int:
+        """How much of a slab the task has made."""
+        if not isinstance(result, tasks.Assembled) or not isinstance(self.body, tasks.Assemble):
+            return 0
+        rows = sum(batch.rows for batch in self.body.batches) if self.body.row_count else 0
+        return result.bytes_used * self.body.row_count // rows if rows else result.bytes_used
+
     def retried(self) -> None:
         """Its worker has ended: the next one reports each block and image before it reads it, in
         case it ends as well.

@@ -18,6 +18,10 @@ _TOLD_BYTES_A_PIECE = 16
 _SPREAD = 1.25
 # Of the column that names the source of a sample.
 _SOURCE_BYTES = 4
+# A worker makes such a slab alone: more and smaller ones keep more workers busy.
+_COLLATED_PARTS = 4
+# What a worker takes for an image, until it has made some.
+_IMAGE_S = 0.0005
 # Weight of image-like bytes in a stored sample, relative to text or lists.
 _BYTES_PARTS = 8
 
@@ -35,6 +39,8 @@ def slab_sizes(
     `collated` columns.
     """
     samples = samples or dataset.manifest.sample_count
+    if collated is not None:
+        slab_bytes //= _COLLATED_PARTS
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
     column_count = dataset.column_count if collated is None else len(collated.specs)
@@ -47,7 +53,23 @@ def slab_sizes(
     batches = max(min(most, slab_bytes // exact), 1)
     index_bytes = row_index_bytes(batches * rows)
     slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
-    return SlabSizes(batches, most, slot_bytes, batch_bytes)
+    is_divisible = collated is None and _is_divisible(dataset, spec)
+    row_s = _IMAGE_S * len(spec.transforms)
+    return SlabSizes(batches, most, slot_bytes, batch_bytes, is_divisible, row_s)
+
+
+def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
+    """Whether workers can write the rows of a slab side by side, since each knows where its own go.
+    Not if that depends on what a function returns, on values of Arrow, or on whether an image of
+    another row can be decoded.
+    """
+    pack, columns = spec.view.pack, dataset.columns.specs
+    if pack is not None:
+        is_plain = pack.policy is not PackPolicy.PAD
+    else:
+        is_plain = all(column.kind is not Kind.OBJECT for column in columns)
+    replaces = any(image.replaces for image in spec.transforms)
+    return is_plain and not replaces and not spec.view.collate
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:

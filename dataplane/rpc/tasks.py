@@ -175,7 +175,8 @@ class Assemble(Struct, frozen=True):
     `taken_out_counts` of each; none if no document was taken out. Rows that were taken out of a
     job do not stand for those whose images cannot be decoded. If it `names_sources`, the last
     column has the source of each row, int32: that of its block, of which `sources` has one for each
-    block. A slab without rows has no blocks, but this column, too.
+    block. A slab without rows has no blocks, but this column, too. If there is a `row_count`, only
+    so many rows from `first_row` on are written, and other tasks write the others.
     """
 
     dataset_id: int
@@ -194,6 +195,13 @@ class Assemble(Struct, frozen=True):
     taken_out: tuple[TakenDocument, ...] = ()
     taken_out_counts: tuple[int, ...] = ()
     names_sources: bool = False
+    first_row: int = 0
+    row_count: int = 0
+
+    @property
+    def part(self) -> slice:
+        """The rows of the slab that this task writes."""
+        return slice(self.first_row, self.first_row + self.row_count if self.row_count else None)
 
 
 class ExcerptPlace(Struct, frozen=True):
@@ -221,11 +229,12 @@ class Extracted(Struct, frozen=True):
 
 
 class CopySlab(Struct, frozen=True):
-    """Copy a kept slab into a slot."""
+    """Copy a kept slab into a slot; `keep`: copy what is in the slot to where it is kept."""
 
     kept: Region
     arena_id: int
     slab: Region
+    keep: bool = False
 
 
 class Assembled(Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 Invariants:
 1. Never fewer than `least`, never more than `most`.
-2. Workers are added only while all are busy and a trainer waits. If that does not make more slabs
-   they are removed again; the next attempt comes after a delay that grows each time.
+2. Workers are added only while all are busy and a trainer waits: then as many as there may be, so
+   that they help at once. Those that did not help are removed again. If none did, the next attempt
+   comes after a delay that grows each time.
 3. Other workers are removed only if they were not needed for `CALM_LOOKS` looks.
 """
 
@@ -14,7 +15,7 @@ import math
 from msgspec import Struct
 from msgspec.structs import replace
 
-HUNGRY_LOOKS = 4
+HUNGRY_LOOKS = 2
 """Looks in which all workers are busy and a trainer waits before workers are added."""
 TRIAL_LOOKS = 8
 """Looks after which a trial is judged; new workers may start during the first half of it."""
@@ -24,6 +25,8 @@ _PAUSE_LOOKS_MAX = 3840
 _RATE_LOOKS = 4
 _AT_WORK = 0.9
 _GAIN_MIN = 1.05
+_BESIDE = 1.25
+"""So many times as many workers stay as would do, if each made as much as before."""
 
 
 class Utilization(Struct, frozen=True):
@@ -71,17 +74,16 @@ class Autoscaler(Struct, frozen=True):
             return seen._more()  # noqa: SLF001 - its own kind
         return seen._fewer() if seen.calm >= CALM_LOOKS else seen  # noqa: SLF001 - its own kind
 
-    @property
-    def _rate(self) -> float:
-        return sum(self.rates) / len(self.rates)
+    def _rate(self, looks: int) -> float:
+        rates = self.rates[-looks:]
+        return sum(rates) / len(rates)
 
     def _more(self) -> Autoscaler:
-        count = min(self.count + max(self.count // 2, 1), self.most)
         return replace(
             self,
-            count=count,
+            count=self.most,
             former=self.count,
-            rate_before=self._rate,
+            rate_before=self._rate(HUNGRY_LOOKS),
             trial=TRIAL_LOOKS,
             calm=0,
             needed=0.0,
@@ -90,8 +92,13 @@ class Autoscaler(Struct, frozen=True):
     def _tried(self) -> Autoscaler:
         if self.trial > 1:
             return replace(self, trial=self.trial - 1)
-        if self._rate >= _GAIN_MIN * self.rate_before:
-            return replace(self, trial=0, pause_next=_PAUSE_LOOKS)
+        rate = self._rate(_RATE_LOOKS)
+        if rate >= _GAIN_MIN * self.rate_before:
+            count = self.count
+            if self.rate_before:
+                would_do = self.former * rate / self.rate_before
+                count = min(count, math.ceil(_BESIDE * would_do))
+            return replace(self, count=count, trial=0, pause_next=_PAUSE_LOOKS)
         return replace(
             self,
             count=self.former,

@@ -97,7 +97,8 @@ class Elsewhere:
         self._made_here = self._made_elsewhere = 0
         if not self.has_workers:
             return
-        can_add = workers.count < workers.most and not workers.pause
+        is_tried = bool(workers.trial)  # whether those that were just added help
+        can_add = is_tried or (workers.count < workers.most and not workers.pause)
         is_busy = look.busy >= _AT_WORK * workers.count and not can_add
         is_hungry = look.is_awaited and is_busy
         self._hungry = self._hungry + 1 if is_hungry else 0

@@ -161,7 +161,8 @@ class BlockDecoded(Struct, frozen=True):
 class SlabAssembled(Struct, frozen=True):
     """The end of an AssembleSlab, a CopyKept or a MakeElsewhere. `is_kept`: the copy in `keep`, if
     one was requested, was written too. `made_by` is the maker whose slab it is. NeighbourGone: no
-    maker has sent it, and it is to be made again.
+    maker has sent it, and it is to be made again. `worker_s` is the time that the own workers took
+    to assemble it, all together.
     """
 
     number: int
@@ -169,6 +170,7 @@ class SlabAssembled(Struct, frozen=True):
     started: float
     is_kept: bool = True
     made_by: str = ""
+    worker_s: float = 0.0
 
 
 class MakersKnown(Struct, frozen=True):
@@ -273,9 +275,10 @@ class ClearRestartIndexes(Struct, frozen=True):
 
 
 class AssembleSlab(Struct, frozen=True):
-    """Have a worker gather the rows of a plan into a slab, and copy the slab to `keep`, a part of
-    the block arena. Before that, write the row index to its place in the delivery arena. `first` is
-    the first of the slab's blocks, None for a batch without rows.
+    """Have workers gather the rows of a plan into a slab, in so many `pieces` side by side, and
+    copy the slab to `keep`, a part of the block arena. Before that, write the row index to its
+    place in the delivery arena. `first` is the first of the slab's blocks, None for a batch without
+    rows.
 
     Shapes:  keys: the block of each of plan.blocks.
     """
@@ -290,6 +293,7 @@ class AssembleSlab(Struct, frozen=True):
     render: Render | None
     collate: Collation | None
     keep: Region | None
+    pieces: int = 1
 
 
 class MakeElsewhere(Struct, frozen=True):

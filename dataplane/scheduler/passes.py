@@ -64,7 +64,7 @@ class Passes:
         """Whether blocks are loaded for it ahead of time. If each is read several times, it is read
         as late as possible, to serve as many planned slabs as possible.
         """
-        near = task.delivery.slots.layout.ahead_slots + _NEAR_TASKS
+        near = task.delivery.ahead + _NEAR_TASKS
         return not self._excerpts.is_open or task.rank[0] <= near
 
     def look(self, head: SlabTask | None) -> bool:

@@ -30,7 +30,7 @@ class Planning:
     def plan_more(self, stream: StreamState) -> None:
         """Ask for plans, if the stream needs some."""
         room = self._passes.plans_ahead(stream) - len(stream.tasks)
-        room += stream.delivery.slots.layout.ahead_slots
+        room += stream.delivery.ahead
         if stream.planning or stream.planned_all or not stream.walk.waiting_count:
             return
         # Several plans per call, since each call wakes two threads; the first plans one by one, so

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from dataplane.arena.slots import Slots
+from dataplane.arena.slots import AHEAD_SLOTS_MIN, Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.plan.order import SampleOrder
@@ -42,6 +42,12 @@ class SlabPhase(enum.Enum):
     GONE = "gone"
 
 
+_IN_TIME = 64
+"""After so many slabs that were in time, one fewer is made ahead."""
+_NOT_AHEAD = 3
+"""Slots for what a trainer holds, and for the slab that it waits for: otherwise the rest of a slab
+that was cut would have to take the slot of another one, which is then made again.
+"""
 _PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
 _LATE_MAX = 3
 """So many times in a row another maker may be faster than the one that was asked first."""
@@ -282,13 +288,28 @@ class Delivery(Struct, eq=False):
     closing: bool = False
     has_lent: bool = False
     """Whether a slab was handed over."""
+    ahead: int = AHEAD_SLOTS_MIN
+    """How many slabs may be ready or being made: more while a trainer waits."""
+    in_time: int = 0
+    """Slabs in a row that were ready when they were requested."""
 
     @property
     def is_held_up(self) -> bool:
         """Whether its consumers together hold more slots than they may."""
         held = {loan.task.number for loan in self.lent.values() if not loan.task.oversize}
-        layout = self.slots.layout
-        return len(held) > layout.slot_count - layout.ahead_slots
+        return len(held) > self.slots.layout.held_slots
+
+    def was_late(self) -> None:
+        """A trainer waits for a slab: make more of them ahead."""
+        self.in_time = 0
+        most = max(self.slots.layout.slot_count - _NOT_AHEAD, AHEAD_SLOTS_MIN)
+        self.ahead = min(2 * self.ahead, most)
+
+    def was_in_time(self) -> None:
+        """A slab was ready when it was requested: after many of them, fewer will do."""
+        self.in_time += 1
+        if self.in_time >= _IN_TIME and self.ahead > AHEAD_SLOTS_MIN:
+            self.in_time, self.ahead = 0, self.ahead - 1
 
 
 class Loan(Struct, frozen=True):

@@ -205,6 +205,10 @@ class Scheduler:
         if (stream := self._streams.find(event.stream_id)) is not None:
             stream.requests.append((event.request_id, self._time.now))
             self._deliver(stream)
+            if not stream.requests:
+                stream.delivery.was_in_time()
+            elif stream.tasks or not stream.planned_all:
+                stream.delivery.was_late()
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -221,6 +225,8 @@ class Scheduler:
             self._do(events.Note("workers", {"count": count, "before": before}))
             self._do(events.ResizePool(count))
         for stream in self._streams:
+            if stream.requests and stream.tasks:
+                stream.delivery.was_late()
             for effect in self._stalls.of_stream(stream, event.at_work, self._time.now):
                 self._do(effect)
 
@@ -270,7 +276,7 @@ class Scheduler:
             if task.missing and slab is None:
                 lacking.append(task)
             elif task.oversize or task.stream.stream_id not in full:
-                if self._tasks.assemble(task, slab):
+                if self._tasks.assemble(task, slab, self._workers.count):
                     self.is_settled &= task.phase is not SlabPhase.WAITING  # or it is next
                     is_gathered = slab is None and not self._elsewhere.is_elsewhere(task)
                     if is_gathered and task.phase is SlabPhase.ASSEMBLING:

@@ -231,8 +231,10 @@ class SlabTasks:
 
     # -- assembling ------------------------------------------------------------------------------
 
-    def assemble(self, task: SlabTask, shared: SharedSlab | None) -> bool:
-        """Copy a task's slab, or assemble it from its ready blocks: False if no slot is free."""
+    def assemble(self, task: SlabTask, shared: SharedSlab | None, worker_count: int) -> bool:
+        """Copy a task's slab, or have so many workers assemble it from its ready blocks: False if
+        no slot is free.
+        """
         is_elsewhere = self._elsewhere.is_elsewhere(task)
         if is_elsewhere and not self._elsewhere.may_begin(task):
             return False
@@ -255,7 +257,7 @@ class SlabTasks:
         if is_elsewhere:
             effect = self._elsewhere.order(task, slab)
         elif shared is None:
-            effect = self._gather(task, slab, row_index)
+            effect = self._gather(task, slab, row_index, worker_count)
         else:
             effect = self._copy(task, slab, shared)
         self._waiting.remove(task)
@@ -264,7 +266,9 @@ class SlabTasks:
         self._do(effect)
         return True
 
-    def _gather(self, task: SlabTask, slab: Region, row_index: Region) -> AssembleSlab:
+    def _gather(
+        self, task: SlabTask, slab: Region, row_index: Region, worker_count: int
+    ) -> AssembleSlab:
         self.pin(task)
         kept = self._shared.wanted(task, slab.length)
         if kept is not None:
@@ -285,6 +289,7 @@ class SlabTasks:
             task.stream.walk.render,
             task.stream.walk.collate,
             None if task.shared is None else task.shared.region,
+            task.stream.walk.sizes.pieces(task.plan.row_count, worker_count),
         )
 
     def _copy(self, task: SlabTask, slab: Region, shared: SharedSlab) -> CopyKept:
@@ -314,7 +319,7 @@ class SlabTasks:
         elif stream.tasks[0] is task:
             return True
         sharing = sum(not each.is_ahead for each in task.delivery.streams)
-        return made_count < max(1, slots.layout.ahead_slots // max(sharing, 1))
+        return made_count < max(1, task.delivery.ahead // max(sharing, 1))
 
     def _slot_for(self, task: SlabTask) -> Region | None:
         if not self.may_have_slot(task):
@@ -353,6 +358,8 @@ class SlabTasks:
         is_to_be_made = self._elsewhere.ended(task, event)
         self.unpin(task)
         shared, task.shared = task.shared, None
+        if isinstance(result, tasks.Assembled) and result.batch_count and event.worker_s:
+            task.stream.walk.took(task.plan.batches[: result.batch_count], event.worker_s)
         if shared is not None:
             result = self._shared.ended(shared, result, is_kept=event.is_kept)
         if isinstance(result, tasks.Assembled):

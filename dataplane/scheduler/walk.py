@@ -41,20 +41,28 @@ from dataplane.transforms.image_steps import steps_of
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
 _MANY = 1 << 30
+_PIECE_S = 0.002
+"""What a worker takes for a piece of a slab, at least: about ten times what its message costs."""
+_WHOLE_S = 0.02
+"""A slab that one worker makes alone has batches for so long, at most, or is one."""
 
 
 class SlabSizes(Struct):
     """How many batches fit into a slab as far as is known, the maximum for very small batches, and
     the slot size that their bytes and row index need. `batch_bytes` is the approximate size of a
-    batch, 0 if unknown.
+    batch, 0 if unknown. If it `is_divisible`, several workers may make a slab together, each some
+    of its rows. `row_s` is the time of a worker for a row, as far as is known.
     """
 
     batches: int
     batches_max: int
     slot_bytes: int
     batch_bytes: int = 0
+    is_divisible: bool = False
+    row_s: float = 0.0
     _batch_bytes: float = 0.0
     _spread_bytes: float = 0.0
+    _batch_s: float = 0.0
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
         """Adapt the length of later plans to a slab of which these batches filled this much. A slab
@@ -70,7 +78,33 @@ class SlabSizes(Struct):
         else:
             self._batch_bytes = found
         fitting = int(slab_bytes / max(self._batch_bytes + 2 * self._spread_bytes, 1.0))
-        self.batches = max(1, min(fitting, self.batches_max))
+        self.batches = max(1, min(fitting, self.batches_max, self._whole_max))
+
+    def took(self, batches: Sequence[Batch], worker_s: float) -> None:
+        """Adapt the number of pieces of later slabs to what these batches took of workers."""
+        rows = max(sum(batch.rows for batch in batches), 1)
+        self.row_s += (worker_s / rows - self.row_s) / (4 if self._batch_s else 1)
+        batch_s = worker_s / len(batches)
+        self._batch_s += (batch_s - self._batch_s) / (4 if self._batch_s else 1)
+
+    def shorten(self) -> None:
+        """Make later slabs that one worker makes alone no longer than need be."""
+        self.batches = min(self.batches, self._whole_max)
+
+    def pieces(self, rows: int, worker_count: int) -> int:
+        """In how many pieces so many workers should make a slab with these rows."""
+        if not self.is_divisible:
+            return 1
+        return max(min(int(rows * self.row_s / _PIECE_S), rows, worker_count), 1)
+
+    @property
+    def _whole_max(self) -> int:
+        """The most batches of a slab that cannot be divided: workers that have slabs of their own
+        are as good, if these are short.
+        """
+        if self.is_divisible or not self._batch_s:
+            return self.batches_max
+        return max(int(_WHOLE_S / self._batch_s), 1)
 
 
 class BlockPacks(NamedTuple):
@@ -225,6 +259,12 @@ class Walk:
     def position_of(self, plan: Plan) -> int:
         """Where a plan of this walk starts in the epoch."""
         return self.steps.begin(plan.batches[0].step)
+
+    def took(self, batches: Sequence[Batch], worker_s: float) -> None:
+        """Note what the own workers took for these batches; see SlabSizes.took."""
+        self.sizes.took(batches, worker_s)
+        if not self.is_aligned and not self.is_fed:
+            self.sizes.shorten()
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
         """As SlabSizes.fitted; a walk that is aligned or fed keeps its first value."""

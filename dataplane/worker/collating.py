@@ -183,7 +183,9 @@ def slab_gather(
 
     def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
         found = gather(replace(body, batches=batches), rows)
-        return NamedSources(found, body.sources, rows, batches) if body.names_sources else found
+        if not body.names_sources:
+            return found
+        return NamedSources(found, body.sources, rows, batches, body.part)
 
     def say(step: int, rows: RowIndex) -> None:
         tell(Reading(body.block_keys[rows[0, 0]], step=step))

@@ -60,7 +60,7 @@ class Gathered(Struct, frozen=True):
 
 
 class Gather:
-    """Assembles one slab."""
+    """Assembles one slab, or the rows `part` of it: then `slab_images` are those of these rows."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class Gather:
         open_rows: Open = rows_of,
         slab_images: SlabImages | None = None,
         lists: Mapping[int, ListForm] | None = None,
+        part: slice = slice(None),
     ) -> None:
         self._specs, self._sizes, self._lists = specs, row_sizes(specs), lists or {}
         self._slab_images, self._blocks = slab_images, blocks
@@ -80,8 +81,13 @@ class Gather:
         self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
         # A copy, since the trainer can write to the memory of the index.
         row_index = np.array(row_index, np.int32, order="C")
-        self._index = row_index
-        self._rows = open_rows(blocks, row_index)
+        self._part, own = part, row_index[part]
+        self._index = own
+        self._rows = open_rows(blocks, own)
+        # Of all rows the sizes must be known, so that each part finds its place.
+        is_sized = any(spec.kind is not Kind.FIXED for spec in specs)
+        is_whole = len(own) == len(row_index) or not is_sized
+        self._all_rows = self._rows if is_whole else open_rows(blocks, row_index)
         self._pieces = [
             self._streams(spec, blocks, row_index)
             if spec.kind is Kind.OBJECT
@@ -105,7 +111,7 @@ class Gather:
             return Gathered(0, bytes_needed=int(ends[1]))
         if expect is not None:
             expect(int(ends[count]))
-        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._lists)
+        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._lists, self._part)
         columns = tuple(self._written(out, begins[:, count]))
         return Gathered(count, bytes_used=int(ends[count]), columns=columns)
 
@@ -134,7 +140,7 @@ class Gather:
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:
         if spec.kind is Kind.FIXED:
             return self._fixed(self._sizes[at])
-        spans = _cut(self._rows.spans(at), self._lists.get(at, AS_THEY_ARE))
+        spans = _cut(self._all_rows.spans(at), self._lists.get(at, AS_THEY_ARE))
         is_padded = spec.kind is Kind.PADDED
         width = self._longest(spans[1]) if is_padded else np.diff(_sums(spans[1])[self._bounds])
         return self._spread(spec, width, spans)
@@ -188,7 +194,7 @@ class Gather:
 
 
 class _Slab:
-    """The batches that fit into a slab, as they are written."""
+    """The batches that fit into a slab, as their rows `part` are written."""
 
     def __init__(
         self,
@@ -197,6 +203,7 @@ class _Slab:
         batch_rows: Ints,
         draw: Callable[[int, Bytes], bool],
         lists: Mapping[int, ListForm],
+        part: slice,
     ) -> None:
         self._lists = lists
         self._rows, self._draw = rows, draw
@@ -204,6 +211,8 @@ class _Slab:
         self._words = self._bytes[: len(slab) // SIDE_BYTES * SIDE_BYTES].view(np.int64)
         self._batch_rows = batch_rows
         self.bounds = _sums(batch_rows)
+        self._first, end, _ = part.indices(int(self.bounds[-1]))
+        self._count = max(end - self._first, 0)
 
     @functools.cached_property
     def _places(self) -> tuple[Ints, Ints]:
@@ -217,7 +226,8 @@ class _Slab:
         values, sides = begin + pieces.values[:count], begin + pieces.sides[:count]
         width = pieces.width[:count]
         if spec.kind is Kind.OBJECT:
-            for start, stream in zip(values.tolist(), pieces.streams, strict=False):
+            streams = pieces.streams if not self._first else ()
+            for start, stream in zip(values.tolist(), streams, strict=False):
                 self._bytes[start : start + len(stream)] = np.frombuffer(stream, np.uint8)
         else:
             self._write_runs(at, spec, pieces.spans, values, sides, width)
@@ -227,7 +237,8 @@ class _Slab:
         """Gather one FIXED column, whose rows have this size; `bounds` are where each batch starts,
         and where the last one ends.
         """
-        begin, end = bounds[0], bounds[-1]
+        begin = bounds[0] + self._first * size
+        end = begin + self._count * size
         if not self._draw(at, self._bytes[begin:end]):
             self._rows.fixed(at, size, self._bytes[begin:end])
         return Column(tuple(bounds[:-1]), (), ())
@@ -237,7 +248,8 @@ class _Slab:
 
         Shapes:  begins: int64[columns], where each of them begins, in the order of the row_layout.
         """
-        self._rows.packed(row_layout, int(self.bounds[-1]), self._bytes, begins)
+        begins = begins + self._first * row_layout.fields[:, 1]
+        self._rows.packed(row_layout, self._count, self._bytes, begins)
 
     def _write_runs(
         self,
@@ -248,18 +260,20 @@ class _Slab:
         sides: Ints,
         width: Ints,
     ) -> None:
-        (batch, within), size = self._places, spec.value_bytes
-        starts, lengths = spans[0][: len(batch)], spans[1][: len(batch)]
+        part = slice(self._first, self._first + self._count)
+        (batch, within), size = (each[part] for each in self._places), spec.value_bytes
+        starts, lengths = spans[0][part], spans[1][part]
         side = sides[batch] // SIDE_BYTES + within
         if spec.kind is Kind.PADDED:
             room = width[batch] * size
             put = values[batch] + within * room
             self._words[side] = lengths
         else:
-            room, sums = lengths * size, _sums(lengths)
-            before = sums[:-1] - sums[self.bounds[batch]]
+            room, sums = lengths * size, _sums(spans[1])
+            before = sums[part] - sums[self.bounds[batch]]
             put = values[batch] + before * size
-            self._words[sides // SIDE_BYTES] = 0
+            if not self._first:
+                self._words[sides // SIDE_BYTES] = 0
             self._words[side + 1] = before + lengths
         padding = self._lists.get(at, AS_THEY_ARE).padding
         self._rows.runs(at, size, (starts, lengths), put, room, self._bytes, padding)

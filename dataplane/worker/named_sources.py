@@ -27,7 +27,7 @@ class Gathers(Protocol):
 
 class NamedSources:
     """What another gathers, and behind it a column of int32: the source of each row, which is that
-    of its block.
+    of its block. Only those of the rows `part` are written.
 
     Shapes:  sources: one a block.   row_index: int32[rows, 2], (index of the block, row).
     """
@@ -38,8 +38,9 @@ class NamedSources:
         sources: Sequence[int],
         row_index: RowIndex,
         batches: Sequence[Batch],
+        part: slice = slice(None),
     ) -> None:
-        self._gather = gather
+        self._gather, self._part = gather, part
         self._values = np.array(sources, _DTYPE)[row_index[:, 0]]
         self._ends = np.cumsum([0, *(batch.rows for batch in batches)]) * _DTYPE.itemsize
 
@@ -53,8 +54,7 @@ class NamedSources:
         length = int(self._ends[made.batch_count])
         if expect is not None:
             expect(begin + length)
-        np.frombuffer(slab[begin : begin + length], _DTYPE)[:] = self._values[
-            : length // _DTYPE.itemsize
-        ]
+        values = self._values[: length // _DTYPE.itemsize]
+        np.frombuffer(slab[begin : begin + length], _DTYPE)[self._part] = values[self._part]
         column = Column(tuple((begin + self._ends[: made.batch_count]).tolist()), (), ())
         return replace(made, bytes_used=begin + length, columns=(*made.columns, column))

@@ -33,7 +33,8 @@ from dataplane.worker.rows import Open, rows_of
 
 
 class PackGather:
-    """Assembles one slab of packs; `as_rows`: padded batches, too, as packs of equal length.
+    """Assembles one slab of packs, or the packs `part` of it; `as_rows`: padded batches, too, as
+    packs of equal length.
 
     Shapes:  row_index: int32[rows, 2], (block, pack and key), or a row of an excerpt.
     """
@@ -48,7 +49,9 @@ class PackGather:
         library: ctypes.CDLL | None = None,
         *,
         as_rows: bool = False,
+        part: slice = slice(None),
     ) -> None:
+        self._part = part
         self._has_shapes = form.pads and not as_rows
         self._form, self._blocks, self._open = form, blocks, open_rows
         self._library = kernel().library if open_rows is rows_of else library
@@ -67,7 +70,7 @@ class PackGather:
         return _padded_into(form, self._batches, slab, expect, self._write)
 
     def _write(self, count: int, columns: Sequence[Bytes]) -> None:
-        index, places = self._index[:count], np.arange(count)
+        index, places = self._index[:count][self._part], np.arange(count)[self._part]
         if any(one.packs is None for one in self._blocks):
             is_excerpt = np.array([*(one.packs is None for one in self._blocks), False], np.bool_)
             # A row of no block is found below.

@@ -238,7 +238,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
     try:
         if body.say_where:
-            _read_one_by_one(state, dataset, body, rows)
+            _read_one_by_one(state, dataset, body, rows[body.part])
         told: dict[tuple[str, int], ReplacedRow] = {}
         gathers = partial(_gather_of, state, dataset, told)
         gather = slab_gather(dataset, body, rows, gathers, state.tell)
@@ -269,7 +269,7 @@ def _gather_of(
     if dataset.packs is not None:
         places = places_of(rows, [block.numbers for block in blocks])
         named = tuple(zip(body.block_keys, AskedPacks.of_blocks(body), strict=True))
-        return _pack_gather(state, dataset.packs, named, places, body.batches)
+        return _pack_gather(state, dataset.packs, named, places, body.batches, part=body.part)
     gather = partial(_row_gather, dataset, body, blocks)
     if body.render is None or not body.render.replaces:
         return gather(rows)
@@ -285,10 +285,12 @@ def _row_gather(
     tried: TriedImages | None = None,
 ) -> Gather:
     places = places_of(rows, [block.numbers for block in blocks])
-    slab_images = slab_images_of(dataset, blocks, body.render, rows, tried)
+    slab_images = slab_images_of(dataset, blocks, body.render, rows[body.part], tried)
     specs = dataset.plan.specs if slab_images is None else slab_images.specs
     columns, lists = [block.columns for block in blocks], dataset.plan.lists
-    return Gather(specs, columns, places, body.batches, slab_images=slab_images, lists=lists)
+    return Gather(
+        specs, columns, places, body.batches, slab_images=slab_images, lists=lists, part=body.part
+    )
 
 
 def _pack_gather(
@@ -299,13 +301,18 @@ def _pack_gather(
     batches: Sequence[Batch],
     *,
     as_rows: bool = False,
+    part: slice = slice(None),
 ) -> PackGather | CountGather:
-    """The packs of these blocks, each by its own key and what is asked of its packs."""
+    """The packs `part` of these blocks, each by its own key and what is asked of its packs."""
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
         return CountGather(form, [(one.columns, one.origin) for one in opened], places, batches)
-    packed = [_packed(state, form, key, asked) for key, asked in blocks]
-    return PackGather(form, packed, places, batches, as_rows=as_rows)
+    used = set(places[part, 0].tolist())
+    packed = [
+        _packed(state, form, key, asked if at in used else AskedPacks((), ()))
+        for at, (key, asked) in enumerate(blocks)
+    ]
+    return PackGather(form, packed, places, batches, as_rows=as_rows, part=part)
 
 
 def _packed(state: _State, form: PackForm, block_key: int, asked: AskedPacks) -> PackBlock:
@@ -375,7 +382,9 @@ def _keep(state: _State, arena: Arena, body: tasks.Assemble, length: int) -> Non
 
 
 def _copy_slab(state: _State, body: tasks.CopySlab) -> tasks.Done:
-    _copy(state.arenas[0], body.kept, state.arenas[body.arena_id], body.slab)
+    kept, slab = (state.arenas[0], body.kept), (state.arenas[body.arena_id], body.slab)
+    source, target = (slab, kept) if body.keep else (kept, slab)
+    _copy(*source, *target)
     return tasks.Done()
 
 

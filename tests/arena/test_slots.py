@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.arena.slots import AHEAD_SLOTS_MIN, Slots, plan_slots
+from dataplane.arena.slots import AHEAD_SLOTS_MIN, SLOTS_USUAL, Slots, plan_slots
 from dataplane.errors import ClosedError
 from dataplane.model import Region
 
@@ -15,13 +15,17 @@ from dataplane.model import Region
 def test_a_layout_leaves_room_to_the_node_and_to_the_trainer(arena, slot):
     layout = plan_slots(arena, slot)
     assert layout.slot_bytes >= slot
-    assert layout.ahead_slots >= AHEAD_SLOTS_MIN
-    assert layout.held_bytes_max >= layout.slot_bytes
-    assert layout.ahead_slots * layout.slot_bytes + layout.held_bytes_max == (
-        layout.slot_count * layout.slot_bytes
-    )
+    assert layout.slot_count - layout.held_slots >= AHEAD_SLOTS_MIN
+    assert layout.held_bytes_max == layout.held_slots * layout.slot_bytes >= layout.slot_bytes
     assert layout.arena_bytes <= max(arena, 8 * layout.slot_bytes)
     assert layout.zone_bytes >= 2 * layout.slot_bytes
+
+
+@given(arena=st.integers(0, 1 << 30), slot=st.integers(1, 1 << 26), most=st.integers(0, 100))
+def test_an_arena_has_no_more_slots_than_are_of_use(arena, slot, most):
+    layout, unlimited = plan_slots(arena, slot, most), plan_slots(arena, slot)
+    assert layout.slot_count == min(unlimited.slot_count, max(most, SLOTS_USUAL))
+    assert (layout.slot_bytes, layout.zone_bytes) == (unlimited.slot_bytes, unlimited.zone_bytes)
 
 
 @given(takes=st.lists(st.booleans(), max_size=80))

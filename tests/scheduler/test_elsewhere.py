@@ -9,7 +9,7 @@ import pytest
 from scheduler_rates import BATCHES, Node
 
 from dataplane.rpc.making import StepRange
-from dataplane.scheduler import events
+from dataplane.scheduler import autoscaler, events
 from dataplane.scheduler.autoscaler import TRIAL_LOOKS, Autoscaler, Utilization
 from dataplane.scheduler.elsewhere import (
     AT_ONCE_MAX,
@@ -231,7 +231,7 @@ def test_a_node_is_short_once_trainers_wait_and_no_worker_can_be_added() -> None
 def test_a_node_is_short_if_another_worker_gained_nothing() -> None:
     workers = Autoscaler(1, 8, 2)
     elsewhere = Elsewhere(workers, Moment())
-    for _ in range(HUNGRY_LOOKS + TRIAL_LOOKS + HUNGRY_LOOKS - 1):
+    for _ in range(autoscaler.HUNGRY_LOOKS + TRIAL_LOOKS + HUNGRY_LOOKS - 1):
         assert not elsewhere.is_short
         workers = _looks(elsewhere, workers, Utilization(workers.count, 1.0, is_awaited=True))
     assert workers.count == 2

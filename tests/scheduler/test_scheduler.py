@@ -15,11 +15,12 @@ from scheduler_run import STALL_S, Run
 from scheduler_scenes import several
 from scheduler_simulate import simulate
 
-from dataplane.arena.slots import SlotLayout
+from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, Slots, plan_slots
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events, scheduler
 from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
-from dataplane.scheduler.records import SlabPhase
+from dataplane.scheduler.dataset import DatasetLookup
+from dataplane.scheduler.records import Delivery, SlabPhase
 
 SEEDS = st.integers(0, 10**9)
 Effect = events.Effect
@@ -215,10 +216,21 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
         assert stream is not None
         assert not any(task.missing for task in stream.tasks), "whatever is planned is loaded"
         ready = sum(task.phase is SlabPhase.READY for task in stream.tasks)
-        assert ready == min(run.layout.ahead_slots, len(stream.tasks))
+        assert ready == min(AHEAD_SLOTS_MIN, len(stream.tasks))
         most = max(most, ready)
         run.end()
-    assert most == run.layout.ahead_slots
+    assert most == AHEAD_SLOTS_MIN
+
+
+def test_a_trainer_that_waits_has_all_free_slots_used_and_one_that_does_not_has_fewer() -> None:
+    delivery = Delivery(1, Slots(plan_slots(1 << 20, 4096, 20)), DatasetLookup())
+    assert delivery.ahead == AHEAD_SLOTS_MIN
+    for _ in range(20):
+        delivery.was_late()
+    assert delivery.ahead == delivery.slots.layout.slot_count - 3
+    for _ in range(10_000):
+        delivery.was_in_time()
+    assert delivery.ahead == AHEAD_SLOTS_MIN
 
 
 def test_nothing_is_read_beside_a_first_slab_until_it_is_handed_over(
@@ -287,5 +299,5 @@ def test_there_are_more_workers_when_all_are_at_work_and_a_trainer_waits() -> No
     run.consumers[0].ask()
     for _ in range(HUNGRY_LOOKS):
         run.tell(events.Ticked(2.0, 1.0))
-    assert run.sizes == [3]
+    assert run.sizes == [4]
     run.end()

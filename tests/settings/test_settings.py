@@ -17,7 +17,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, this_machine
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 MACHINE = Machine(memory_bytes=64 << 30, cpu_count=12, uid=1000)
 ENVIRON = {"HOME": "/nobody"}
 
@@ -79,7 +79,7 @@ def test_the_block_arena_is_a_share_of_memory(memory, expected):
 
 @pytest.mark.parametrize(
     ("memory", "delivery", "slab"),
-    [(2 << 30, 64 * MIB, 4 * MIB), (8 << 30, 128 * MIB, 8 * MIB), (1 << 40, 256 * MIB, 16 * MIB)],
+    [(2 << 30, 64 * MIB, 4 * MIB), (8 << 30, 256 * MIB, 8 * MIB), (1 << 40, 1024 * MIB, 16 * MIB)],
 )
 def test_a_ranks_memory_follows_the_machines(memory, delivery, slab):
     found = resolved(machine=Machine(memory_bytes=memory, cpu_count=2, uid=0))
@@ -316,7 +316,7 @@ def test_a_slabs_size_follows_the_memory_that_is_given_for_slabs(room):
 def test_the_memory_for_slabs_follows_the_size_that_is_given(slab):
     found = resolved(environ={"DATAPLANE_SLAB_BYTES": str(slab)})
     room = found["delivery_bytes_per_rank"].value
-    assert room == max(256 * MIB, 8 * slab)
+    assert room == max(GIB, 8 * slab)
     assert plan_slots(room, slab).arena_bytes <= room
     settings.node_config(found)
 

@@ -72,10 +72,15 @@ class Case:
             for values in (canonical_values(leaf, FILL) or [] for leaf in leaves)
         ]
 
-    def gather(self, batch_count: int | None = None, how: Open = compiled_rows) -> Gather:
+    def gather(
+        self,
+        batch_count: int | None = None,
+        how: Open = compiled_rows,
+        part: slice = slice(None),
+    ) -> Gather:
         batches = self.batches[:batch_count]
         rows = sum(batch.rows for batch in batches)
-        return Gather(self.specs, self.blocks, self.row_index[:rows], batches, how)
+        return Gather(self.specs, self.blocks, self.row_index[:rows], batches, how, part=part)
 
     def check(self, slab: memoryview, result: Assembled) -> None:
         done = self.batches[: result.batch_count]
@@ -138,6 +143,27 @@ def test_the_kernel_and_numpy_write_the_same_bytes(
     ]
     assert told[0] == told[1]
     assert slabs[0] == slabs[1]
+
+
+@settings(max_examples=100)
+@given(st.data(), DRAWN, st.sampled_from(ListPolicy), st.sampled_from(BOTH))
+def test_parts_of_a_slab_in_any_order_are_the_whole_and_write_nothing_else(
+    data: st.DataObject,
+    drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]],
+    lists: ListPolicy,
+    how: Open,
+) -> None:
+    case = Case(data, drawn, lists)
+    size = data.draw(st.integers(0, _whole(case).bytes_used + 100))
+    whole, slab = _filled(size), _filled(size)
+    told = case.gather(how=how).into(memoryview(whole)[GUARD : GUARD + size])
+    rows = len(case.row_index)
+    cuts = data.draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=4)) if rows else set()
+    parts = [slice(*ends) for ends in itertools.pairwise([0, *sorted(cuts), rows])]
+    for part in data.draw(st.permutations(parts)):
+        made = case.gather(how=how, part=part).into(memoryview(slab)[GUARD : GUARD + size])
+        assert made == told
+    assert slab == whole
 
 
 @settings(max_examples=50)

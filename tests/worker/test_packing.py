@@ -29,6 +29,7 @@ from dataplane.worker import worker
 from dataplane.worker.apart import OpenBlock
 from dataplane.worker.columns import BlockColumns, open_block
 from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
+from dataplane.worker.gather import Gathered
 from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import PackGather
@@ -207,9 +208,10 @@ def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     for open_rows in BOTH:
         slab = bytearray(b"\xaa" * (1 << 17))
         library = kernel().library if open_rows is BOTH[0] else None
-        gather = PackGather(form, blocks, places_of(index, numbers), batches, open_rows, library)
-        told = gather.into(memoryview(slab))
+        args = form, blocks, places_of(index, numbers), batches, open_rows, library
+        told = PackGather(*args).into(memoryview(slab))
         assert told.batch_count == len(rows)
+        assert pads or made_in_parts(args, cut, told) == slab
         if pads:
             made = [read_padded(bytes(slab), form, told.columns, at) for at in range(len(rows))]
             assert [each.shape for each in made.pop(cut).values()] == [(0, 0)] * 2 + [(0,), (0, 0)]
@@ -222,6 +224,14 @@ def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
         for place, (at, row) in enumerate(chosen):
             expected = expected_pack(drawn[at], packs[at][row], pack)
             assert {name: joined[name][place].tolist() for name in joined} == expected
+
+
+def made_in_parts(args: tuple[Any, ...], cut: int, told: Gathered) -> bytearray:
+    """The slab of a gather with these arguments, the packs from `cut` on first."""
+    slab = bytearray(b"\xaa" * (1 << 17))
+    for part in (slice(cut, None), slice(0, cut)):
+        assert PackGather(*args, part=part).into(memoryview(slab)) == told
+    return slab
 
 
 def excerpt_of(form: PackForm, block: PackBlock, numbers: NDArray[np.int64]) -> PackBlock:

@@ -209,7 +209,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate", "taken_out", "taken_out_counts", "names_sources")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where", "pack_keys", "sources", "pack_key_counts", "collate", "taken_out", "taken_out_counts", "names_sources", "first_row", "row_count")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,8 @@ class Assemble(_message.Message):
     TAKEN_OUT_FIELD_NUMBER: _ClassVar[int]
     TAKEN_OUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NAMES_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -242,7 +244,9 @@ class Assemble(_message.Message):
     taken_out: _containers.RepeatedCompositeFieldContainer[TakenDocument]
     taken_out_counts: _containers.RepeatedScalarFieldContainer[int]
     names_sources: bool
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ..., taken_out_counts: _Optional[_Iterable[int]] = ..., names_sources: bool = ...) -> None: ...
+    first_row: int
+    row_count: int
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ..., pack_keys: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., pack_key_counts: _Optional[_Iterable[int]] = ..., collate: _Optional[_Union[Collation, _Mapping]] = ..., taken_out: _Optional[_Iterable[_Union[TakenDocument, _Mapping]]] = ..., taken_out_counts: _Optional[_Iterable[int]] = ..., names_sources: bool = ..., first_row: _Optional[int] = ..., row_count: _Optional[int] = ...) -> None: ...
 
 class TakenDocument(_message.Message):
     __slots__ = ("row", "key")
@@ -321,14 +325,16 @@ class Extracted(_message.Message):
     def __init__(self, bytes: _Optional[_Iterable[int]] = ..., disk: _Optional[int] = ...) -> None: ...
 
 class CopySlab(_message.Message):
-    __slots__ = ("kept", "arena_id", "slab")
+    __slots__ = ("kept", "arena_id", "slab", "keep")
     KEPT_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     kept: _types_pb2.Region
     arena_id: int
     slab: _types_pb2.Region
-    def __init__(self, kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    keep: bool
+    def __init__(self, kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., keep: bool = ...) -> None: ...
 
 class ToIndexer(_message.Message):
     __slots__ = ("task", "index_shard", "shard_bytes", "count_rows")
