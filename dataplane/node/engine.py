@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,6 +87,7 @@ class Engine:
         self.replaced = ReplacedRows(trace)
         self.delegating = Delegating(fetcher, neighbours, self._tell, self.replaced.note)
         self._datasets: dict[int, Dataset] = {}
+        self._reader_counts: Counter[int] = Counter()  # deliveries, by dataset
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
         self._sources = BlockSources(scheduler.block, lambda number: self._datasets[number])
@@ -128,6 +129,7 @@ class Engine:
     def open_delivery(self, delivery: DeliveryArena) -> None:
         """Allow slabs to be made in this arena."""
         self._datasets |= {dataset.dataset_id: dataset for dataset in delivery.datasets}
+        self._reader_counts.update(dataset.dataset_id for dataset in delivery.datasets)
         self._deliveries[delivery.delivery_id] = delivery
         number, layout, group = delivery.delivery_id, delivery.layout, delivery.group
         datasets = DatasetLookup(*(dataset.blocks for dataset in delivery.datasets))
@@ -454,13 +456,16 @@ class Engine:
     def _drop_delivery(self, effect: events.DropDelivery) -> None:
         self._pool.detach_arena(effect.delivery_id)
         self.delegating.drop(effect.delivery_id)
-        arena = self._deliveries.pop(effect.delivery_id).arena
+        delivery = self._deliveries.pop(effect.delivery_id)
+        arena = delivery.arena
         last_view = arena.buffer[:0]
         arena.close()
         # In a thread: the kernel may have to free a gigabyte.
         asyncio.get_running_loop().run_in_executor(None, last_view.release)
-        left = (dataset for each in self._deliveries.values() for dataset in each.datasets)
-        self._datasets = {dataset.dataset_id: dataset for dataset in left}
+        for dataset in delivery.datasets:  # not those of others, who may have thousands
+            self._reader_counts[dataset.dataset_id] -= 1
+            if not self._reader_counts[dataset.dataset_id]:
+                del self._reader_counts[dataset.dataset_id], self._datasets[dataset.dataset_id]
 
     # -- answers ---------------------------------------------------------------------------------
 

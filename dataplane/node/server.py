@@ -51,6 +51,9 @@ _WORK_S = 1.0
 _MESSAGES_A_TURN = 16
 _REQUESTS_MAX = 4
 _REFUSED_PAUSE_S, _TURN_S = 0.05, 0.005
+_JOB_COST_S, _UNPAID_S_MAX = 0.1, 3.2
+"""A process may open 32 jobs at once, and then ten a second: each takes the loop some milliseconds,
+to open it and to free its memory."""
 _JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
 """Messages of this length are parsed on the event loop."""
@@ -65,13 +68,22 @@ class _Process:
         self.parsing = asyncio.Lock()
         """Held while a long message is parsed."""
         self._starting = asyncio.Lock()
+        self._paid_at = 0.0
 
-    async def turn(self) -> None:
+    async def turn(self, cost_s: float) -> None:
         """Wait until another request may start: one after the other, without a wait for their ends,
-        since members of a job wait for each other.
+        since members of a job wait for each other. Requests that cost more than the time that has
+        passed are slowed down, once a few have started.
         """
         await self._starting.acquire()
-        asyncio.get_running_loop().call_later(_TURN_S, self._starting.release)
+        loop = asyncio.get_running_loop()
+        self._paid_at = max(self._paid_at, loop.time()) + cost_s
+        after_s = max(_TURN_S, self._paid_at - loop.time() - _UNPAID_S_MAX)
+        loop.call_later(after_s, self._starting.release)
+        loop.call_at(self._paid_at, self._remembered)
+
+    def _remembered(self) -> None:
+        """Nothing: the timer keeps the process known when it has closed its connections."""
 
 
 class TrainerConnection:
@@ -230,7 +242,7 @@ class TrainerConnection:
             elif isinstance(body, messages.Hello):
                 self._hello(request_id, body)
             elif isinstance(body, messages.OpenJob):
-                self._run(request_id, partial(self._open_job, request_id, body))
+                self._run(request_id, partial(self._open_job, request_id, body), _JOB_COST_S)
             elif isinstance(body, messages.OpenStream):
                 self._run(request_id, partial(self._open_stream, request_id, body))
             elif isinstance(body, messages.Question):
@@ -248,13 +260,15 @@ class TrainerConnection:
         self._server.trace.broke("request", by=error, error=repr(error))
         self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
 
-    def _run(self, request_id: int, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _run(
+        self, request_id: int, start: Callable[[], Coroutine[Any, Any, None]], cost_s: float = 0.0
+    ) -> None:
         if not self._greeted:
             raise ConfigError("say Hello first")
 
         async def guarded() -> None:
             try:
-                await self._process.turn()
+                await self._process.turn(cost_s)
                 await start()
             except DataplaneError as error:
                 self.send(request_id, error)

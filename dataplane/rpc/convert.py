@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import operator
+import threading
 import time
 import types
 from collections import OrderedDict
@@ -45,7 +46,7 @@ _BYTES = 2
 _OF_BYTES = {9, 12}
 """The types of strings and bytes, which are never packed."""
 _FIELDS_AN_ELEMENT = 16
-_FIELDS_A_TURN, _TURN_PAUSE_S = 500, 0.001
+_FIELDS_A_TURN, _PARTS_A_TURN, _TURN_PAUSE_S = 500, 50, 0.001
 
 _SHARED: dict[str, type] = {
     "JobSpec": config.JobSpec,
@@ -408,12 +409,23 @@ def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any
     if field.is_repeated:
         if convert is _same:
             return lambda message: tuple(getattr(message, name))
-        return lambda message: tuple([convert(part) for part in getattr(message, name)])
+        return lambda message: tuple(_converted(convert, getattr(message, name)))
     if optional:
         return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
     if convert is _same:
         return operator.attrgetter(name)
     return lambda message: convert(getattr(message, name))
+
+
+def _converted(convert: _Convert, parts: Sequence[Any]) -> list[Any]:
+    """The values of these parts. A thread that has many to make lets others run meanwhile."""
+    if len(parts) <= _PARTS_A_TURN or threading.current_thread() is threading.main_thread():
+        return [convert(part) for part in parts]
+    values: list[Any] = []
+    for at in range(0, len(parts), _PARTS_A_TURN):
+        values += map(convert, parts[at : at + _PARTS_A_TURN])
+        time.sleep(_TURN_PAUSE_S)
+    return values
 
 
 def _part_reader(field: FieldDescriptor) -> _Convert:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import pytest
 from raw_trainer import Node, Trainer
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, PeerLost
 from dataplane.model import Topology
 from dataplane.node.server import (
     _MESSAGES_A_TURN,
     _REQUESTS_MAX,
+    NodeServer,
     TrainerConnection,
     _Process,
 )
@@ -129,6 +133,39 @@ def test_a_flood_of_valid_messages_leaves_others_their_turn() -> None:
             peers.close()
 
     asyncio.run(flooded())
+
+
+def test_a_process_that_opens_job_after_job_is_slowed_down_also_on_new_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, seconds in {"_TURN_S": 0.0, "_JOB_COST_S": 3600.0, "_UNPAID_S_MAX": 7200.0}.items():
+        monkeypatch.setattr(f"dataplane.node.server.{name}", seconds)
+
+    async def opened() -> None:
+        server, started = fake_server(asyncio.Event()), []
+        server.heartbeat.wait_registered, server.draining = None, True  # it opens no job
+        server._processes = WeakValueDictionary()
+        server.process_of = partial(NodeServer.process_of, server)
+        peers = Peers(server)
+        for n in range(5):
+            with peers.connect() as sock:
+                assert await greeted(sock)
+                source, place = messages.DatasetSource(("x",)), Topology()
+                body = messages.OpenJob(f"j{n}", "i", "m", source, place, global_batch=1)
+                local.send(sock, messages.ToNode(2, body))
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                sock.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    started.append(local.receive(sock, messages.FromNode)[0].body)
+            peers.close()
+            peers.ended.clear()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            gc.collect()
+        assert [type(answer) for answer in started] == [PeerLost] * 3
+
+    asyncio.run(opened())
 
 
 def test_many_connections_of_a_process_have_the_turns_of_one(

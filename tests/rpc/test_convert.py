@@ -5,6 +5,7 @@ import inspect
 import os
 import socket
 import struct
+import threading
 from pathlib import Path
 
 import msgspec
@@ -259,3 +260,22 @@ def test_the_nodes_of_a_job_are_put_into_a_message_once_for_all_who_get_them():
         for one in (*told, membership.JobNodes("j", 1, 0)):
             answer = membership.HeartbeatResponse((), (one, one))
             assert convert.decode(type(answer), convert.encode(answer)) == answer
+
+
+def test_a_thread_that_reads_a_long_list_lets_others_run(monkeypatch) -> None:
+    """The main thread of a trainer has nobody to wait for."""
+    pauses = []
+    monkeypatch.setattr(convert.time, "sleep", pauses.append)
+    sources = tuple(
+        messages.SourceAsked(f"s{n}", messages.DatasetSource(("x",))) for n in range(1000)
+    )
+    wire, read = convert.encode(messages.MixtureAsked(sources)), []
+    read.append(convert.decode(messages.MixtureAsked, wire))
+    assert not pauses
+    reader = threading.Thread(
+        target=lambda: read.append(convert.decode(messages.MixtureAsked, wire))
+    )
+    reader.start()
+    reader.join()
+    assert len(pauses) == 1000 / convert._PARTS_A_TURN
+    assert read == [messages.MixtureAsked(sources)] * 2
