@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import socket
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import fleet
 import held_loops
 import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
 from servers import awry, careless_s3_server, port_of_nobody, s3_server
+from warm import SERVICE, warm_python
 
 from dataplane import trace
 from dataplane.log_limits import LogLimits
+from dataplane.security.environment import without_secrets
+from dataplane.worker import forking
 
 __all__ = ["awry", "careless_s3_server", "port_of_nobody", "s3_server"]
 
@@ -88,6 +96,28 @@ def run_mark(tmp_path_factory: pytest.TempPathFactory) -> str:
     tmp_path_factory.getbasetemp()
     hygiene.warm_up()
     return hygiene.mark_run()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_services(run_mark: str) -> Iterator[None]:
+    """Services, nodes, and fork servers of this process have their modules when they start."""
+    executed, usual = forking._executed, (sys.executable, forking._MODULE)
+
+    @functools.wraps(executed)
+    def forked(sock: socket.socket, stderr_fd: int | None) -> Any:
+        if (sys.executable, forking._MODULE) != usual or not python.fits(os.environ):
+            return executed(sock, stderr_fd)
+        return python.run_module(
+            "dataplane.node", "--fork-server-fd", "FD",
+            environ={**forking.ENVIRONMENT, **without_secrets(os.environ)},
+            stderr=2 if stderr_fd is None else stderr_fd, inherits=sock.fileno(),
+        )  # fmt: skip
+
+    with warm_python(*SERVICE) as python, pytest.MonkeyPatch.context() as patch:
+        fleet.WARM_SERVICES.append(python)
+        patch.setattr(forking, "_executed", forked)
+        yield
+        fleet.WARM_SERVICES.remove(python)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,8 @@ DATAPLANE = (sys.executable, "-m", "dataplane")
 ANSWER_S = 60
 WARM: list[WarmPython] = []
 """The process that trainers are forked from, if there is one."""
+WARM_SERVICES: list[WarmPython] = []
+"""The process that services and nodes are forked from, if there is one."""
 
 Rows = list[list[Any]]
 
@@ -277,13 +279,20 @@ class Service:
         """Run it."""
         with contextlib.ExitStack() as stack:
             stderr = None if self.log is None else stack.enter_context(self.log.path.open("ab"))
-            self.process = subprocess.Popen(
-                [*self.within, *DATAPLANE, "serve", *self.arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=self.environ,
-            )
+            self.process: subprocess.Popen[str] | WarmProcess
+            if not self.within and WARM_SERVICES and WARM_SERVICES[0].fits(self.environ):
+                self.process = WARM_SERVICES[0].run_module(
+                    "dataplane", "serve", *self.arguments,
+                    environ=self.environ, stderr=2 if stderr is None else stderr.fileno(),
+                )  # fmt: skip
+            else:
+                self.process = subprocess.Popen(
+                    [*self.within, *DATAPLANE, "serve", *self.arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    env=self.environ,
+                )
 
     def wait_ready(self) -> None:
         """Wait until it says that it is ready."""

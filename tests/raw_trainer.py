@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 import pyarrow as pa
-from fleet import worker_processes
+from fleet import WARM_SERVICES, worker_processes
 from slabs import batch_values
 
 from dataplane.arena.memfd import Arena
@@ -43,16 +41,10 @@ class Node:
         listener = sockets.listen(self.name)
         self.errors = folder / "node.log"
         with self.errors.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "dataplane.node", "--embedded"),
-                    *("--listener-fd", str(listener.fileno())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                env={**os.environ, **told},
-            )
+            self.process = WARM_SERVICES[0].run_module(
+                "dataplane.node", "--embedded", "--listener-fd", "FD",
+                environ={**os.environ, **told}, stderr=log.fileno(), inherits=listener.fileno(),
+            )  # fmt: skip
         listener.close()
 
     def __enter__(self) -> Self:

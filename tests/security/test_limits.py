@@ -9,7 +9,6 @@ import os
 import resource
 import socket
 
-import fleet
 import grpc
 import psutil
 import pytest
@@ -214,11 +213,11 @@ def test_a_flood_of_connections_costs_those_that_are_connected_nothing(tmp_path,
     wait until the coordinator closes them.
     """
     limited = ("sh", "-c", f'ulimit -n {SMALL_FILES}; exec "$@"', "sh")
-    monkeypatch.setattr(fleet, "DATAPLANE", (*limited, *fleet.DATAPLANE))
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+    given = ("--coordinator", "--listen", "127.0.0.1:0")
     with (
-        Service("--coordinator", "--listen", "127.0.0.1:0", log=tmp_path / "log") as service,
+        Service(*given, log=tmp_path / "log", within=limited) as service,
         contextlib.ExitStack() as stack,
     ):
         process = psutil.Process(service.process.pid)

@@ -20,7 +20,8 @@ def test_the_token_is_found_by_the_same_user_and_stands_in_no_log_and_no_argv(
     monkeypatch.setenv("HOME", str(tmp_path))
     given = (*("--log-level", "debug"), *("--listen", "127.0.0.1:0"))
     log = tmp_path / "log"
-    with Service("--coordinator", *given, log=log) as service:
+    # `env` runs it: its command line is no other process's.
+    with Service("--coordinator", *given, log=log, within=("env",)) as service:
         own = (tmp_path / ".local/state/dataplane/token").read_text().strip()
         assert run(["status", service.address]) == 0
         monkeypatch.setenv("HOME", "/nowhere")

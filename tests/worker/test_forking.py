@@ -20,8 +20,14 @@ from dataplane.worker.forking import ForkedProcess, fork_server
 WAIT_S = 60.0
 
 
+@pytest.fixture
+def by_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers start here as users' do, not in forks of a process that has their modules."""
+    monkeypatch.setattr(forking, "_executed", forking._executed.__wrapped__)
+
+
 @pytest.fixture(autouse=True)
-def held() -> Iterator[None]:
+def held(by_exec: None) -> Iterator[None]:
     with fork_server.held():
         yield
 
