@@ -149,7 +149,8 @@ class SlabTask(Struct, eq=False):
     it has one of the `excerpts`; `excerpt_bytes` are sizes of excerpts that were found too large
     for their room. `rank` is how soon it is needed among all tasks. During assembly, `shared` is
     the copy that will be kept of it, or the kept slab that it is copied from. `maker` is who makes
-    it, once that is decided, and `is_told` whether that node knows.
+    it, once that is decided, and `is_told` whether that node knows. So many `pieces` of it the own
+    workers make side by side.
     """
 
     stream: StreamState
@@ -171,6 +172,7 @@ class SlabTask(Struct, eq=False):
     rank: tuple[int, int] = (1 << 60, 0)
     maker: KnownMaker | None = None
     is_told: bool = False
+    pieces: int = 0
 
     @property
     def is_light(self) -> bool:
@@ -300,7 +302,7 @@ class Delivery(Struct, eq=False):
         return len(held) > self.slots.layout.held_slots
 
     def was_late(self) -> None:
-        """A trainer waits for a slab: make more of them ahead."""
+        """A trainer waits for a slab, and more workers could make some."""
         self.in_time = 0
         most = max(self.slots.layout.slot_count - _NOT_AHEAD, AHEAD_SLOTS_MIN)
         self.ahead = min(2 * self.ahead, most)

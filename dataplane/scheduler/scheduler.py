@@ -51,6 +51,8 @@ from dataplane.scheduler.stalls import Stalls
 from dataplane.scheduler.streams import StreamTable
 from dataplane.scheduler.waiting import WaitingTasks
 
+_PIECES_A_WORKER = 2
+"""So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""
 _STARTS_MAX = 64
 """So many loads are started for a task at once, as each takes some of the event loop's time."""
 
@@ -208,7 +210,13 @@ class Scheduler:
             if not stream.requests:
                 stream.delivery.was_in_time()
             elif stream.tasks or not stream.planned_all:
-                stream.delivery.was_late()
+                self._was_late(stream)
+
+    def _was_late(self, stream: StreamState) -> None:
+        """A trainer waits: make more slabs ahead, if there is somebody to make them."""
+        has_enough = self._tasks.piece_count >= _PIECES_A_WORKER * self._workers.count
+        if not has_enough or self._elsewhere.is_short:
+            stream.delivery.was_late()
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class Scheduler:
             self._do(events.ResizePool(count))
         for stream in self._streams:
             if stream.requests and stream.tasks:
-                stream.delivery.was_late()
+                self._was_late(stream)
             for effect in self._stalls.of_stream(stream, event.at_work, self._time.now):
                 self._do(effect)
 

@@ -76,6 +76,8 @@ class SlabTasks:
         self._time = time
         self._waiting, self._excerpts = waiting, excerpts
         self._assembling: dict[int, SlabTask] = {}
+        self.piece_count = 0
+        """Pieces of the slabs that the own workers assemble."""
         self._numbers = itertools.count(1)
 
     @property
@@ -261,6 +263,8 @@ class SlabTasks:
         else:
             effect = self._copy(task, slab, shared)
         self._waiting.remove(task)
+        task.pieces = effect.pieces if isinstance(effect, AssembleSlab) else 0
+        self.piece_count += task.pieces
         self._assembling[task.number] = task
         delivery.assembling_count += 1
         self._do(effect)
@@ -353,6 +357,7 @@ class SlabTasks:
     def assembled(self, event: SlabAssembled) -> None:
         """A worker has made or copied a slab, or has failed."""
         task, result = self._assembling.pop(event.number), event.result
+        self.piece_count -= task.pieces
         task.stamps.started, task.stamps.made = event.started, self._time.now
         task.delivery.assembling_count -= 1
         is_to_be_made = self._elsewhere.ended(task, event)
