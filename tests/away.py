@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _RECEIVE_BYTES = 256 << 10
+_WAIT_S = 120
 _UNAVAILABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n"
     b"Date: Thu, 01 Jan 2026 00:00:00 GMT\r\nConnection: close\r\n\r\n"
@@ -61,7 +62,8 @@ class Proxy:
     def wait_until(self, way: Away) -> None:
         """Until it is so."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._way is way, 60), f"still {self._way}"
+            is_so = self._changed.wait_for(lambda: self._way is way, _WAIT_S)
+            assert is_so, f"still {self._way}, {self._requests_left} requests to go"
 
     def close(self) -> None:
         self._closed = True
