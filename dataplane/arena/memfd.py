@@ -39,6 +39,8 @@ _LESS = (
     "give this machine or container more memory, or lower block_arena_bytes or "
     f"delivery_bytes_per_rank ({ways_to_set('block_arena_bytes', 'SIZE')}; the other likewise)"
 )
+_HUGE_PIECES = pages.HUGE_BYTES // PIECE_BYTES
+_huge_pages = pages.HugePages()
 _GAP_COUNT_MAX = 1000
 _GAP_BYTES_MIN = 64 << 10
 
@@ -190,9 +192,32 @@ class Arena:
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
+        if pages.shared_huge_pages() == "never":
+            self._fill_with_huge_pages(offset, length)
         # New pages have yet to be cleared; to map them for writing does that in less time.
         is_new = self.reserve(offset, length)
         self._populate(offset, length, _MADV_POPULATE_WRITE if is_new else _MADV_POPULATE_READ)
+
+    def _fill_with_huge_pages(self, offset: int, length: int) -> None:
+        """Allocate and map the huge pages that have some of these bytes, where this process has
+        allocated nothing yet, unless small pages cost less.
+        """
+        first, end = self._pieces(offset, length)
+        new = self._allocated.find(0, first, end)
+        if new < 0:
+            return
+        unit, stop = new // _HUGE_PIECES, self.size_bytes // pages.HUGE_BYTES
+        stop = min(-(-end // _HUGE_PIECES), stop)
+        self._pieces(0, stop * pages.HUGE_BYTES)
+        if self._allocated.find(1, unit * _HUGE_PIECES, (unit + 1) * _HUGE_PIECES) >= 0:
+            unit += 1
+        first, end = unit * _HUGE_PIECES, stop * _HUGE_PIECES
+        if (used := self._allocated.find(1, first, end)) >= 0:
+            end = used // _HUGE_PIECES * _HUGE_PIECES
+        size = (end - first) * PIECE_BYTES
+        if size > 0 and _huge_pages.fill(self._address + first * PIECE_BYTES, size):
+            self._mapped.extend(bytes(max(end - len(self._mapped), 0)))
+            self._allocated[first:end] = self._mapped[first:end] = b"\1" * (end - first)
 
     def release(self, offset: int, length: int) -> None:
         """Return whole pages to the machine, in all processes that map them. They then read as

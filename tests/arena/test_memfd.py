@@ -161,8 +161,73 @@ def test_reserved_memory_has_huge_pages_where_the_kernel_gives_them():
     arena = Arena.create("test-pages", 2 * pages.HUGE_BYTES)
     arena.prepare(0, arena.size_bytes)
     assert os.fstat(arena.fd).st_blocks * 512 == arena.size_bytes
-    is_huge = pages.shared_huge_pages() not in {"never", "deny"}
+    is_huge = pages.shared_huge_pages() != "deny"
     huge_bytes = _of_mapping("test-pages", "ShmemPmdMapped")
     # A machine without free huge pages gives small ones.
     assert huge_bytes in ({0, arena.size_bytes} if is_huge else {0})
     arena.close()
+
+
+def _eager() -> pages.HugePages:
+    made = pages.HugePages()
+    assert not made.fill(0, 32 << 20), "the first memory of a process is small pages"
+    return made
+
+
+def test_huge_pages_are_made_of_memory_that_others_have_written():
+    """Where the kernel makes some; memory is what it was everywhere."""
+    arena = Arena.create("test-fill", 4 * pages.HUGE_BYTES)
+    other = Arena.attach(os.dup(arena.fd), arena.size_bytes)
+    for at in (0, 5000, pages.HUGE_BYTES - 1, 2 * pages.HUGE_BYTES):
+        other.prepare(at, 1)
+        other.buffer[at] = 7
+    written = bytes(other.buffer)
+    address = arena._address
+    is_done = _eager().fill(address, 3 * pages.HUGE_BYTES)
+    assert bytes(arena.buffer) == written
+    assert bytes(other.buffer) == written
+    if is_done:
+        assert _of_mapping("test-fill", "ShmemPmdMapped") >= 3 * pages.HUGE_BYTES
+        assert os.fstat(arena.fd).st_blocks * 512 >= 3 * pages.HUGE_BYTES
+    other.close()
+    arena.close()
+
+
+def test_prepared_memory_is_made_of_huge_pages_but_for_those_that_have_memory(monkeypatch):
+    asked = list[tuple[int, int]]()
+
+    class Kept:
+        def fill(self, address: int, size_bytes: int) -> bool:
+            asked.append((address, size_bytes))
+            return False
+
+    monkeypatch.setattr("dataplane.arena.memfd._huge_pages", Kept())
+    monkeypatch.setattr("dataplane.arena.pages.shared_huge_pages", lambda: "never")
+    huge = pages.HUGE_BYTES
+    arena = Arena.create("test-units", 5 * huge + SIZE)
+    start = arena._address
+    arena.prepare(huge + 5, huge)
+    arena.prepare(huge + 5, huge)
+    arena.prepare(0, 4 * huge)
+    arena.prepare(3 * huge + 1, 2 * huge + SIZE)
+    assert asked == [(start + huge, 2 * huge), (start, huge), (start + 4 * huge, huge)]
+    assert arena.missing_bytes(0, arena.size_bytes) == 0
+    arena.close()
+
+
+def test_huge_pages_that_cost_too_much_are_tried_again_ever_later(monkeypatch):
+    tried = 0
+
+    def refused(*_: object) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError
+
+    monkeypatch.setattr("dataplane.arena.pages.advise", refused)
+    made, at = _eager(), list[int]()
+    for mib in range(0, 1600, 2):
+        before = tried
+        made.fill(0, 2 << 20)
+        if tried > before:
+            at.append(mib)
+    assert at == [0, 258, 772]

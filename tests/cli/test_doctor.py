@@ -98,11 +98,11 @@ def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(
         wait_until(lambda: log.read_text().endswith("\n"), process, log, 20.0)
         reach(s3_server, monkeypatch)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(log.read_text())}")
-        asked = ("--batch-size", "20", "--seconds", "1", "--fetch-count", "2", "--lanes", "1")
+        asked = ("--batch-size", "20", "--seconds", "1", "--fetch-count", "1", "--lanes", "1")
         found = examined(capsys, f"s3://{bucket}/", *asked)
     assert found["bound"]["stage"] == "storage"
     assert found["statistics"]["read_bytes"] > 0
-    assert any(line.startswith("fetch_count 8") for line in found["advice"])
+    assert any(line.startswith("fetch_count 4") for line in found["advice"])
     storage = next(one for one in found["checks"] if one["name"] == "storage")
     assert storage["found"].startswith("remote")
     assert_its_first_batch_is_explained(found)

@@ -122,7 +122,7 @@ def huge_pages(mode: str) -> Check:
         "huge pages",
         f"none for shared memory ({mode})",
         f"as root, echo advise > {pages.SHARED_HUGE_PAGES}: new memory then costs 0.6 CPU "
-        "seconds a GiB less",
+        "seconds a GiB less from the start, and with Linux before 6.1",
     )
 
 
