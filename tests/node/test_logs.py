@@ -11,11 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dataplane_torch import DataLoader
 
 TRAINER = """
 import sys
 from dataplane_torch import DataLoader
-with DataLoader(sys.argv[1], batch_size=4, name="pretrain", service=sys.argv[2] or None) as loader:
+with DataLoader(sys.argv[1], batch_size=4, name="pretrain") as loader:
     assert sum(len(batch["id"]) for batch in loader) == 40
 """
 
@@ -41,12 +42,12 @@ def url(tmp_path: Path) -> str:
     return str(path)
 
 
-def train(url: str, service: str = "") -> str:
+def train(url: str) -> str:
     """The stderr of a trainer that reads one epoch, less what a busy machine adds to it: a node that
     starts slowly.
     """
     done = subprocess.run(
-        [sys.executable, "-c", TRAINER, url, service], capture_output=True, text=True, check=False
+        [sys.executable, "-c", TRAINER, url], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines(keepends=True)
@@ -84,7 +85,8 @@ def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
             assert service.stdout is not None
             address = service.stdout.readline().split()[-1]
             assert service.stdout.readline() == f"ready: node {address}\n"
-            train(url, address)
+            with DataLoader(url, 4, name="pretrain", service=address) as loader:
+                assert sum(len(batch["id"]) for batch in loader) == 40
             service.terminate()
             assert service.wait(60) == 0
             assert service.stdout.read() == ""
