@@ -59,6 +59,7 @@ from dataplane.suffixes import BY_FORMAT
 GROWTH = 4
 ROW_BYTES = 64
 LINE_BYTES_MAX = 1 << 30
+_SURVEYED_BYTES_MAX = 64 << 20
 DEPTH_MAX = 256
 
 _WHITESPACE = b" \t\r\n"
@@ -130,7 +131,8 @@ def _blocks(
     source: ByteSource, note: Callable[[Sequence[memoryview], int], None]
 ) -> Iterator[Block]:
     """Runs of lines. Looks only at the places of newlines, and skips lines without content. Passes
-    the bytes of each block, in pieces, and their offset to `note`.
+    the bytes of each block, in pieces, and their offset to `note`; not those of a block with a line
+    of many MiB, since indexing has little memory.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
     """
@@ -148,7 +150,8 @@ def _blocks(
             cut = int(ends[-1]) + 1
             held.append(piece[:cut])
             if rows:
-                note(held, start)
+                if at + cut - start <= _SURVEYED_BYTES_MAX:
+                    note(held, start)
                 yield _block(rows, start, at + cut)
                 start, rows, held = at + cut, 0, []
             held.append(piece[cut:])
@@ -157,10 +160,13 @@ def _blocks(
             blank = blank and not bytes(piece).strip(_WHITESPACE)
             held.append(piece)
         at += len(piece)
+        if at - start > _SURVEYED_BYTES_MAX:
+            held.clear()
         if at - start > LINE_BYTES_MAX:
             raise corrupt(source.url, start, "a line is longer than 1 GiB; not JSON lines?")
     if rows or not blank:
-        note(held, start)
+        if at - start <= _SURVEYED_BYTES_MAX:
+            note(held, start)
         yield _block(rows + (not blank), start, at)
 
 

@@ -157,6 +157,19 @@ def test_a_field_that_the_schema_lacks_is_an_error_that_names_it() -> None:
     assert caught.value.offset == content.index(b'{"score": 1, "text": "y"')
 
 
+def test_a_field_that_first_occurs_beside_a_very_long_line_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(jsonl, "_SURVEYED_BYTES_MAX", 1000)
+    content = long_rows(b"")[:10_000].rpartition(b"\n")[0] + b"\n"
+    assert read_rows(JSONL, content[:900] + b'"}\n{"late": 1}\n')[-1]["late"] == 1
+    long_line = json.dumps({"late": "x" * 2000}).encode()
+    for more in (b"", b"\n" + content):
+        with pytest.raises(SchemaMismatch, match="field 'late' is not in it"):
+            read_rows(JSONL, content + long_line + more)
+
+
 def test_a_broken_line_beside_a_new_field_is_refused_when_it_is_read() -> None:
     content = long_rows(b'{"late": 1}\n{"score": 1,\n')
     assert JSONL.index(MemoryShard(content)).schema.names == ["score", "text"]
