@@ -112,7 +112,7 @@ class EpochSteps(Struct, frozen=True):
         gaps: Gaps = NO_GAPS,
         mix: MixHistory | None = None,
     ) -> EpochSteps:
-        """Those of an epoch of a job, with the weights of `mix`. Two padded batches cannot be
+        """The steps of a job's epoch, with the weights of `mix`. Two padded batches cannot be
         joined, so of these some ranks get an empty one.
         """
         return cls(
@@ -191,7 +191,9 @@ class Tombstone(Struct, frozen=True, order=True):
 
     @property
     def numbers(self) -> list[int]:
-        """As ledgers have it: shard and row, and what else is not the default."""
+        """The form that ledgers have: shard and row, and every other field with another value than
+        its default.
+        """
         if self.of_view is not None:
             return [self.shard, self.row, self.source, self.of_view]
         return [self.shard, self.row, *([self.source] if self.source else [])]
@@ -213,7 +215,7 @@ class Changes(Struct, frozen=True):
     tombstones: tuple[Tombstone, ...] = ()
 
     def gaps(self, epoch: int) -> Gaps:
-        """What is skipped of an epoch."""
+        """The skipped positions of an epoch."""
         found: list[Range] = []
         for skip in self.skips:
             if skip.epoch != epoch or skip.begin >= skip.end:
@@ -263,7 +265,7 @@ class MixAt(Struct, frozen=True):
 
 
 def order_key(spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """What a skip holds for: all that decides which row stands at each position."""
+    """The name of the order that a skip holds for: what decides which row is at each position."""
     return structs.replace(spec, global_batch=1).rows_digest(dataset.layout)
 
 
@@ -273,9 +275,10 @@ def dataset_of(spec: JobSpec, identity: DatasetIdentity | None) -> DatasetIdenti
 
 
 def rows_layout(spec: JobSpec, dataset: DatasetIdentity) -> str:
-    """What tombstones hold for: the layout of the dataset, the names of sources, and the rows of
-    their views. A condition may find other rows in a shard that was changed in place, so that rows
-    of a view have other numbers there: with one, also the content of the dataset.
+    """A name for the rows that tombstones hold for: of the layout of the dataset, the names of
+    sources, and the rows of their views. A condition may find other rows in a shard that was
+    changed in place, so that rows of a view have other numbers there: with one, also of the content
+    of the dataset.
     """
     sources = [("", spec.view)]
     if spec.mixture is not None:
@@ -474,7 +477,7 @@ def number_of(entry: LedgerEntry, name: str, least: int) -> int:
 
 
 def facts_of(entry: LedgerEntry) -> dict[str, Any]:
-    """What an entry says.
+    """The facts in an entry's payload.
 
     Raises:  ConfigError: it is damaged.
     """

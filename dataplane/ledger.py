@@ -87,7 +87,7 @@ class LedgerMark(Struct, frozen=True):
 
     @classmethod
     def of(cls, entry: LedgerEntry) -> LedgerMark:
-        """That of an entry."""
+        """The mark of an entry."""
         return cls(entry.seq, entry.hash[:16])
 
     def is_in(self, marks: Sequence[LedgerMark]) -> bool:
@@ -174,25 +174,27 @@ class Ledger(Struct, frozen=True):
             raise ValueError(f"dp_size is 1 to {_RANKS_MAX:,}, not {self.dp_size}")
 
 
-def text_faults(text: str, ledger: Ledger) -> Iterator[str]:
-    """What is wrong with a saved ledger, which `from_lines` has read: with its entries, and with
-    how it is written, since every line is as `to_lines` writes it.
+def text_faults(text: str, ledger: Ledger) -> tuple[str, list[str]]:
+    """The hash in the first line of a saved ledger, which `from_lines` has read, and the faults of
+    its entries, and of how it is written, since every line is as `to_lines` writes it.
     """
     lines = text.split("\n")
     about = json.loads(next(filter(None, lines)))
-    if about.pop("hash", None) is None:
-        yield "the first line has no hash, which would show a change: export the ledger again"
-    yield from faults(ledger.entries, str(about.get("head", "")))
+    own_hash, wrong = about.pop("hash", None), []
+    if own_hash is None:
+        wrong.append("the first line has no hash, which would show a change: export it again")
+    wrong += faults(ledger.entries, str(about.get("head", "")))
     expected = (_first_line(about), *(entry.line for entry in ledger.entries), "")
     for number, pair in enumerate(itertools.zip_longest(lines, expected), 1):
         if pair[0] != pair[1]:
-            yield f"line {number} is not as it was written"
-            return
+            wrong.append(f"line {number} is not as it was written")
+            break
+    return str(own_hash or ""), wrong
 
 
 def faults(entries: Sequence[LedgerEntry], head: str) -> Iterator[str]:
-    """What is wrong with these entries, whose last one has the hash `head`. A coordinator leaves
-    out old ones of too many; this is told, but is no fault.
+    """The faults of these entries, whose last one has the hash `head`. A coordinator leaves out old
+    ones of too many; this is told, but is no fault.
     """
     for before, after in itertools.pairwise(entries):
         if after.seq <= before.seq:

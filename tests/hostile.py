@@ -31,6 +31,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import fleet
 import grpc
 import grpc.aio
 import numpy as np
@@ -38,6 +39,7 @@ import psutil
 import pyarrow as pa
 from fleet import Service
 from raw_trainer import Node, Trainer
+from warm import SERVICE, warm_python
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import PeerLost
@@ -246,6 +248,7 @@ def trainers(seconds: float, only: str = "", *, most_s: float = SLOWER_S_MAX) ->
         url = _arrow(folder, 200_000)
         os.sched_setaffinity(0, PROCESSORS[len(PROCESSORS) // 2 :])
         with Node(Path(folder)) as node, Trainer(node) as trainer:
+            os.sched_setaffinity(node.process.pid, PROCESSORS[len(PROCESSORS) // 2 :])
             trainer.open(url, global_batch=64)
             epochs = itertools.count()
             waits(trainer, epochs, min(2.0, seconds / 4))
@@ -431,6 +434,17 @@ def fuzzed(count: int, seed: int = 1) -> str:
     return told
 
 
+@contextlib.contextmanager
+def warm() -> Iterator[None]:
+    """The process that nodes are forked from, as the suite has it."""
+    with warm_python(*SERVICE) as python:
+        fleet.WARM_SERVICES.append(python)
+        try:
+            yield
+        finally:
+            fleet.WARM_SERVICES.remove(python)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("trainer", "frames"))
@@ -439,10 +453,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    if given.what == "trainer":
-        sys.stdout.write(trainers(given.seconds, given.attack) + "\n")
-    else:
-        sys.stdout.write(fuzzed(given.count, given.seed) + "\n")
+    with warm():
+        if given.what == "trainer":
+            sys.stdout.write(trainers(given.seconds, given.attack) + "\n")
+        else:
+            sys.stdout.write(fuzzed(given.count, given.seed) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_what_is_written_comes_back_and_is_whole(head, found):
     text = ledger.to_lines()
     assert text.encode().startswith(MARK)
     assert Ledger.from_lines(text, "it") == ledger
-    assert list(text_faults(text, ledger)) == []
+    assert text_faults(text, ledger)[1] == []
 
 
 @given(heads, st.lists(rows, min_size=2, max_size=4))
@@ -81,7 +81,7 @@ def test_any_change_of_an_entry_is_found(head, found, data):
     else:
         del lines[-1]
     text = "\n".join([first, *lines])
-    assert list(text_faults(text, Ledger.from_lines(text, "it")))
+    assert text_faults(text, Ledger.from_lines(text, "it"))[1]
 
 
 @given(heads, st.lists(rows, max_size=2), st.data())
@@ -96,9 +96,9 @@ def test_any_other_text_is_a_change(head, found, data):
     for first in (changed, about.replace(":", ": ", 1), json.dumps(without)):
         again = f"{first}\n{entries}"
         if again != text:
-            assert list(text_faults(again, Ledger.from_lines(again, "it")))
+            assert text_faults(again, Ledger.from_lines(again, "it"))[1]
     for again in (text + "\n", text[:-1], text.replace(",", ", "), "\n" + text):
-        assert list(text_faults(again, Ledger.from_lines(again, "it")))
+        assert text_faults(again, Ledger.from_lines(again, "it"))[1]
 
 
 @pytest.mark.parametrize(

@@ -87,20 +87,20 @@ def verify(settings: Settings, *, job: str, as_json: bool) -> int:
     """
     text = _text(settings, job)
     found = Ledger.from_lines(text, job)
-    wrong = list(text_faults(text, found))
+    own_hash, wrong = text_faults(text, found)
+    shown_hash = "" if wrong else own_hash
     count, last = len(found.entries), found.entries[-1].seq if found.entries else 0
-    own = "" if wrong else json.loads(text.partition("\n")[0])["hash"]
     if as_json:
         state = {"ok": not wrong, "entries": count, "left_out": last - count, "head": found.head}
-        output.write_json({**state, "hash": own, "errors": wrong})
+        output.write_json({**state, "hash": shown_hash, "errors": wrong})
     else:
         left_out = f", {last - count:,} old ones were left out" if last > count else ""
         for one in wrong:
             output.stdout().print(one, markup=False, soft_wrap=True)
         verdict = "DAMAGED" if wrong else "OK"
         noun = "entry" if count == 1 else "entries"
-        hash_ = f", hash {own}" if own else ""
-        output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}{hash_}")
+        with_hash = f", hash {shown_hash}" if shown_hash else ""
+        output.stdout().print(f"{verdict}: {count:,} {noun}{left_out}{with_hash}")
     return output.EXIT_BAD_DATA if wrong else output.EXIT_OK
 
 

@@ -48,11 +48,11 @@ def replay(
 
     Only the blocks with rows of the step are read. Columns are shown as they are stored or, if the
     job has a map= that --allowed-functions allows, as it makes them. Image steps, padding, collate=
-    and other options are not applied. A job is named as for `dataplane trace`. With --out, each row
-    has the
-    columns dataplane.position, .dp_rank, .shard and .row beside its own, and .source in a mixture.
-    Of packs, each row is a document with the tokens, and the values carried along, that lie in its
-    pack, and .first_token, .tokens and .place say which these are.
+    and other options are not applied. A job is named as for `dataplane trace`.
+
+    With --out, each row has the columns dataplane.position, .dp_rank, .shard and .row beside its
+    own, and .source in a mixture. Of packs, each row is a document with the tokens, and the values
+    carried along, that lie in its pack, and .first_token, .tokens and .place say which these are.
 
     \b
     Examples:
@@ -134,8 +134,8 @@ def values_of(
 
     schemas = [schema_of(source.manifest) for source in job.sources]
     numbers = rows.blocks + job.first_blocks[rows.sources]
-    if not is_mapped:
-        names = _chosen(job, names, [supported_names(schema) for schema in schemas])
+    supported = [supported_names(schema) for schema in schemas]
+    chosen = None if is_mapped else _chosen(job, names, supported)
 
     def read(at: int) -> pa.Table:
         source, own = int(rows.sources[at]), numbers == numbers[at]
@@ -144,7 +144,8 @@ def values_of(
             batch = read_mapped(of.manifest, block, of.view, job.spec.seed)
             picked = _chosen(job, names, [batch.schema.names])
         else:
-            picked = _chosen(job, names, [supported_names(schemas[source])])
+            # Beside mapped sources, others have columns of their own.
+            picked = chosen or _chosen(job, names, [supported[source]])
             view = rows_only(of.view)
             batch = read_block(of.manifest, block, schemas[source], picked, view=view)
         return _taken(pa.table(batch), rows.block_rows[own]).select(picked)
@@ -159,7 +160,7 @@ def values_of(
         found = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
         found = _taken(found, place)
     else:  # the rank has none
-        found = pa.table({name: pa.nulls(0) for name in names or ()})
+        found = pa.table({name: pa.nulls(0) for name in chosen or names or ()})
     places = [
         job.place_of(source, shard)
         for source, shard in zip(rows.sources.tolist(), rows.shards.tolist(), strict=True)
@@ -185,7 +186,7 @@ def _taken(table: pa.Table, rows: Int64) -> pa.Table:
 
 
 def _place_names(job: Traced) -> list[str]:
-    """What is said of each row before its columns."""
+    """The names of the columns that say where a row is, which stand before its own."""
     source = [] if job.spec.mixture is None else ["source"]
     return ["position", "dp_rank", *source, "shard", "row"]
 

@@ -198,7 +198,7 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
 
 
 def _work(found: tuple[NodeStatus, ...]) -> Table:
-    """What nodes do before they can open jobs, and how far they are."""
+    """A table of the work that nodes do before they can open jobs, and how far they are."""
     rows = [
         (
             node.node_id,

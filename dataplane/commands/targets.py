@@ -9,6 +9,7 @@ from pathlib import Path
 from dataplane import suffixes
 from dataplane.errors import ConfigError
 from dataplane.ledger import MARK
+from dataplane.store.urls import exists
 
 
 def is_a_ledger(target: Sequence[str]) -> bool:
@@ -25,16 +26,11 @@ def is_a_ledger(target: Sequence[str]) -> bool:
         return file.read(len(MARK)) == MARK
 
 
-def _exists(name: str) -> bool:
-    """Whether there is a file or folder of this name. No name is too long for it."""
-    return os.path.exists(name)  # noqa: PTH110 - Path.exists() raises
-
-
 def _expect_file(name: str) -> None:
     """Raises:  ConfigError: this looks like the path of a file, and there is none."""
     is_one = "://" not in name and not any(mark in name for mark in "*?{")
     is_path = name.startswith(("/", "./", "../")) or suffixes.suffix_of(name)
-    if is_one and is_path and not _exists(name):
+    if is_one and is_path and not exists(name):
         raise ConfigError(
             f"there is no file {name}: check the path; `dataplane ledger export JOB` writes the"
             " ledger of a job, and loader.ledger() that of a run without a service"
@@ -43,7 +39,7 @@ def _expect_file(name: str) -> None:
 
 def names_urls(target: Sequence[str]) -> bool:
     """Whether these are urls or paths, and not the name of a job."""
-    return any("://" in one or _exists(one) or _is_a_path(one) for one in target)
+    return any("://" in one or exists(one) or _is_a_path(one) for one in target)
 
 
 def _is_a_path(text: str) -> bool:

@@ -47,7 +47,9 @@ class Fault:
 
 @dataclass(slots=True)
 class Findings:
-    """What was read, the shards without samples, the columns of bytes, and the faults."""
+    """Counts of shards, blocks, samples and bytes that were read, the shards without samples, the
+    columns of bytes, which are not decoded, and the faults.
+    """
 
     shards: int = 0
     blocks: int = 0
@@ -206,9 +208,9 @@ def _agreeing(
 
 
 def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """The schema of shards of which all columns can be read.
+    """The schema of these shards, given with their urls, if every column can be read from each.
 
-    Raises:  SchemaMismatch: there is a column of which this is not so.
+    Raises:  SchemaMismatch: the types of a column differ too much.
     """
     from dataplane.formats.differing import refuse_differing
     from dataplane.index.shared_schema import SharedSchema

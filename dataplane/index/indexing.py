@@ -31,7 +31,7 @@ from dataplane.store import connect as stores
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.pieces import etag_of_size
-from dataplane.store.urls import Url, normalise
+from dataplane.store.urls import FILE_PREFIX, Url, normalise
 from dataplane.trace import Trace
 
 MANIFEST_BYTES_MAX = 8 << 30
@@ -175,6 +175,7 @@ def choose_shards(
         formats = [registry.format_of_url(shard.url) for shard in listed]
         shards = _chosen(listed, formats, literal, asked)
         _check_links(listed, shards)
+        _check_file_names(shards)
         folders = missing((s for s in shards or listed if not s.size_bytes), connect)
         if not folders:
             break
@@ -215,6 +216,20 @@ def _check_links(listed: Sequence[ObjectInfo], shards: Sequence[ObjectInfo]) -> 
         )
     for url, target in links.items():
         _trace.failed("a symbolic link that leads nowhere is left out", url=url, target=target)
+
+
+def _check_file_names(shards: Sequence[ObjectInfo]) -> None:
+    """Refuse shards whose names are not UTF-8: messages and manifests have only such names."""
+    for url in (shard.url for shard in shards if not shard.url.isascii()):
+        try:
+            url.encode()
+        except UnicodeEncodeError as error:
+            shown = os.fsencode(url.removeprefix(FILE_PREFIX))
+            raise ConfigError(
+                f"the name of the file {shown!r} is not UTF-8: rename it, move it elsewhere, or "
+                "name the other shards by a pattern that leaves it out",
+                field="urls",
+            ) from error
 
 
 def _chosen(

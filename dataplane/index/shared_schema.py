@@ -18,7 +18,7 @@ from dataplane.formats.joint_types import joint_inferred, joint_type
 from dataplane.formats.tar import is_new_field
 
 _AT_HAND = 8
-"""Of so many schemas, an object is recognised before it is serialised."""
+"""So many schemas, the first ones, are recognised as objects, without being serialised."""
 
 
 class _Seen(Struct, eq=False):
@@ -60,9 +60,9 @@ class SharedSchema:
         return seen.schema
 
     def _expect_columns(self, schema: pa.Schema) -> None:
-        """Refuse a schema of which nothing can be read.
+        """Check that at least one column of a merged schema can be read from all shards.
 
-        Raises:  SchemaMismatch.
+        Raises:  SchemaMismatch: names the first column.
         """
         marks = [differing(field) for field in schema]
         if marks and marks[0] is not None and None not in marks:

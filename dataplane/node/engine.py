@@ -78,7 +78,7 @@ class Engine:
         neighbours: Neighbours = NOBODY,
     ) -> None:
         self.scheduler = scheduler
-        """What it has counted may be read; only the engine tells it anything."""
+        """Others may read its counts; only the engine gives it events."""
         self._arena = arena
         self._fetcher, self._pool = fetcher, pool
         self._trace, self._node_id, self._clock = trace, node_id, clock

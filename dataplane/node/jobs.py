@@ -330,8 +330,8 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
-    """What this rank tells its user: rank 0 of the job, and one rank of each other host of its
-    memory.
+    """The advice that this rank gives its user. Rank 0 of the job gives all of it, and one rank of
+    each other host what concerns its memory.
     """
     spec, place = member.spec, member.request.topology
     told = []
@@ -350,7 +350,7 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
 
 
 def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
-    """What is to be said of folders, of series of shards, and of packs."""
+    """Advice on folders, on series of shards, and on packs, by source."""
     names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
     told = []
     for name, opened in zip(names, job.opened, strict=True):
@@ -363,7 +363,7 @@ def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
 
 
 def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
-    """What an epoch reads, with the shares that the job begins with."""
+    """The sources that an epoch reads, with the shares that the job begins with."""
     mixture = spec.mixture
     if mixture is None:
         (opened,), (dataset,) = job.opened, job.datasets

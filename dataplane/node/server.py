@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from dataplane import background
@@ -57,7 +57,8 @@ to open it and to free its memory."""
 _JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
 """Messages of this length are parsed on the event loop."""
-_PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
+_PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 30.0
+T = TypeVar("T")
 
 
 class _Process:
@@ -65,8 +66,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.connection_count = 0
-        self.parsing = asyncio.Lock()
-        """Held while a long message is parsed."""
+        self._parsing = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._paid_at = 0.0
 
@@ -81,6 +81,22 @@ class _Process:
         after_s = max(_TURN_S, self._paid_at - loop.time() - _UNPAID_S_MAX)
         loop.call_later(after_s, self._starting.release)
         loop.call_at(self._paid_at, self._remembered)
+
+    async def parse(self, read: Callable[[], T]) -> T:
+        """The message that `read` parses, in a thread. The next long one of this process, whatever
+        connection it comes on, waits in proportion.
+        """
+        await self._parsing.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await asyncio.to_thread(read)
+        finally:
+            pause_s = _PARSE_PAUSES * (loop.time() - began)
+            loop.call_later(min(pause_s, _PARSE_PAUSE_S_MAX), self._parsed)
+
+    def _parsed(self) -> None:
+        self._parsing.release()
 
     def _remembered(self) -> None:
         """Nothing: the timer keeps the process known when it has closed its connections."""
@@ -193,18 +209,10 @@ class TrainerConnection:
                 return
 
     async def _parse(self, packet: local.Packet) -> None:
-        """Parse a long message. The next one of this process, whatever connection it comes on, has
-        to wait in proportion.
-        """
+        """Parse a long message, and read on."""
         try:
-            async with self._process.parsing:
-                began = self._loop.time()
-                try:
-                    read = await asyncio.to_thread(packet.read, messages.ToNode, ELEMENTS_MAX)
-                    self._take(*read)
-                finally:
-                    took_s = self._loop.time() - began
-                    await asyncio.sleep(min(_PARSE_PAUSES * took_s, _PARSE_PAUSE_S_MAX))
+            read = partial(packet.read, messages.ToNode, ELEMENTS_MAX)
+            self._take(*await self._process.parse(read))
         except DataplaneError as error:
             self._end_session(error)
         except MemoryError as error:

@@ -19,7 +19,7 @@ from dataplane.redact import hub_parts, is_commit
 from dataplane.store import globs, layouts
 from dataplane.store.base import Pinning, Store
 from dataplane.store.local import same_files
-from dataplane.store.urls import Url, base_of, braces, canonical, local_path, normalise
+from dataplane.store.urls import Url, base_of, braces, canonical, exists, local_path, normalise
 
 Connect = Callable[[str], Store]
 _Found = tuple[list[ObjectInfo], Iterable[str]]
@@ -139,16 +139,11 @@ def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
                 each.cancel()
 
 
-def _exists(path: Path | None) -> bool:
-    """Whether this is a path, and something is there. No name is too long for it."""
-    return path is not None and os.path.exists(path)  # noqa: PTH110 - Path.exists() raises
-
-
 def _patterns(name: Url) -> Iterator[str]:
     """The patterns of one name."""
     url = normalise(name)
     path = local_path(url)
-    if _exists(path):
+    if path is not None and exists(path):
         yield url  # whatever braces and stars its name has
     else:
         yield from braces(url)
@@ -173,7 +168,7 @@ def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> s
 def _objects(pattern: str, stores: Connect) -> _Found:
     """The objects of a pattern."""
     path = local_path(pattern)
-    is_literal = not globs.is_glob(pattern) or _exists(path)
+    is_literal = not globs.is_glob(pattern) or (path is not None and exists(path))
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 

@@ -105,6 +105,11 @@ def _check_slashes(text: str) -> None:
         )
 
 
+def exists(path: str | Path) -> bool:
+    """Whether there is a file or folder of this name. No name is too long for it."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists() raises
+
+
 def local_path(url: str) -> Path | None:
     """The path of a file url; None for every other url."""
     return Path(url[len(FILE_PREFIX) :]) if url.startswith(FILE_PREFIX) else None

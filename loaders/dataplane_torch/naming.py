@@ -20,7 +20,7 @@ _GLOB = re.compile(r"[*?\[{]")
 
 
 class _Looks(enum.Enum):
-    """What a string looks like: it names shards, may be a path to shards, or is a text sample."""
+    """The looks of a string: it names shards, may be a path to shards, or is a text sample."""
 
     SHARDS = enum.auto()
     PATH = enum.auto()
@@ -32,20 +32,26 @@ def listed(dataset: Any) -> Any:
     and tuples of configurations, `Path.glob()`, keys of a dict. A set is sorted. Anything else is
     returned as it is.
     """
-    is_array = type(dataset).__module__ == "numpy" and getattr(dataset, "ndim", 0) == 1
-    is_other = isinstance(dataset, Sequence) and not isinstance(dataset, str | bytes | bytearray)
-    if isinstance(dataset, list | tuple) or not (
-        is_array or is_other or isinstance(dataset, AbstractSet | Iterator)
-        or (isinstance(dataset, Collection) and not hasattr(dataset, "__getitem__"))
-    ):  # fmt: skip
-        return dataset
-    if is_array and dataset.dtype.kind not in "UO":
+    if not _may_hold_paths(dataset):
         return dataset
     members = list(dataset)
     if not all(isinstance(one, str | os.PathLike) for one in members):
         return iter(members) if isinstance(dataset, Iterator) else dataset
     paths = [str(one) if isinstance(one, str) else one for one in members]
     return sorted(paths, key=os.fspath) if isinstance(dataset, AbstractSet) else paths
+
+
+def _may_hold_paths(dataset: Any) -> bool:
+    """Whether this is a collection or an iterator, but no list, tuple or mapping, no text, and no
+    array of numbers.
+    """
+    if isinstance(dataset, list | tuple | str | bytes | bytearray):
+        return False
+    if type(dataset).__module__ == "numpy" and getattr(dataset, "ndim", 0) == 1:
+        return bool(dataset.dtype.kind in "UO")
+    if isinstance(dataset, Sequence | AbstractSet | Iterator):
+        return True
+    return isinstance(dataset, Collection) and not hasattr(dataset, "__getitem__")
 
 
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -428,3 +429,15 @@ def test_what_other_readers_would_leave_out_or_read_is_logged(
     with caplog.at_level(logging.WARNING, "dataplane.store"):
         index_dataset(tmp_path)
     assert re.search(says, caplog.text) if says else not caplog.records
+
+
+def test_a_file_name_that_is_not_utf_8_counts_only_if_it_is_a_shard(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(arrow(1, 2))
+    for name in (b"no\xfftes.txt", b"no\xffsuffix", b".hidden\xff.arrow"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"x")
+    for url in (f"{tmp_path}", f"{tmp_path}/*.arrow", f"{tmp_path}/**"):
+        assert rows(index_dataset(url)) == [1, 2]
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.arrow")).write_bytes(arrow(3))
+    with pytest.raises(ConfigError, match=r"b\\xff\.arrow' is not UTF-8: rename it"):
+        index_dataset(f"{tmp_path}")
+    assert rows(index_dataset(f"{tmp_path}/a*.arrow")) == [1, 2]

@@ -168,6 +168,34 @@ def test_a_process_that_opens_job_after_job_is_slowed_down_also_on_new_connectio
     asyncio.run(opened())
 
 
+def test_the_next_long_message_of_a_process_waits_and_short_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_PARSE_PAUSES", "_PARSE_PAUSE_S_MAX"):
+        monkeypatch.setattr(f"dataplane.node.server.{name}", 1e6)
+    source = messages.DatasetSource(tuple(f"/data/{n}" for n in range(1000)))
+    long = messages.OpenJob("j", "i", "m", source, Topology(), global_batch=1)
+
+    async def sent() -> None:
+        server, process = fake_server(asyncio.Event()), _Process()
+        server.process_of = lambda _: process
+        peers = Peers(server)
+        with peers.connect() as first, peers.connect() as second:
+            local.send(first, messages.ToNode(2, long))
+            answer, _ = await asyncio.to_thread(local.receive, first, messages.FromNode)
+            assert "say Hello first" in str(answer.body)
+            assert await greeted(first)
+            first.close()
+            local.send(second, messages.ToNode(2, long))
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert not select.select([second], [], [], 0)[0]
+            assert process._parsing.locked()
+            peers.close()
+
+    asyncio.run(sent())
+
+
 def test_many_connections_of_a_process_have_the_turns_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
