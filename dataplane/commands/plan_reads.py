@@ -186,14 +186,14 @@ def _limits(
     dataset: Dataset, spec: JobSpec, cluster: Cluster, config: NodeConfig
 ) -> tuple[int, int]:
     """How many positions ahead a node reads, and how many blocks it fetches or decodes at once."""
-    from dataplane.arena.slots import plan_slots
+    from dataplane.node.delivery import layout_of
     from dataplane.node.slab_sizes import slab_sizes
     from dataplane.scheduler.passes import PLANS_AHEAD
     from dataplane.scheduler.planning import PLANS_TOGETHER
 
     manifest = dataset.manifest
     sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
-    layout = plan_slots(config.delivery_bytes_per_rank, sizes.slot_bytes)
+    layout = layout_of(config, sizes.slot_bytes)
     slab_rows = sizes.batches * spec.global_batch
     # Blocks of as many slabs are fetched, and decoded, as are planned together.
     under_way = 2 * PLANS_TOGETHER * slab_rows * manifest.block_count // manifest.sample_count

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.arena.slots import SlotLayout
+from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
 from dataplane.changes import changes_of
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
@@ -98,6 +98,12 @@ def delegated_job(
         )
     digest = changes_of(request.entries).job_digest(spec.slabs_digest)
     return None if signed else DelegatedJob(request, digest, software)
+
+
+def layout_of(config: NodeConfig, slot_bytes: int) -> SlotLayout:
+    """The slots of one dp rank, of this size: as many as all workers can fill side by side."""
+    slots_max = config.worker_count_most + AHEAD_SLOTS_MIN
+    return plan_slots(config.delivery_bytes_per_rank, slot_bytes, slots_max)
 
 
 def delivery_bytes_max(config: NodeConfig) -> int:

@@ -16,14 +16,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dataplane.arena.slots import AHEAD_SLOTS_MIN, plan_slots
 from dataplane.changes import MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.machine import numa_node_of, numa_nodes
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
-from dataplane.node.delivery import DeliveryArena, delegated_job, delivery_memory
+from dataplane.node.delivery import DeliveryArena, delegated_job, delivery_memory, layout_of
 from dataplane.node.engine import Engine
 from dataplane.node.following import Following
 from dataplane.node.member import ServedMember, progress_of
@@ -290,10 +289,7 @@ class Jobs:
         if delivery is None:
             software = software_of(opened, pixels)
             job = delegated_job(request, spec, software, has_workers=has_workers)
-            layout = plan_slots(
-                self._config.delivery_bytes_per_rank, sizes.slot_bytes,
-                self._config.worker_count_most + AHEAD_SLOTS_MIN,  # a slab for each worker
-            )  # fmt: skip
+            layout = layout_of(self._config, sizes.slot_bytes)
             arena = delivery_memory(self._config, layout, sizes.batch_bytes)
             number = next(self.opener.numbers)
             delivery = DeliveryArena(
