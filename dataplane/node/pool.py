@@ -166,7 +166,12 @@ class WorkerPool:
 
     def forget_dataset(self, dataset_id: int) -> None:
         """The dataset has no readers left: others may have all workers."""
-        self._drop(dataset_id, lambda task: isinstance(task.body, tasks.Decode))
+        # What needs no function ends by itself, and may be of use to the next reader.
+        self._drop(
+            dataset_id,
+            lambda task: isinstance(task.body, tasks.Decode),
+            lambda task: task.calls_function,
+        )
         self._queue.forget(dataset_id)
         self._dispatch()
 
@@ -176,12 +181,18 @@ class WorkerPool:
         def is_of_arena(task: PoolTask) -> bool:
             return isinstance(task.body, tasks.Assemble) and task.body.arena_id == arena_id
 
-        self._drop(dataset_id, is_of_arena)
+        # Also those without a function: a loader that is opened again would wait for them.
+        self._drop(dataset_id, is_of_arena, lambda _: True)
 
-    def _drop(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> None:
-        """Nobody wants what these tasks of a dataset make: those that would call a user's function
-        fail, and one that is calling it may end soon, or its worker is. It could hang, and keep
-        workers from those who follow. What needs no function ends by itself, and may be of use.
+    def _drop(
+        self,
+        dataset_id: int,
+        is_unwanted: Callable[[PoolTask], bool],
+        is_useless: Callable[[PoolTask], bool],
+    ) -> None:
+        """Nobody wants what these tasks of a dataset make: those that wait fail if they are of no
+        use either, and one that is calling a user's function may end soon, or its worker is. It
+        could hang, and keep workers from those who follow.
         """
         now = time.monotonic()
         for worker in self._workers:
@@ -192,7 +203,7 @@ class WorkerPool:
                 task.unwanted_since = now
                 self._watch_soon()
         for task in self._queue.remove(
-            dataset_id, lambda one: one.calls_function and is_unwanted(one)
+            dataset_id, lambda one: is_unwanted(one) and is_useless(one)
         ):
             task.report(_unwanted())
 

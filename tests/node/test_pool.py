@@ -12,7 +12,7 @@ import pytest
 from no_forks import no_forks
 from pool_bench import OTHER, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
-from dataplane.errors import CorruptShard, DataplaneError, DatasetChangedError
+from dataplane.errors import ClosedError, CorruptShard, DataplaneError, DatasetChangedError
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.worker.forking import ForkedProcess
@@ -211,6 +211,26 @@ def test_detaching_an_arena_while_a_job_runs_does_not_complete_the_job(
         assert len(bench.reports) == 3
 
     on_bench(arrow_shards(tmp_path, 2), scene)
+
+
+def test_waiting_slabs_of_a_closed_arena_keep_no_worker_and_blocks_are_decoded_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM)
+        (pid,) = bench.pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        running = bench.decode(1, OTHER)
+        slabs = [bench.assemble((bench.decoded(ROOM),), [(0, 3)], SLAB) for _ in range(3)]
+        decoding = bench.decode(2, OTHER)
+        bench.pool.forget_slabs(bench.dataset.dataset_id, 0)
+        bench.pool.forget_dataset(bench.dataset.dataset_id)
+        assert [type(await slab) for slab in slabs] == [ClosedError] * 3
+        os.kill(pid, signal.SIGCONT)
+        assert isinstance(await running, tasks.Decoded)
+        assert isinstance(await decoding, tasks.Decoded)
+
+    on_bench(arrow_shards(tmp_path, 3), scene)
 
 
 def test_a_job_over_many_blocks_with_long_names_is_described_in_several_packets(
