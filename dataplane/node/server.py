@@ -57,7 +57,7 @@ to open it and to free its memory."""
 _JOBS_MAX, _STREAMS_MAX, _SLABS_AWAITED_MAX = 16, 256, 1024
 _SHORT_BYTES = 2048
 """Messages of this length are parsed on the event loop."""
-_PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 30.0
+_PARSE_PAUSES, _PARSE_PAUSE_S_MAX = 4.0, 5.0
 T = TypeVar("T")
 
 
