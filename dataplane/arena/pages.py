@@ -96,6 +96,7 @@ class HugePages:
     def __init__(self) -> None:
         self._small_bytes_left = _SMALL_BYTES_FIRST
         self._pause_bytes = _PAUSE_BYTES
+        self._is_cheap = False
 
     def fill(self, address: int, size_bytes: int) -> bool:
         """Allocate and map these units of HUGE_BYTES of a shared mapping. Whether that was done.
@@ -104,20 +105,23 @@ class HugePages:
         if self._small_bytes_left > 0:
             self._small_bytes_left -= size_bytes
             return False
+        # One huge page shows what they cost.
+        tried_bytes = size_bytes if self._is_cheap else HUGE_BYTES
         began, is_done = time.thread_time(), True
         try:
-            for at in range(address, address + size_bytes, HUGE_BYTES):
+            for at in range(address, address + tried_bytes, HUGE_BYTES):
                 advise(at, PAGE_BYTES, _MADV_POPULATE_WRITE)  # the kernel fills up what has a page
-            advise(address, size_bytes, _MADV_COLLAPSE)
+            advise(address, tried_bytes, _MADV_COLLAPSE)
         except OSError:  # too old a kernel, or no huge page is free
             is_done = False
         spent_s = time.thread_time() - began
-        if is_done and spent_s * (1 << 20) <= _CPU_S_MAX * size_bytes:
+        self._is_cheap = is_done and spent_s * (1 << 20) <= _CPU_S_MAX * tried_bytes
+        if self._is_cheap:
             self._pause_bytes = _PAUSE_BYTES
-        else:
-            self._small_bytes_left = self._pause_bytes
-            self._pause_bytes = min(2 * self._pause_bytes, _PAUSE_BYTES_MAX)
-        return is_done
+            return tried_bytes == size_bytes or self.fill(address, size_bytes)
+        self._small_bytes_left = self._pause_bytes
+        self._pause_bytes = min(2 * self._pause_bytes, _PAUSE_BYTES_MAX)
+        return is_done and tried_bytes == size_bytes
 
 
 def unmap(address: int, size_bytes: int) -> None:
