@@ -72,6 +72,7 @@ class Bench:
         rows: list[tuple[int, int]],
         slab: Region,
         render: tasks.Render | None = None,
+        part: slice = slice(0, 0),
     ) -> Awaitable[object]:
         index = Region(MIB, 8 * len(rows))
         into = np.frombuffer(self.arena.view(index.offset, index.length), np.int32)
@@ -79,6 +80,7 @@ class Bench:
         batch = messages.Batch(0, len(rows), len(rows))
         keys = tuple(source.key for source in sources)
         body = tasks.Assemble(self.dataset.dataset_id, keys, index, (batch,), 0, slab, render)
+        body = structs.replace(body, first_row=part.start, row_count=part.stop - part.start)
         return self._submit(body, sources, (0,), self._blocks.get(keys[0], 0))
 
     def mapped(self, block: int) -> tasks.BlockSource:

@@ -382,17 +382,18 @@ class Engine:
             names_sources=delivery.names_sources,
             collate=delivery.collate(effect.collate),
         )  # fmt: skip
-        rows, count, ends = effect.plan.row_count, effect.pieces, list[_Ended]()
+        rows, count, ends = effect.plan.row_count, effect.pieces, dict[int, _Ended]()
 
-        def ended(end: _Ended) -> None:
-            ends.append(end)
-            if len(ends) == count:
-                self._assembled(effect, ends, keep)
+        def ended(piece: int, end: _Ended) -> None:
+            ends[piece] = end
+            if len(ends) == count:  # of several errors, the one of the first piece is told
+                self._assembled(effect, [ends[at] for at in range(count)], keep)
 
         for at in range(count):
             first, end = rows * at // count, rows * (at + 1) // count
             part = replace(body, keep=None, first_row=first, row_count=end - first)
-            self._submit(effect, body if count == 1 else part, _ASSEMBLE_URGENCY, ended)
+            some = body if count == 1 else part
+            self._submit(effect, some, _ASSEMBLE_URGENCY, partial(ended, at))
 
     def _assembled(
         self, effect: events.AssembleSlab, ends: Sequence[_Ended], keep: Region | None

@@ -20,7 +20,7 @@ from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, aligned, row_bytes
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec
-from dataplane.plan.packs import packing_of
+from dataplane.plan.packs import Packing, packing_of
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch, Column
 from dataplane.transforms.packing import LENGTHS
@@ -30,6 +30,8 @@ from dataplane.worker.gather import Gathered
 from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import PackBlock, PackForm, document_lengths
 from dataplane.worker.rows import Open, rows_of
+
+_NO_PACKING = astuple(Packing(0, 0, 0, 0, 0))
 
 
 class PackGather:
@@ -98,7 +100,7 @@ class PackGather:
 
 
 class CountGather:
-    """Assembles one slab that says of blocks what becomes of their tokens.
+    """Assembles one slab that says of blocks what becomes of their tokens, or its rows `part`.
 
     Shapes:  row_index: int32[rows, 2], (block, 0).
     """
@@ -109,19 +111,26 @@ class CountGather:
         blocks: Sequence[tuple[BlockColumns, tasks.Origin | None]],
         row_index: RowIndex,
         batches: Sequence[Batch],
+        part: slice = slice(None),
     ) -> None:
-        self._form, self._batches = form, batches
-        found = [packing_of(document_lengths(*each, form), form.pack) for each in blocks]
-        self._packings = np.array([astuple(each) for each in found], np.int64)
-        self._blocks = np.array(row_index[:, 0], np.int64)
+        self._form, self._batches, self._part = form, batches, part
+        used = np.array(row_index[:, 0], np.int64)
+        own = set(used[part].tolist())
+        found = {
+            at: astuple(packing_of(document_lengths(*block, form), form.pack))
+            for at, block in enumerate(blocks)
+            if at in own
+        }
+        rows = [found.get(at, _NO_PACKING) for at in used.tolist()]
+        self._packings = np.array(rows, np.int64).reshape(-1, len(_NO_PACKING))
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
         """As Gather.into."""
         return _into(self._form.specs, self._batches, slab, expect, self._write)
 
     def _write(self, count: int, columns: Sequence[Bytes]) -> None:
-        rows = self._packings[self._blocks[:count]]
-        columns[0].view(np.int64)[:] = rows.reshape(-1)
+        out = columns[0].view(np.int64).reshape(-1, len(_NO_PACKING))
+        out[self._part] = self._packings[:count][self._part]
 
 
 def _padded_into(

@@ -238,7 +238,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
     try:
         if body.say_where:
-            _read_one_by_one(state, dataset, body, rows[body.part])
+            _read_one_by_one(state, dataset, body, rows)
         told: dict[tuple[str, int], ReplacedRow] = {}
         gathers = partial(_gather_of, state, dataset, told)
         gather = slab_gather(dataset, body, rows, gathers, state.tell)
@@ -306,7 +306,8 @@ def _pack_gather(
     """The packs `part` of these blocks, each by its own key and what is asked of its packs."""
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
-        return CountGather(form, [(one.columns, one.origin) for one in opened], places, batches)
+        named = [(one.columns, one.origin) for one in opened]
+        return CountGather(form, named, places, batches, part)
     used = set(places[part, 0].tolist())
     packed = [
         _packed(state, form, key, asked if at in used else AskedPacks((), ()))
@@ -350,11 +351,16 @@ def _read_one_by_one(
     state: _State, dataset: ReadDataset, body: tasks.Assemble, rows: RowIndex
 ) -> None:
     """Run the task's reads once in advance, block by block and image by image, and report each
-    before it is read: one of them has crashed a worker.
+    before it is read: one of them has crashed a worker. Also a task that writes a part of the slab
+    reads of all rows how long they are, but images and packs only of its own.
     """
+    is_own = np.zeros(len(rows), np.bool_)
+    is_own[body.part] = True
     for at, key in enumerate(body.block_keys):
-        block = state.blocks[key]
-        mine = rows[rows[:, 0] == at, 1].tolist()
+        block, is_here = state.blocks[key], rows[:, 0] == at
+        mine = rows[is_here & is_own, 1].tolist()
+        if dataset.packs is not None and not mine:
+            continue
         state.tell(tasks.Reading(key))
         if dataset.packs is not None:
             index = places_of(np.array([(0, row) for row in mine], np.int32), [block.numbers])
@@ -362,7 +368,7 @@ def _read_one_by_one(
             batches = (Batch(0, len(mine), len(mine)),)
             scratch(_pack_gather(state, dataset.packs, named, index, batches, as_rows=True))
             continue
-        gather_apart(dataset, block, mine, None)
+        gather_apart(dataset, block, rows[is_here, 1].tolist(), None)
         if body.render is None:
             continue
         for image in body.render.images:

@@ -85,6 +85,33 @@ def test_a_crash_over_many_blocks_names_the_one_that_did_it(
     on_bench(url, scene)
 
 
+SIZES = """
+whole = worker.Gather.__init__
+def begin(self, specs, blocks, rows, *args, **named):
+    for block, row in rows.tolist():
+        if blocks[block].batch.column("x")[row].as_py() == 22:
+            os.kill(os.getpid(), 7)
+    whole(self, specs, blocks, rows, *args, **named)
+worker.Gather.__init__ = begin
+"""
+
+
+def test_a_crash_over_a_row_of_another_piece_of_a_slab_names_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece finds out how long all rows are: here that of block 5 cannot be read."""
+    url = arrow_shards(tmp_path, 9)
+    instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", START + SIZES + SERVE)
+
+    async def scene(bench: Bench) -> None:
+        sources, rows = tuple(bench.mapped(i) for i in range(9)), [(i, 2) for i in range(9)]
+        error = await bench.assemble(sources, rows, SLAB, part=slice(0, 3))
+        assert isinstance(error, CorruptShard)
+        assert (error.shard, error.block) == (bench.dataset.url(5), 0)
+
+    on_bench(url, scene)
+
+
 def test_a_block_that_crashes_when_it_is_opened_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

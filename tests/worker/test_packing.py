@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
 from dataplane.worker.gather import Gathered
 from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
-from dataplane.worker.packing import PackGather
+from dataplane.worker.packing import CountGather, PackGather
 
 Documents = list[list[int]]
 Arrays = dict[str, NDArray[np.generic]]
@@ -396,3 +396,25 @@ def test_a_worker_that_looks_for_a_bad_block_reads_its_packs_alone(
     dataset: Any = SimpleNamespace(packs=form)
     worker._read_one_by_one(state, dataset, body, index)
     assert told == [tasks.Reading(7), tasks.Reading(9)]
+    told.clear()
+    worker._read_one_by_one(state, dataset, replace(body, first_row=2, row_count=1), index)
+    assert told == [tasks.Reading(7)]  # of its own rows
+
+
+def test_each_part_of_a_slab_counts_the_packs_of_its_own_blocks() -> None:
+    form = PackForm.of(SPECS["int32"], PackSpec("tokens", 8, outputs=("packing",)))
+    blocks = [(block_of([[1] * count], "int32"), None) for count in (3, 8, 5)]
+    index = np.array([(2, 0), (0, 0), (1, 0)], np.int32)
+    batches = (Batch(0, 2, 2), Batch(1, 0, 0), Batch(2, 1, 1))
+    whole, slab = bytearray(1 << 10), bytearray(1 << 10)
+    told = CountGather(form, blocks, index, batches).into(memoryview(whole))
+    made = np.frombuffer(whole, np.int64, 15, told.columns[0].values[0]).reshape(3, 5)
+    assert made[:, 0].tolist() == [5, 3, 8]
+    for part in (slice(1, None), slice(0, 1)):
+        own = [block if at in set(index[part, 0].tolist()) else None
+               for at, block in enumerate(blocks)]  # fmt: skip
+        gather = CountGather(form, cast("Any", own), index, batches, part)
+        assert gather.into(memoryview(slab)) == told
+    assert slab == whole
+    none = CountGather(form, [], index[:0], (Batch(0, 0, 0),))
+    assert none.into(memoryview(slab)).batch_count == 1
