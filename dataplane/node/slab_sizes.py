@@ -55,7 +55,7 @@ def slab_sizes(
     slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
     is_divisible = collated is None and _is_divisible(dataset, spec)
     row_s = _IMAGE_S * len(spec.transforms)
-    return SlabSizes(batches, most, slot_bytes, batch_bytes, is_divisible, row_s)
+    return SlabSizes(batches, most, slot_bytes, batch_bytes, is_divisible, row_s, column_count)
 
 
 def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:

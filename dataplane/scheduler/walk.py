@@ -41,8 +41,10 @@ from dataplane.transforms.image_steps import steps_of
 Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
 _MANY = 1 << 30
-_PIECE_S = 0.002
-"""What a worker takes for a piece of a slab, at least: about ten times what its message costs."""
+_PIECE_S, _PIECE_COLUMN_S = 0.002, 0.0001
+"""What a worker takes for a piece of a slab, at least, and more for each of its columns: about ten
+times what its message costs, and what each column takes however few rows a piece has.
+"""
 _WHOLE_S = 0.02
 """A slab that one worker makes alone has batches for so long, at most, or is one."""
 
@@ -51,7 +53,8 @@ class SlabSizes(Struct):
     """How many batches fit into a slab as far as is known, the maximum for very small batches, and
     the slot size that their bytes and row index need. `batch_bytes` is the approximate size of a
     batch, 0 if unknown. If it `is_divisible`, several workers may make a slab together, each some
-    of its rows. `row_s` is the time of a worker for a row, as far as is known.
+    of its rows. `row_s` is the time of a worker for a row, as far as is known. Batches have so many
+    columns, about: `column_count`.
     """
 
     batches: int
@@ -60,6 +63,7 @@ class SlabSizes(Struct):
     batch_bytes: int = 0
     is_divisible: bool = False
     row_s: float = 0.0
+    column_count: int = 0
     _batch_bytes: float = 0.0
     _spread_bytes: float = 0.0
     _batch_s: float = 0.0
@@ -82,7 +86,9 @@ class SlabSizes(Struct):
 
     def took(self, batches: Sequence[Batch], worker_s: float) -> None:
         """Adapt the number of pieces of later slabs to what these batches took of workers."""
-        rows = max(sum(batch.rows for batch in batches), 1)
+        rows = sum(batch.rows for batch in batches)
+        if not rows:
+            return
         self.row_s += (worker_s / rows - self.row_s) / (4 if self._batch_s else 1)
         batch_s = worker_s / len(batches)
         self._batch_s += (batch_s - self._batch_s) / (4 if self._batch_s else 1)
@@ -95,7 +101,8 @@ class SlabSizes(Struct):
         """In how many pieces so many workers should make a slab with these rows."""
         if not self.is_divisible:
             return 1
-        return max(min(int(rows * self.row_s / _PIECE_S), rows, worker_count), 1)
+        piece_s = _PIECE_S + self.column_count * _PIECE_COLUMN_S
+        return max(min(int(rows * self.row_s / piece_s), rows, worker_count), 1)
 
     @property
     def _whole_max(self) -> int:

@@ -18,6 +18,7 @@ from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 from dataplane.rpc.making import StepRange
+from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
@@ -146,6 +147,24 @@ def test_what_batches_take_is_followed_with_room_for_how_much_they_differ():
     assert sizes.batches == 65, "of a slab that is short nothing is learned"
     sizes.fitted(1, 20_000, 10_000, cut=True)
     assert sizes.batches == 1
+
+
+def test_a_wide_table_gets_no_more_pieces_because_each_takes_long() -> None:
+    """What a piece takes for its columns it takes however few rows it has."""
+    for column_count, found in ((3, 6), (1000, 1)):
+        sizes = SlabSizes(4, 4, 0, is_divisible=True, column_count=column_count)
+        pieces = 1
+        for _ in range(40):
+            alone_s = 0.00001 * column_count
+            sizes.took([Batch(0, 1000, 1000)], 0.014 + pieces * alone_s)
+            pieces = sizes.pieces(1000, 64)
+        assert pieces == found
+
+
+def test_an_empty_batch_changes_no_estimate() -> None:
+    sizes = SlabSizes(4, 4, 0, is_divisible=True, row_s=0.001)
+    sizes.took([Batch(0, 0, 0)], 1.0)
+    assert sizes.row_s == 0.001
 
 
 def test_a_slab_of_less_than_half_of_the_usual_batches_changes_no_estimate() -> None:
