@@ -14,7 +14,7 @@ from dataplane.arena.slab_layout import row_index_bytes
 from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced
-from dataplane.model import Stream
+from dataplane.model import End, Stream
 from dataplane.plan.slices import Slice
 from dataplane.rpc import messages
 from dataplane.scheduler import events
@@ -139,6 +139,9 @@ class Consumer:
             self.error = body
             if isinstance(body, Unplanned) and self.feeder is None:
                 behind = self.at.cursor + self.next_step * self.place.spec.global_batch
+                is_last = self.next_step == len(self._steps)
+                if is_last and self.place.spec.end is End.RAGGED:  # it may have joined rows
+                    behind = max(behind, self.walk.order.sample_count)
                 assert behind == self.walk.position, "an error before what was planned"
             if isinstance(body, BudgetTooSmall) and "its slab has" in str(body):
                 self._check_size(body)
