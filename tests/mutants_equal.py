@@ -168,12 +168,6 @@ EQUAL = (
         "any numbers do that rise",
     ),
     (
-        _SCHEDULER + "autoscaler.py",
-        "return sum(self.rates) / len(self.rates)",
-        "return (sum(self.rates) * len(self.rates))",
-        "the rates that are compared are of four looks each",
-    ),
-    (
         _SCHEDULER + "streams.py",
         "ranked.sort(key=lambda rank: rank[:2])",
         "ranked.sort(key=lambda rank: rank[:3])",

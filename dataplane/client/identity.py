@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -58,13 +59,16 @@ def node_name(launch: Launch, sharing: str = "") -> str:
     """The name of the node that the ranks of one host share, derived from the first launch of the
     run that this process knew. So loaders made before and after the ranks have a token share a
     node. Jobs of one sharing group use one node, whatever launched them. A node has the credentials
-    and settings with which it was started: a process without other ranks has one for each set.
+    and settings with which it was started, and finds functions where that process found them: a
+    process without other ranks has one node for each set of these.
     """
     if sharing:
         return f"sharing {sharing}"
     name = f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
+    if launch.shared:
+        return name
     own = sorted(entry for entry in os.environ.items() if entry[0].startswith(_OF_NODES))
-    return name if launch.shared or not own else f"{name} {_hidden(own)}"
+    return f"{name} {_hidden([*own, *(('sys.path', folder) for folder in sys.path)])}"
 
 
 _first: dict[str, str] = {}

@@ -218,6 +218,18 @@ def test_a_process_without_other_ranks_has_a_node_for_each_set_of_settings(
             assert len(worker_processes(other)) == 2
 
 
+def test_a_function_is_found_in_a_folder_that_was_added_after_another_loader(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DataLoader(url, batch_size=4) as first:
+        assert numbers(first) == list(range(30))
+    name = f"added_{os.getpid()}"
+    (tmp_path / f"{name}.py").write_text("def function(columns): return columns")
+    monkeypatch.syspath_prepend(tmp_path)
+    with DataLoader(url, batch_size=4, map=f"{name}:function") as second:
+        assert numbers(second) == list(range(30))
+
+
 def _has_arenas(node: psutil.Process) -> bool:
     return "memfd:dataplane-" in Path(f"/proc/{node.pid}/maps").read_text()
 
