@@ -61,13 +61,16 @@ def slab_sizes(
 def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
     """Whether workers can write the rows of a slab side by side, since each knows where its own go.
     Not if that depends on what a function returns, on values of Arrow, or on whether an image of
-    another row can be decoded.
+    another row can be decoded. Texts and lists alone are not worth it: to find the places of all
+    rows takes about as long as to copy them.
     """
     pack, columns = spec.view.pack, dataset.columns.specs
     if pack is not None:
         is_plain = pack.policy is not PackPolicy.PAD
     else:
-        is_plain = all(column.kind is not Kind.OBJECT for column in columns)
+        is_fixed = all(column.kind is Kind.FIXED for column in columns)
+        is_plain = is_fixed or bool(spec.transforms)
+        is_plain &= all(column.kind is not Kind.OBJECT for column in columns)
     replaces = any(image.replaces for image in spec.transforms)
     return is_plain and not replaces and not spec.view.collate
 
