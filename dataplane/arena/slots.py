@@ -68,7 +68,7 @@ def plan_slots(arena_bytes: int, slot_bytes: int, slots_max: int | None = None) 
 
 
 def slot_bytes_of(arena_bytes: int) -> int:
-    """The slot size at which an arena of this size holds the usual number of slots."""
+    """The usual slot size of an arena of this size: beside the zone, twelve slots fit into it."""
     return max(arena_bytes // _SLOT_SHARE // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 

@@ -168,9 +168,7 @@ class WorkerPool:
         """The dataset has no readers left: others may have all workers."""
         # What needs no function ends by itself, and may be of use to the next reader.
         self._drop(
-            dataset_id,
-            lambda task: isinstance(task.body, tasks.Decode),
-            lambda task: task.calls_function,
+            dataset_id, lambda task: isinstance(task.body, tasks.Decode) and task.calls_function
         )
         self._queue.forget(dataset_id)
         self._dispatch()
@@ -182,17 +180,12 @@ class WorkerPool:
             return isinstance(task.body, tasks.Assemble) and task.body.arena_id == arena_id
 
         # Also those without a function: a loader that is opened again would wait for them.
-        self._drop(dataset_id, is_of_arena, lambda _: True)
+        self._drop(dataset_id, is_of_arena)
 
-    def _drop(
-        self,
-        dataset_id: int,
-        is_unwanted: Callable[[PoolTask], bool],
-        is_useless: Callable[[PoolTask], bool],
-    ) -> None:
-        """Nobody wants what these tasks of a dataset make: those that wait fail if they are of no
-        use either, and one that is calling a user's function may end soon, or its worker is. It
-        could hang, and keep workers from those who follow.
+    def _drop(self, dataset_id: int, is_unwanted: Callable[[PoolTask], bool]) -> None:
+        """Nobody wants what these tasks of a dataset make: those that wait fail, and one that is
+        calling a user's function may end soon, or its worker is. It could hang, and keep workers
+        from those who follow.
         """
         now = time.monotonic()
         for worker in self._workers:
@@ -202,9 +195,7 @@ class WorkerPool:
             if task.calls_function and is_unwanted(task) and task.unwanted_since is None:
                 task.unwanted_since = now
                 self._watch_soon()
-        for task in self._queue.remove(
-            dataset_id, lambda one: is_unwanted(one) and is_useless(one)
-        ):
+        for task in self._queue.remove(dataset_id, is_unwanted):
             task.report(_unwanted())
 
     def detach_arena(self, arena_id: int) -> None:
