@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import Counter
 
 import numpy as np
 from msgspec import Struct, field
+from scheduler_settled import tell
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.config import JobSpec
@@ -132,12 +133,7 @@ class Node:
 
     def tell(self, event: events.Event) -> None:
         """Tell the scheduler, and do what it decides."""
-        todo = deque([event, events.Settled()])
-        while todo:
-            for effect in self.scheduler.decide(todo.popleft(), self.now):
-                todo.extend(self._do(effect))
-            if not todo and not self.scheduler.is_settled:
-                todo.append(events.Settled())
+        tell(self.scheduler, event, self.now, self._do)
 
     def _do(self, effect: events.Effect) -> list[events.Event]:
         match effect:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+from scheduler_settled import tell
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.config import JobSpec
@@ -109,15 +109,10 @@ class FarStoreNode:
         heapq.heappush(self._due, (at, next(self._numbers), event))
 
     def _tell(self, event: events.Event) -> None:
-        todo = deque([event, events.Settled()])
         if isinstance(event, events.BlockFetched):
             self._bytes -= self.scheduler.block(event.key).raw.length  # type: ignore[union-attr]
             self.in_flight.append((self.now, self._bytes))
-        while todo:
-            for effect in self.scheduler.decide(todo.popleft(), self.now):
-                todo.extend(self._do(effect))
-            if not todo and not self.scheduler.is_settled:
-                todo.append(events.Settled())
+        tell(self.scheduler, event, self.now, self._do)
 
     def _do(self, effect: events.Effect) -> list[events.Event]:
         match effect:

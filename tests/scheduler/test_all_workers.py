@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_settled import tell
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout
 from dataplane.config import JobSpec
@@ -82,12 +83,7 @@ class Host:
             self._start()
 
     def tell(self, event: events.Event) -> None:
-        todo = deque([event, events.Settled()])
-        while todo:
-            for effect in self.scheduler.decide(todo.popleft(), self.now):
-                todo.extend(self._do(effect))
-            if not todo and not self.scheduler.is_settled:
-                todo.append(events.Settled())
+        tell(self.scheduler, event, self.now, self._do)
 
     def _do(self, effect: events.Effect) -> list[events.Event]:
         match effect:
