@@ -1,8 +1,9 @@
-"""The same values in another Arrow type: without encodings, or with wider offsets.
+"""Convert Arrow arrays to another type for the same values: without encodings, or with wider
+offsets.
 
 Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
-its kernels support only some of them. 32-bit offsets have no room for 2 GiB of text, or of items of
-lists, in one array.
+its kernels support only some of them. One array with 32-bit offsets holds at most 2 GiB of text, or
+of list items.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NARROW = frozenset(kind.id for kind in (pa.string(), pa.binary()))
 
 
 def widened(kind: pa.DataType) -> pa.DataType:
-    """The type for the same values that has room for more than 2 GiB of them."""
+    """Return the type for the same values that has room for more than 2 GiB of them."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind if isinstance(kind, pa.FixedShapeTensorType) else widened(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -53,7 +54,7 @@ def _widened(field: pa.Field) -> pa.Field:
 
 
 def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The same values as an array of a type for the same values; times may become their integers.
+    """Convert an array to a type that can hold the same values; times may become their integers.
 
     Raises:  Arrow's errors.
     """
@@ -84,7 +85,7 @@ def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
-    """A struct whose fields may be in another order."""
+    """Convert a struct; its fields may be in another order."""
     own, names = ([field.name for field in each.fields] for each in (array.type, kind))
     places = range(len(names)) if own == names else [own.index(name) for name in names]
     fields = list(kind.fields)
@@ -93,7 +94,9 @@ def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -
 
 
 def _read_as_lists(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
-    """Lists, one after the other. Takes rows of plain values: `flatten` supports few types."""
+    """Convert lists item by item. Rows are taken as plain values, since `flatten` supports few
+    types.
+    """
     offsets = array.offsets.to_numpy()
     if array.type.id in LIST_VIEWS:
         starts, lengths = offsets[: len(array)], array.sizes.to_numpy()
@@ -133,7 +136,7 @@ def _read_as_union(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def decoded(array: pa.Array) -> pa.Array:
-    """The same values without extension, dictionary or run ends around them."""
+    """Remove extension, dictionary and run-end layers; the values stay the same."""
     if isinstance(array, pa.ExtensionArray):
         return decoded(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -148,7 +151,7 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _taken(values: pa.Array, rows: pa.Array) -> pa.Array:
-    """These rows of the values; Arrow cannot take rows of views."""
+    """Select rows of the values, also of views, which Arrow's `take` does not support."""
     kind = values.type
     is_view = pa.types.is_string_view(kind) or pa.types.is_binary_view(kind)
     if is_view or (kind.id in _NARROW and _longest(values) * len(rows) > OFFSET_MAX):
@@ -163,7 +166,9 @@ def _longest(texts: pa.Array) -> int:
 
 
 def record_batch(arrays: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
-    """A batch of these columns. Of one that does not fit into its type it has the wide type."""
+    """Make a batch of these columns. A column too large for its type's offsets gets the
+    wide type.
+    """
     try:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
     except pa.ArrowInvalid:
@@ -171,7 +176,7 @@ def record_batch(arrays: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatc
 
 
 def joined(pieces: Sequence[pa.Array]) -> pa.Array:
-    """One array of all these; if narrow offsets have no room for them, with wide ones.
+    """Concatenate arrays into one; with wide offsets if narrow ones cannot hold the sum.
 
     Raises:  Arrow's errors.
     """

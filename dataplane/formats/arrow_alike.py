@@ -1,8 +1,8 @@
-"""Whether the size of an Arrow record batch tells all that an index needs to know of it.
+"""Decide whether the size of an Arrow record batch says all that an index needs to know about it.
 
-A file's footer lists the size of each batch. Where columns have fixed widths, a batch of the same
-size as one without nulls has as many rows, and no nulls either: then its metadata need not be read.
-Whoever decodes a block checks its rows and its nulls all the same.
+A file's footer lists the size of each batch. If all columns have fixed widths, a batch of the same
+size as one without nulls has the same number of rows and no nulls, so its metadata need not be
+read. Decoding checks the rows and nulls of every block anyway.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 """
@@ -32,8 +32,8 @@ if it has no buffer of values.
 
 
 def is_told_by_size(schema: pa.Schema, head: Head) -> bool:
-    """Whether each batch of this schema whose body is as long as this one's has its rows, and no
-    nulls, as this one has none. Both come from one writer, which pads all buffers alike.
+    """Whether every batch with a body as long as this one has the same number of rows and no nulls.
+    Assumes that one writer made both batches, and pads all buffers alike.
     """
     if head.kind != RECORDS or head.compressed or not head.rows or any(head.nulls):
         return False
@@ -52,7 +52,9 @@ def is_told_by_size(schema: pa.Schema, head: Head) -> bool:
 
 
 def _nodes(schema: pa.Schema) -> _Nodes | None:
-    """None if the size of a column depends on more than its rows, or if there are many columns."""
+    """Return None if a column's size depends on more than its row count, or if there are many
+    columns.
+    """
     if len(schema) > _NODES_MAX:
         return None
     try:
@@ -79,7 +81,9 @@ def _nodes_of(kind: pa.DataType, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _buffer_bytes(nodes: _Nodes, rows: int) -> list[int]:
-    """Of each buffer, if no array has nulls: an array's buffer of validity, then its values."""
+    """Return the size of each buffer if no array has nulls: per array a validity buffer, then
+    values.
+    """
     sizes = []
     for count, bits in nodes:
         sizes += [0, -(-rows * count * bits // 8)] if bits else [0]
@@ -88,7 +92,7 @@ def _buffer_bytes(nodes: _Nodes, rows: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_only_solution(nodes: _Nodes, rows: int, alignment: int) -> bool:
-    """Whether no other number of rows, with buffers of validity or without, takes as much room."""
+    """Whether only this number of rows fits this size, with or without validity buffers."""
     size = int(_body_bytes(nodes, np.array([rows]), alignment)[0])
     if _body_bytes(nodes, np.array([rows + 1]), alignment)[0] == size:
         return False

@@ -1,8 +1,8 @@
-"""Where the columns of an Arrow record batch lie, from its metadata alone.
+"""Find the columns of an Arrow record batch from its metadata alone.
 
-A batch lists its buffers one after the other, without names: the schema says how many belong to
-each column. Columns of types whose number of buffers depends on the version of the metadata
-(unions) or is not known are not placed, and their shards are read whole.
+A batch lists its buffers one after the other, without names; the schema says how many belong to
+each column. The number of buffers of a union depends on the metadata version, and some types are
+unknown: shards with such columns are read whole.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 """
@@ -57,7 +57,7 @@ _FLAT = {
 
 
 class BufferCounts(Struct, frozen=True, eq=False):
-    """How many buffers each of F columns has. Those of views are counted in each batch.
+    """The number of buffers of each of F columns. Buffers of views vary, so each batch states them.
 
     Shapes:  own: int64[F].   views: int64[F], arrays of views.   has_dictionary: bool[F].
     """
@@ -68,7 +68,7 @@ class BufferCounts(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, schema: pa.Schema) -> Self | None:
-        """None if a column has a type whose buffers are not known."""
+        """Count the buffers by schema; None if a column has a type whose buffers are not known."""
         known: dict[int, tuple[int, int, bool]] = {}
         found = []
         for kind in schema.types:
@@ -84,8 +84,8 @@ class BufferCounts(Struct, frozen=True, eq=False):
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2] > 0)
 
     def starts(self, head: Head) -> Int64 | None:
-        """The first buffer of each column, and the end of the last; None if the batch has another
-        number of buffers.
+        """Return the first buffer of each column, and the end of the last column's; None if the
+        batch has another number of buffers.
 
         Shapes:  result: int64[F + 1].
         """
@@ -99,7 +99,7 @@ class BufferCounts(Struct, frozen=True, eq=False):
 
 
 def _counted(kind: pa.DataType) -> tuple[int, int, bool] | None:
-    """Buffers, arrays of views, and whether there is a dictionary."""
+    """Return a type's number of buffers and of view arrays, and whether it has a dictionary."""
     if isinstance(kind, pa.BaseExtensionType):
         return _counted(kind.storage_type)
     if kind.id not in _NESTED:
@@ -127,9 +127,9 @@ def _has_fixed_width(kind: pa.DataType) -> bool:
 def column_places(
     schema: pa.Schema, batches: Sequence[Message], shared: int
 ) -> list[Sequence[int]] | None:
-    """Of each batch, what Block.columns has of a block that is this batch alone; None if that is
-    not known of each, or if leaving out columns would save little. `shared` is the decoded size of
-    the dictionaries.
+    """Return, for each batch, the `Block.columns` of a block that is this batch alone. None if a
+    batch does not give its places, or if leaving out columns would save little. `shared` is the
+    decoded size of the dictionaries.
     """
     large = max((batch.end - batch.offset for batch in batches), default=0)
     if large < PLACED_BYTES_MIN or len(schema) < 2:

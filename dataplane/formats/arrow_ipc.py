@@ -1,9 +1,9 @@
-"""Arrow IPC: file and stream, distinguished by their first bytes, never by name.
+"""Arrow IPC, file and stream, told apart by their first bytes and not by name.
 
-A block is a record batch, or a run of small ones; the preamble is the schema and the dictionaries
-before the first record batch, so that preamble and body, one after the other, are an IPC stream.
-If dictionaries come later, or a file's footer lists its batches in another order than they lie in,
-the whole shard is one block.
+A block is one record batch, or a run of small ones. The preamble is the schema and the dictionaries
+before the first record batch, so preamble and body together are a valid IPC stream. If dictionaries
+come later, or a file's footer lists its batches in another order than they are stored, the whole
+shard is one block.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 """
@@ -70,11 +70,13 @@ class ArrowIpc:
     index_version = 2  # places of columns; texts are estimated together
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
-        """What `index` reads first of a shard of this size: its start and, of a file, its end."""
+        """Return the ranges that `index` reads first: the start and, of a file, the end."""
         return of_arrow(size_bytes)
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: reads the metadata of each message, and no body that it can skip."""
+        """Implement `Format.index`: read the metadata of each message, and skip bodies where
+        possible.
+        """
         require_bytes(shard.url, shard.size_bytes, "Arrow IPC")
         window = Window(shard)
         start = bytes(window.view(0, 512))
@@ -105,7 +107,7 @@ class ArrowIpc:
         return _shard_index(schema, shard, messages, footer)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """As `Format.decode`."""
+        """Implement `Format.decode`."""
         url, start = block.url, block.place.offset
         block = replace(block, preamble=_with_length(url, block.preamble))
         part = partial_batch(block, columns) if block.pieces else None
@@ -129,14 +131,14 @@ class ArrowIpc:
 
 
 def _with_length(url: str, schema: memoryview) -> memoryview:
-    """A schema message as a stream has it. Some writers of files leave out its length."""
+    """Return a schema message as a stream has it: some file writers leave out its length."""
     if not is_bare(Memory(url, schema, 0), 0, len(schema)):
         return schema
     return memoryview(b"".join((CONTINUATION, len(schema).to_bytes(4, "little"), schema)))
 
 
 def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
-    """One column of a block.
+    """Join the pieces of one column of a block.
 
     Raises:  ConfigError: Arrow cannot join arrays of this type, such as dictionaries of structs.
     """
@@ -207,7 +209,7 @@ def _one_block(
 
 
 def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
-    """The schema, which is the first message.
+    """Read the schema, which is the first message.
 
     Raises:  CorruptShard: also if a later message is neither a dictionary nor a record batch.
     """
@@ -234,7 +236,7 @@ def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
 def _check_footer(
     url: str, footer: ArrowFooter, schema: pa.Schema, messages: list[Message]
 ) -> None:
-    """Refuse a file whose footer and messages contradict each other: a reader cannot know which is
+    """Refuse a file whose footer contradicts its messages: no reader can know which of them is
     right.
     """
     is_same = footer.is_big_endian == messages[0].head.is_big_endian
@@ -256,7 +258,7 @@ def _decoded(schema: pa.Schema, message: Message) -> int:
 
 
 def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
-    """Groups batches into blocks: large ones alone, small ones in runs of neighbours."""
+    """Group batches into blocks: large ones alone, small neighbours together."""
     total = sum(m.end - m.offset for m in batches)
     if total >= SMALL_BYTES * len(batches):
         yield from ([m] for m in batches)
@@ -294,8 +296,8 @@ def _read(
 
 
 def _readable(block: RawBlock, part: PartialBatch | None) -> pa.NativeFile:
-    """The block as pyarrow reads it: a whole file is given as memory. pyarrow would read a Python
-    file in a thread of its own, which may outlive the interpreter and crash it then.
+    """Open the block for pyarrow. A whole file is passed as memory: pyarrow would read a Python
+    file in a thread of its own, which may outlive the interpreter and then crash it.
     """
     if not len(block.preamble):
         return pa.BufferReader(pa.py_buffer(block.body))
@@ -308,7 +310,7 @@ def _readable(block: RawBlock, part: PartialBatch | None) -> pa.NativeFile:
 
 
 def _check_claims(block: RawBlock, part: PartialBatch | None) -> None:
-    """Refuse compressed buffers that claim to inflate to more than any real block does.
+    """Refuse compressed buffers that claim an inflated size larger than any real block has.
 
     Raises:  CorruptShard.
     """
@@ -330,7 +332,7 @@ def _check_claims(block: RawBlock, part: PartialBatch | None) -> None:
 
 
 def _bodies(block: RawBlock, part: PartialBatch | None) -> Iterator[tuple[int, Head, memoryview]]:
-    """Of each message: where it lies in the shard, its metadata, and its body."""
+    """Yield the place, the metadata and the body of each message."""
     pieces = [(block.preamble, 0, block.preamble_place.offset)] if len(block.preamble) else []
     if part is None:
         is_file = not pieces and bytes(block.body[:6]) == MAGIC
@@ -344,7 +346,7 @@ def _bodies(block: RawBlock, part: PartialBatch | None) -> Iterator[tuple[int, H
 
 
 def _first_of(file: memoryview) -> int:
-    """Where the messages of a whole file begin; after a schema that cannot be read as one."""
+    """Find the first message of a whole file, after its schema; that schema may have no length."""
     length = int.from_bytes(file[-10:-6], "little")
     first = first_offset(file[-10 - length : -10])
     if first is not None and is_bare(Memory("", file, 0), len(_FILE_START), first):

@@ -1,4 +1,4 @@
-"""The messages of an Arrow IPC stream or file: the place of each, and a file's footer.
+"""Find the messages of an Arrow IPC stream or file, and read a file's footer.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 """
@@ -36,7 +36,7 @@ _ALIKE_MIN = 2
 
 
 class Message(Struct, frozen=True):
-    """One message of a stream: where it lies, and what its metadata says."""
+    """One message of a stream: its place and its metadata."""
 
     offset: int
     metadata_length: int
@@ -44,7 +44,7 @@ class Message(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Where the next message starts."""
+        """The place of the next message."""
         return self.offset + self.metadata_length + self.head.body_length
 
 
@@ -61,8 +61,8 @@ class ArrowFooter(Struct, frozen=True):
 
 
 def is_legacy(source: ByteSource, at: int, end: int) -> bool:
-    """Whether a stream starts as before Arrow 0.15: with the length of the first message, without a
-    continuation mark.
+    """Whether a stream has the format of Arrow before 0.15: the length of the first message comes
+    first, without a continuation mark.
     """
     length = int.from_bytes(source.view(at, 4), "little")
     if not 16 <= length <= min(end - at - 4, METADATA_BYTES_MAX):
@@ -71,8 +71,8 @@ def is_legacy(source: ByteSource, at: int, end: int) -> bool:
 
 
 def is_bare(source: ByteSource, at: int, end: int) -> bool:
-    """Whether these bytes are the metadata of a schema message, with no length before it. Polars
-    starts its files so from version 2 on: readers of files take the schema from the footer.
+    """Whether these bytes are a schema message's metadata without its length. Polars 2 and later
+    start files this way, since readers of files take the schema from the footer.
     """
     if not 8 <= end - at <= METADATA_BYTES_MAX:
         return False
@@ -125,8 +125,8 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
 
 
 def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> ByteSource:
-    """The metadata of large record batches, read in parallel: the latency of each read equals the
-    transfer time of a MiB. What is sure to equal the first batch's is not read.
+    """Read the metadata of large record batches in parallel, since one read takes as long as the
+    transfer of a MiB. Batches whose metadata must equal the first one's are not read.
     """
     end, same = footer.start, _same_as_first(window, footer)
     rest = [batch for batch in footer.batches if batch.offset not in same]
@@ -142,7 +142,9 @@ def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> By
 
 
 def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]:
-    """The metadata of record batches that are sure to have the same as the first one, by offset."""
+    """Return the offsets of record batches whose metadata must equal the first one's, with that
+    metadata.
+    """
     first = footer.batches[0] if footer.batches else None
     if first is None or not 0 < first.offset <= PROBE_BYTES - first.metadata_length:
         return {}
@@ -159,8 +161,8 @@ def _same_as_first(window: Window, footer: ArrowFooter) -> dict[int, memoryview]
 
 
 def file_messages(source: ByteSource, first: int, end: int) -> Iterator[Message]:
-    """The messages of a file up to its footer, which starts at `end` and says where the `first` of
-    those after the schema lies.
+    """Yield the messages of a file up to its footer, which starts at `end`. `first` is where the
+    footer places the first message after the schema.
 
     Raises:  CorruptShard: as `messages_of`.
     """
@@ -173,7 +175,7 @@ def file_messages(source: ByteSource, first: int, end: int) -> Iterator[Message]
 
 
 def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterator[Message]:
-    """The messages between two offsets, up to the end-of-stream mark.
+    """Yield the messages between two offsets, up to the end-of-stream mark.
 
     Raises:  CorruptShard: damaged, truncated, or more data after the mark.
     """
@@ -219,7 +221,7 @@ def messages_of(source: ByteSource, at: int, end: int, *, file: bool) -> Iterato
 
 
 def whole_messages(source: ByteSource, at: int, end: int) -> Iterator[Message]:
-    """The messages of a piece that may end without a mark."""
+    """Yield the messages of a piece that may end without an end-of-stream mark."""
     for message in messages_of(source, at, end, file=True):
         yield message
         if message.end == end:

@@ -1,8 +1,8 @@
-"""The null counts of an Arrow IPC shard: each record batch has the count of each of its arrays.
+"""The null counts of an Arrow IPC shard: each record batch states the count of each of its arrays.
 
-Values below a null are undefined and may count as null or not: if a list column has nulls, the
-nulls among its items are unknown. So they are below list views, whose values need not all belong to
-a list.
+Values below a null are undefined and may count as null or not. So if a list column has nulls, the
+number of nulls among its items is unknown. The same holds for items of list views, since some of
+their values may belong to no list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIST_VIEWS = frozenset({pa.list_view(pa.null()).id, pa.large_list_view(pa.null(
 
 
 def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
-    """The null count of each field node of the shard's own schema, or UNKNOWN, or NEVER."""
+    """Return the null count of each field node of the shard's own schema, UNKNOWN, or NEVER."""
     declared = np.array(nulls.declared(schema, otherwise=0), np.int64)
     totals = np.zeros(len(declared), np.int64)
     for head in heads:
@@ -52,7 +52,9 @@ def _settle(
     below_null: bool = False,
     in_list: bool = False,
 ) -> int:
-    """Put UNKNOWN where a count is meaningless; returns the node after these fields."""
+    """Replace counts that mean nothing by UNKNOWN; return the index of the node after
+    these fields.
+    """
     for field in fields:
         node, at = at, at + 1
         is_struct = pa.types.is_struct(field.type)

@@ -1,9 +1,8 @@
-"""Makes a record batch that pyarrow can read from some columns of a stored one.
+"""Make a record batch that pyarrow can read from some columns of a stored one.
 
-The pieces that were read lie one after the other. The metadata of the batch says where each buffer
-lay among all of them, so a copy of it is changed: each buffer of a requested column gets its new
-place, all others become empty. Nothing of the body is copied, and no byte that was not read is
-named any more.
+The pieces that were read lie one after the other in memory. A copy of the batch's metadata is
+changed: each buffer of a requested column gets its new place, and all others become empty. The body
+is not copied, and the new metadata refers only to bytes that were read.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 """
@@ -25,7 +24,7 @@ from dataplane.formats.source import Memory
 
 
 class PartialBatch(Struct, frozen=True):
-    """One record batch: its changed message, and the bytes that were read of its body."""
+    """One record batch: its changed message, and the part of its body that was read."""
 
     head: Head
     metadata: memoryview
@@ -33,8 +32,7 @@ class PartialBatch(Struct, frozen=True):
 
 
 def partial_batch(block: RawBlock, columns: Sequence[str]) -> PartialBatch:
-    """The record batch of a block, with only those of these columns that the shard has. Of the
-    block, `block.pieces` were read.
+    """Make a batch of the requested columns that this shard has, from the bytes in `block.pieces`.
 
     Raises:  CorruptShard: its buffers do not lie in these pieces.
     """
@@ -58,7 +56,7 @@ def partial_batch(block: RawBlock, columns: Sequence[str]) -> PartialBatch:
 
 
 def _of_columns(block: RawBlock, stored: pa.Schema, head: Head, is_wanted: Bools) -> Bools:
-    """Which buffers belong to the columns.
+    """Select the buffers that belong to the wanted columns.
 
     Shapes:  is_wanted: bool[columns].   result: bool[buffers].
     """
@@ -70,8 +68,8 @@ def _of_columns(block: RawBlock, stored: pa.Schema, head: Head, is_wanted: Bools
 
 
 def _moved(block: RawBlock, message: Message, is_wanted: Bools) -> tuple[Int64, Int64]:
-    """Where each wanted buffer lies among the bytes that were read of the body, and its size; all
-    others are empty.
+    """Return the place and size of each wanted buffer within the bytes that were read; all other
+    buffers are empty.
     """
     shift = block.place.offset + message.metadata_length
     piece_at = np.array([piece.offset for piece in block.pieces], np.int64) - shift

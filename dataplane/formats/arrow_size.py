@@ -1,4 +1,4 @@
-"""How large a compressed record batch will be, from its metadata alone."""
+"""Estimate the decoded size of a compressed record batch from its metadata alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NUMBERS = frozenset(
 
 
 def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) -> int:
-    """Bytes of a decoded batch: exact for fixed-width types, an upper guess for others.
+    """Estimate the bytes of a decoded batch: exact for fixed-width types, a generous guess for
+    others.
 
     Shapes:  nodes: the lengths of the batch's arrays, depth first, as its metadata lists them.
     """
@@ -29,7 +30,7 @@ def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) 
 
 
 def column_sizes(schema: pa.Schema, nodes: Sequence[int]) -> list[tuple[int, bool]]:
-    """Of each column, the bytes of its fixed-width values, and whether it has other values.
+    """Return, per column, the bytes of its fixed-width values, and whether it has other values.
 
     Shapes:  nodes: as in `decoded_estimate`.
     """
@@ -49,7 +50,7 @@ def column_sizes(schema: pa.Schema, nodes: Sequence[int]) -> list[tuple[int, boo
 
 
 def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:
-    """The bytes of fixed-width values, and whether there are other values."""
+    """Return the bytes of fixed-width values of a type, and whether it has other values."""
     if isinstance(kind, pa.BaseExtensionType):
         return _size(kind.storage_type, lengths)
     length = next(lengths, 0)

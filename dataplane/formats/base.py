@@ -22,22 +22,22 @@ class ShardReader(Protocol):
     def size_bytes(self) -> int: ...
 
     def read(self, offset: int, length: int) -> Buffer:
-        """Exactly this range, or an error of the StoreError family."""
+        """Read exactly this range, or raise an error of the StoreError family."""
 
     def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """As `read` of each of these short ranges, several of them at a time."""
+        """Read several short ranges at the same time; otherwise the same as `read`."""
 
     def stream(self) -> Iterator[Buffer]:
         """The whole shard from its start, piece by piece."""
 
 
 class Block(Struct, frozen=True):
-    """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes` is an
-    estimate of its Arrow size, which should be too large rather than too small.
+    """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes`
+    estimates its Arrow size, and should be too large rather than too small.
 
-    `columns`: offset in the block, length and share of `decoded_bytes` of each top-level column,
-    one after the other, in the order of the shard's schema, if decode() works without the bytes of
-    columns that were not requested; else empty. Either all blocks of a shard have it, or none.
+    `columns` is empty unless decode() works without the bytes of unrequested columns. It then holds
+    three numbers for each top-level column, in the order of the shard's schema: offset in the
+    block, length, and share of `decoded_bytes`. All blocks of a shard have it, or none.
     """
 
     rows: int
@@ -49,11 +49,11 @@ class Block(Struct, frozen=True):
 class ShardIndex(Struct, frozen=True):
     """The result of indexing one shard. `preamble` is the byte range that every block of the shard
     needs besides its own (a Parquet footer, Arrow dictionaries); length 0 if there is none.
-    `zero_copy`: decode() copies nothing, so that a raw block is as good as a decoded one.
+    `zero_copy`: decode() copies nothing, so a raw block serves as a decoded one.
 
-    `nulls`: the null count of each field node of the schema in depth-first order (see
-    formats.nulls), or UNKNOWN, or NEVER; empty if the format does not know. A format that examines
-    only a sample of the shard gives the counts in the sample, and UNKNOWN instead of 0.
+    `nulls`: for each field node of the schema in depth-first order (see formats.nulls), the null
+    count, UNKNOWN, or NEVER; empty if the format does not know. A format that examines only a
+    sample of the shard gives the counts in the sample, and UNKNOWN instead of 0.
     """
 
     schema: pa.Schema
@@ -64,9 +64,9 @@ class ShardIndex(Struct, frozen=True):
 
 
 class ColumnBounds(Struct, frozen=True):
-    """What a shard says about the values of a column in one of its blocks. The values that are
-    neither null nor NaN lie from `lowest` to `highest`, which are themselves among them if they are
-    exact. None: unknown.
+    """The bounds that a shard states for a column in one of its blocks. Values that are neither
+    null nor NaN lie from `lowest` to `highest`; if the bounds are exact, both occur as values.
+    None: unknown.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Arrow columns made from pieces of a block: one copy of each value, no Python object for it."""
+"""Make Arrow columns from pieces of a block: each value is copied once, without a Python object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _NARROW_BYTES = 4
 
 
 def bytes_column(pieces: Sequence[memoryview | bytes | None], kind: pa.DataType) -> pa.Array:
-    """One binary or string value a row; None is null. More than 2 GiB are of the wide type."""
+    """Make a column with one binary or string value a row; None is null. Beyond 2 GiB the type is
+    wide.
+    """
     lengths = np.fromiter((-1 if p is None else len(p) for p in pieces), np.int64, len(pieces))
     valid = lengths >= 0
     offsets = offsets_of(np.where(valid, lengths, 0))
@@ -25,7 +27,7 @@ def bytes_column(pieces: Sequence[memoryview | bytes | None], kind: pa.DataType)
 
 
 def primitive_column(values: np.ndarray, valid: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """One number a row.
+    """Make a column with one number a row.
 
     Shapes:  values: dtype of kind [rows].   valid: bool[rows].
     """
@@ -34,7 +36,7 @@ def primitive_column(values: np.ndarray, valid: np.ndarray, kind: pa.DataType) -
 
 
 def list_column(counts: np.ndarray, valid: np.ndarray, values: pa.Array) -> pa.Array:
-    """One list a row. More than 2^31 values are of the wide type.
+    """Make a column with one list a row; beyond 2^31 values the type is wide.
 
     Shapes:  counts: int64[rows].   valid: bool[rows].   values: the lists, one after the other.
     """
@@ -50,7 +52,7 @@ def list_column(counts: np.ndarray, valid: np.ndarray, values: pa.Array) -> pa.A
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Arrow offsets, as narrow as they can be.
+    """Return Arrow offsets, as narrow as the total allows.
 
     Shapes:  lengths: int64[rows].   result: int32[rows + 1], or int64[rows + 1].
     """

@@ -23,7 +23,7 @@ _LIST_TYPES = (
 
 
 def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
-    """A shard's schema in the form that datasets are compared in: everything is nullable.
+    """Return a shard's schema in the form used to compare datasets: every field nullable.
 
     Raises:  ConfigError: two columns of one name.  CorruptShard: a name is not UTF-8.
     """
@@ -59,7 +59,7 @@ def _relaxed(kind: pa.DataType) -> pa.DataType:
 
 
 def mismatch(url: str, field: str, expected: str, found: str, advice: str = "") -> SchemaMismatch:
-    """The error for a shard whose column is not the dataset's."""
+    """Return the error for a shard whose column differs from the dataset's."""
     advice = advice or "rewrite the shard, or leave it out of the dataset"
     return SchemaMismatch(
         f"{url}: column {field!r}: the dataset has {expected}, this shard has {found}; {advice}",
@@ -100,8 +100,8 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
 
 
 def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
-    """Whether all columns of a shard are wanted, in order and with their types. Then no column
-    needs to be checked, which takes seconds for 100,000 columns.
+    """Whether all columns of a shard are wanted, in order and with their types. If so, the caller
+    skips the check of each column, which takes seconds for 100,000 columns.
     """
     return (
         0 < len(columns) == len(schema) and found.equals(schema) and list(columns) == schema.names
@@ -111,8 +111,8 @@ def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) ->
 def batch_of(
     arrays: Mapping[str, pa.Array], schema: pa.Schema, columns: Sequence[str], rows: int
 ) -> pa.RecordBatch:
-    """The arrays as one batch with exactly `columns`, typed as the dataset types them; with wide
-    offsets where narrow ones have no room for a block.
+    """Combine arrays into one batch with exactly `columns`, in the dataset's types; with wide
+    offsets where narrow ones cannot hold a block.
     """
     wanted = [schema.field(name) for name in columns]
     if not wanted:
@@ -143,7 +143,7 @@ def check_rows(url: str, offset: int, expected: int, found: int) -> None:
 
 
 def validated(batch: pa.RecordBatch, url: str, offset: int) -> pa.RecordBatch:
-    """The batch, its buffers checked in full: offsets in bounds, text in UTF-8.
+    """Check a batch's buffers in full (offsets in bounds, text in UTF-8) and return it.
 
     Raises:  CorruptShard: names the column.
     """
@@ -157,9 +157,9 @@ def validated(batch: pa.RecordBatch, url: str, offset: int) -> pa.RecordBatch:
 
 
 def check_values(array: pa.Array) -> None:
-    """Check an array in full, but for the values of times and decimals. Arrow's check refuses a
-    date64 within a day, a time of day beyond midnight and a decimal with more digits than its type,
-    which writers do write, and which pyarrow reads: they are delivered as stored.
+    """Check an array in full, except the values of times and decimals. Arrow's check refuses a
+    date64 within a day, a time of day beyond midnight and a decimal with more digits than its type.
+    Writers produce these and pyarrow reads them, so they are delivered as stored.
 
     Raises:  Arrow's errors: offsets out of bounds, text that is not UTF-8.
     """
@@ -174,7 +174,7 @@ def check_values(array: pa.Array) -> None:
 
 
 def _without_limits(kind: pa.DataType) -> pa.DataType:
-    """The type with the same buffers in which every time and every decimal is valid."""
+    """Return a type with the same buffers in which every time and every decimal is valid."""
     if isinstance(kind, pa.BaseExtensionType):
         return _without_limits(kind.storage_type)
     if pa.types.is_decimal(kind):

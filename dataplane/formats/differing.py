@@ -1,7 +1,7 @@
 """Columns that differ from shard to shard, so that a job must leave them out.
 
-The schema of a dataset marks them, in the metadata of the field: with numbers of shards, not with
-their urls, so that copies of a dataset have one schema.
+The dataset's schema marks them in the field's metadata. The mark names shards by number, not by
+url, so that copies of a dataset have the same schema.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NAMES_SHOWN = 10
 
 
 class Difference(Struct, frozen=True):
-    """Two shards of the dataset, by number, and the types of the column there; "" if a shard has no
-    such column.
+    """Two shards of the dataset, by number, and the column's type in each; "" where a shard lacks
+    it.
     """
 
     shards: tuple[int, int]
@@ -28,19 +28,19 @@ class Difference(Struct, frozen=True):
 
     @property
     def nouns(self) -> tuple[str, str]:
-        """The types as an error names them."""
+        """The types, in the words of an error message."""
         first, second = (kind or "no such column" for kind in self.types)
         return first, second
 
 
 def with_difference(field: pa.Field, difference: Difference) -> pa.Field:
-    """The field, marked."""
+    """Return the field with a mark for this difference."""
     noted = dict(field.metadata or {}) | {MARK: msgspec.json.encode(difference)}
     return field.with_metadata(noted)
 
 
 def differing(field: pa.Field) -> Difference | None:
-    """How the shards of a dataset differ in this column; None if they do not."""
+    """Return how the shards of a dataset differ in this column; None if they agree."""
     mark = (field.metadata or {}).get(MARK)
     return None if mark is None else msgspec.json.decode(mark, type=Difference)
 
@@ -51,7 +51,9 @@ def mismatch_of(
     url_of: Callable[[int], str],
     others: Sequence[str] = (),
 ) -> SchemaMismatch:
-    """The error for a column that was requested. `others` are the columns that can be read."""
+    """Return the error for a request of a differing column. `others` are the columns that can be
+    read.
+    """
     (first, second), (expected, found) = map(url_of, difference.shards), difference.nouns
     some = ", ".join(others[:_NAMES_SHOWN]) + (", …" if len(others) > _NAMES_SHOWN else "")
     way = f", or select the others with columns=[…]: {some}" if others else ""

@@ -37,7 +37,7 @@ class MalformedExample(ValueError):
 class Feature(NamedTuple):
     """One feature of one record: its kind, and where its values lie.
 
-    A span is one value of a bytes_list, and any run of whole values of the other two.
+    A span of a bytes_list is one value; a span of the other two kinds is any run of whole values.
     """
 
     kind: int
@@ -45,8 +45,8 @@ class Feature(NamedTuple):
 
 
 class FeatureSpans(Struct):
-    """The spans of one feature over the records of a block; `counts` is spans a record, -1 where
-    the record lacks it.
+    """The spans of one feature over the records of a block. `counts` has the number of spans in
+    each record, or -1 where the record lacks the feature.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -196,15 +196,15 @@ def value_count(buffer: memoryview, feature: Feature) -> int:
 
 
 def written_names(names: Iterable[bytes]) -> list[bytes]:
-    """Names as TensorFlow writes them, with their lengths. Longer ones than 127 bytes are left out,
-    which is to say that `with_others` does not know them.
+    """Encode names as TensorFlow writes them, with their lengths. Names of more than 127 bytes are
+    left out, so `with_others` treats them as unknown.
     """
     return [bytes([len(name)]) + name for name in names if len(name) < 128]
 
 
 def with_others(records: Sequence[memoryview], trailer_bytes: int, known: KnownNames) -> list[int]:
-    """Which records, each followed by a trailer, have features of other names than those known, or
-    have not the layout that TensorFlow writes.
+    """Return the records that have features of unknown names, or that differ from TensorFlow's
+    layout. Each record is followed by a trailer.
     """
     before, behind = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
     codes = np.frombuffer(b"".join([before, *records, behind]), np.uint8)
@@ -231,8 +231,8 @@ def with_others(records: Sequence[memoryview], trailer_bytes: int, known: KnownN
 def _delimited(
     codes: NDArray[np.uint8], at: NDArray[np.int64], end: NDArray[np.int64], tag: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """The start and end of the fields at these places, and whether they have this tag, a length and
-    an end before `end`; those that do not start and end at `end`.
+    """Return the start and end of the fields at these places, and which places have a field with
+    this tag whose length ends before `end`. Other places get a start and end of `end`.
     """
     is_usual = codes[at] == tag
     start = at + 1
@@ -310,7 +310,7 @@ def _varints(joined: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def column_of(found: Values, kind: pa.DataType) -> pa.Array:
-    """A feature's values as a column: a list a record, or one value a record.
+    """Return a feature's values as a column: a list a record, or one value a record.
 
     For a scalar column every count must be 0 (null) or 1.
     """

@@ -82,7 +82,7 @@ def _quoted(head: bytes) -> str:
 
 
 def text_of(fault: BaseException) -> str:
-    """What an error says; its class may be somebody else's, whose text cannot be made."""
+    """Return an error's message. Classes of other packages may fail to make theirs."""
     try:
         return str(fault)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is in somebody else's __str__
@@ -100,7 +100,7 @@ def is_out_of_memory(fault: BaseException) -> bool:
 def corrupt(
     url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
 ) -> CorruptShard:
-    """The error for bytes of `url` at `offset` that violate the format."""
+    """Return the error for bytes of `url` at `offset` that violate the format."""
     said = {"expected": expected, "found": found}
     nouns = ", ".join(f"{name} {value}" for name, value in said.items() if value != "")
     detail = f": {nouns}" if nouns else ""

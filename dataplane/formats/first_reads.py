@@ -1,5 +1,5 @@
-"""What indexing reads first of a shard. Imports no library, unlike the formats, so that it can be
-read before these are there.
+"""The byte ranges that indexing reads first of a shard. Imports no library, unlike the formats, so
+that a new process can start reading before its other imports.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ PROBE_BYTES = 64 << 10
 
 
 def of_arrow(size_bytes: int) -> tuple[Region, ...]:
-    """Its start and, of a file, its end."""
+    """Return the start of the shard and, of a file, its end."""
     if size_bytes <= 2 * PROBE_BYTES:
         return (Region(0, size_bytes),)
     return Region(0, PROBE_BYTES), Region(size_bytes - PROBE_BYTES, PROBE_BYTES)
 
 
 def of_parquet(size_bytes: int) -> tuple[Region, ...]:
-    """Its end, which has most footers in it."""
+    """Return the end of the shard, where most footers fit."""
     length = min(size_bytes, PROBE_BYTES)
     return (Region(size_bytes - length, length),)
 
@@ -28,7 +28,7 @@ _BY_FORMAT = {"arrow": of_arrow, "parquet": of_parquet}
 
 
 def first_reads(url: str, size_bytes: int) -> tuple[Region, ...]:
-    """As `Format.first_reads` of the format whose suffix the url has; () if that has none."""
+    """Return `Format.first_reads` of the format whose suffix the url has; () if that has none."""
     suffix = suffixes.suffix_of(url)
     name = next((name for name, own in suffixes.BY_FORMAT.items() if suffix in own), "")
     return _BY_FORMAT[name](size_bytes) if suffix and name in _BY_FORMAT else ()

@@ -35,7 +35,7 @@ class Table(Struct, frozen=True):
         return found
 
     def place(self, field: int) -> int:
-        """The place of a field, 0 if it is absent."""
+        """Return the place of a field, 0 if it is absent."""
         vtable = self.at - self._unpack("<i", self.at)
         if 4 + 2 * field + 2 > self._unpack("<H", vtable):
             return 0
@@ -43,35 +43,35 @@ class Table(Struct, frozen=True):
         return self.at + offset if offset else 0
 
     def number(self, field: int, form: str) -> int:
-        """A scalar, 0 if it is absent."""
+        """Return a scalar field, 0 if it is absent."""
         place = self.place(field)
         return self._unpack(form, place) if place else 0
 
     def table(self, field: int) -> Table | None:
-        """A table, None if it is absent."""
+        """Return a field that is a table, None if it is absent."""
         place = self.place(field)
         return Table(self.buffer, place + self._unpack("<I", place)) if place else None
 
     def structs(self, field: int, form: struct.Struct) -> list[tuple[int, ...]]:
-        """A vector of structs, empty if it is absent."""
+        """Return a vector of structs, empty if it is absent."""
         return list(form.iter_unpack(self.vector(field, form.size)))
 
     def numbers(self, field: int) -> Sequence[int]:
-        """A vector of 64-bit numbers, empty if it is absent."""
+        """Return a vector of 64-bit numbers, empty if it is absent."""
         found = array("q")
         found.frombytes(self.vector(field, _NUMBER.size))
         return found
 
     def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
-        """A vector of structs of two 64-bit numbers: all first numbers, and all second ones. A wide
-        table has hundreds of thousands.
+        """Return a vector of structs of two 64-bit numbers, as a sequence of first numbers and one
+        of second numbers. A wide table has hundreds of thousands.
         """
         numbers = array("q")
         numbers.frombytes(self.vector(field, _PAIR_BYTES))
         return numbers[::2], numbers[1::2]
 
     def vector(self, field: int, size: int) -> memoryview:
-        """The bytes of a vector of structs of this size, empty if it is absent."""
+        """Return the bytes of a vector of structs of this size, empty if it is absent."""
         place = self.place(field)
         if not place:
             return self.buffer[:0]
@@ -90,9 +90,9 @@ def root(buffer: memoryview) -> Table:
 
 
 class Head(Struct, frozen=True):
-    """The content of a message's metadata. `nodes` are the lengths of the arrays in depth-first
-    order, `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body;
-    `views` is how many buffers of values each array of string or binary views has.
+    """The content of a message's metadata. `nodes` are the array lengths in depth-first order,
+    `nulls` their null counts. `starts` and `sizes` are the places of buffers in the body. `views`
+    has the number of value buffers of each array of string or binary views.
     """
 
     kind: int
@@ -144,7 +144,7 @@ def message_head(metadata: memoryview) -> Head:
 
 
 def move_buffers(metadata: memoryview, starts: bytes, sizes: bytes, body_length: int) -> Head:
-    """Change where the buffers of a record batch lie in its body, in place; returns the new
+    """Change the places of a record batch's buffers in its metadata, in place; return the new
     metadata.
 
     Shapes:  starts, sizes: int64[buffers].
@@ -167,7 +167,7 @@ def move_buffers(metadata: memoryview, starts: bytes, sizes: bytes, body_length:
 
 
 class FooterBatch(NamedTuple):
-    """What a file's footer says of a record batch: its offset, and the lengths of its parts."""
+    """A record batch as a file's footer describes it: its offset, and the lengths of its parts."""
 
     offset: int
     metadata_length: int
@@ -183,7 +183,7 @@ def footer_batches(footer: memoryview) -> list[FooterBatch]:
 
 
 def first_offset(footer: memoryview) -> int | None:
-    """Where the first dictionary or record batch of a file lies; None if it has none.
+    """Return the place of the first dictionary or record batch of a file; None if it has none.
 
     Raises:  ValueError: not a footer.
     """

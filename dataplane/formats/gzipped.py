@@ -33,7 +33,7 @@ def is_compressed(head: bytes) -> bool:
 
 
 def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """The inflated data of a gzip or zlib shard, in pieces of at most 1 MiB.
+    """Yield the inflated data of a gzip or zlib shard, in pieces of at most 1 MiB.
 
     Raises:  CorruptShard: damaged, truncated, followed by garbage, or a decompression bomb.
     """

@@ -1,7 +1,8 @@
-"""Schemas inferred from a shard's first samples, since no writer stored one; marked as inferred.
+"""Infer schemas from a shard's first samples for formats that store none, and mark them as
+inferred.
 
-Inferred schemas may differ for lack of evidence, so the first one stays unless another contradicts
-it; the rest is checked when a block is decoded.
+Two inferred schemas may differ only because a sample lacked some values, so a dataset keeps the
+first one unless another contradicts it. Decoding checks the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ MARK = b"dataplane.inferred"
 
 
 def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
-    """A schema of nullable columns, marked as inferred. `closed`: decoding
-    refuses a column that is not in it.
+    """Make a schema of nullable columns, marked as inferred. `closed`: decoding refuses a column
+    that the schema lacks.
     """
     return pa.schema(list(columns.items()), metadata={MARK: b"closed" if closed else b"open"})
 
@@ -26,13 +27,13 @@ def is_inferred(schema: pa.Schema) -> bool:
 
 
 def is_closed(schema: pa.Schema) -> bool:
-    """Whether a shard with a column that is not in this inferred schema is refused."""
+    """Whether this inferred schema refuses shards with columns that it lacks."""
     return bool((schema.metadata or {}).get(MARK) == b"closed")
 
 
 def contradicts(expected: pa.DataType, found: pa.DataType, *, closed: bool) -> bool:
-    """Whether values of a type inferred elsewhere cannot be read as `expected`. `closed`: a single
-    value is not read as a list.
+    """Whether values of an inferred type cannot be read as `expected`. `closed`: a single value
+    does not count as a list.
     """
     if expected.equals(found) or pa.types.is_null(found):
         return False

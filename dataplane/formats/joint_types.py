@@ -1,7 +1,7 @@
-"""The type in which all shards of a dataset can be read, where theirs differ in a column.
+"""Choose the type in which all shards of a dataset can be read, where they differ in a column.
 
-Types are as good as equal if batches are: text is text, whatever the width of its offsets or its
-encoding, and a time is the same in every time zone. All other types are different ones.
+Types count as equal if their batches are equal: text of any offset width or encoding is text, and a
+time is the same in every time zone. All other types are different.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
-    """Equal except for nullability, metadata and the names of list children. Where a plain type is
-    expected, an extension of it is accepted: some writers mark text as JSON, or 16 bytes as a UUID,
-    and pyarrow shows this for a whole Parquet file, but not for its footer alone.
+    """Whether types are equal, except for nullability, metadata and names of list children. Where a
+    plain type is expected, an extension of it is accepted: some writers mark text as JSON, or 16
+    bytes as a UUID, and pyarrow shows the mark for a whole Parquet file, but not for a footer
+    alone.
     """
     if expected.equals(found):
         return True
@@ -45,8 +46,8 @@ def is_readable_as(found: pa.DataType, expected: pa.DataType) -> bool:
 
 
 def joint_type(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The type in which columns of both stored types can be read, which is the first one if it can
-    be that; None if their batches differ.
+    """Return the type in which columns of both stored types can be read, preferably the first; None
+    if their batches differ.
     """
     if same_type(kind, other) or pa.types.is_null(other):
         return kind
@@ -105,8 +106,8 @@ def _joint_decimal(kind: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa.DataType | None:
-    """The same as `joint_type` for types that were inferred from the first samples of two shards.
-    `closed`: a shard's decoder does not make a list of a single value.
+    """Return the joint type of two types inferred from samples; see `joint_type`. `closed`: the
+    decoder does not make a list of a single value.
     """
     if not contradicts(kind, other, closed=closed):
         return kind
@@ -142,8 +143,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _unwrapped(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of extensions, dictionaries and run-end encodings. A tensor of fixed
-    shape is more than its values.
+    """Remove extensions, dictionaries and run-end encodings from a type. A fixed-shape tensor
+    stays, since its shape matters.
     """
     if isinstance(kind, pa.FixedShapeTensorType):
         return kind

@@ -1,9 +1,9 @@
-"""Finds JSON numbers that a column cannot hold exactly; refuses them or chooses another type.
+"""Find JSON numbers that a column cannot hold exactly; refuse them or choose another type.
 
-JSON has one kind of number, and the parser of JSON lines silently turns every integer beyond int64
-into a double. Such integers become uint64 if all of a column's integers fit, and are refused
-otherwise. In a column of doubles an integer must be exactly a double; a number with a fraction or
-an exponent becomes the nearest double, as usual, but never infinity.
+JSON has one kind of number, and the JSON parser silently turns every integer beyond int64 into a
+double. Such integers become uint64 if all integers of a column fit, and are refused otherwise. In a
+column of doubles, an integer must have an exact double. A number with a fraction or an exponent
+becomes the nearest double, as usual, but never infinity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Path = tuple[str, ...]
 
 
 class JsonLine(Struct, frozen=True):
-    """One line that has content, its offset in the shard, and its number in words."""
+    """One line with content, its offset in the shard, and its line number in words."""
 
     text: bytes
     offset: int
@@ -40,7 +40,7 @@ class JsonLine(Struct, frozen=True):
 
 
 class _Unfit(Struct, frozen=True):
-    """A literal that is too large for a double."""
+    """A number too large for a double."""
 
     text: str
 
@@ -54,7 +54,9 @@ class _Seen(Struct):
 
 
 def has_large(array: pa.Array) -> bool:
-    """Whether some double of a column, nested or not, is so large that integers may be lost."""
+    """Whether a column, nested or not, has a double so large that it may stand for a lost
+    integer.
+    """
     if isinstance(array, pa.ChunkedArray):
         return any(has_large(piece) for piece in array.chunks)
     if pa.types.is_list(array.type):
@@ -67,7 +69,7 @@ def has_large(array: pa.Array) -> bool:
 
 
 def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.DataType]) -> None:
-    """Refuse the first integer that would become a double but is not exactly one.
+    """Refuse the first integer that has no exact double but would be read as one.
 
     Raises:  SchemaMismatch: shard, field, offset, line, found.
     """
@@ -79,7 +81,7 @@ def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.Data
 def exact_types(
     url: str, lines: Sequence[JsonLine], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """The types that hold every number of these lines: uint64 instead of double if a column has
+    """Choose types that hold every number of these lines: uint64 instead of double if a column has
     only integers, and all of them fit.
 
     Raises:  SchemaMismatch: shard, field, offset, line, found.

@@ -1,9 +1,9 @@
-"""Which blocks of JSON lines may have fields, or kinds of values, that are not known yet.
+"""Find the blocks of JSON lines that may have unknown fields, or unknown kinds of values.
 
-Parsing all lines of a shard takes as long as to decode it: ten times what it takes to count them.
-Looking at each colon that follows a quote costs a fraction of that, and a block in which one ends a
-key that is not known is parsed. What looks like a key within a text costs only that. A key is known
-if any object has it: on another level, it is refused when the block is decoded.
+Parsing all lines of a shard takes ten times as long as counting them. This scan is much cheaper: it
+examines each colon that follows a quote, and reports a block if one of these ends an unknown key.
+Text that looks like a key is reported too, which only costs the parsing of its block. A key counts
+as known if any object has it, on any level; decoding refuses it where the level is wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class KnownKeys:
         self._names = KnownNames(list(written))
 
     def may_be_more(self, pieces: Sequence[memoryview]) -> bool:
-        """Whether lines, in pieces, may have other keys, or values where only nulls were."""
+        """Whether lines, given in pieces, may have unknown keys, or values where only nulls were
+        known.
+        """
         codes = np.frombuffer(b"".join([_BEFORE, *pieces, _AFTER]), np.uint8)
         colons = np.flatnonzero(codes == _COLON)
         ends = colons - 1
@@ -67,7 +69,7 @@ class KnownKeys:
 
 
 def _keys(fields: Iterable[tuple[str, pa.DataType]]) -> Iterator[tuple[str, int]]:
-    """The keys of all levels, and what they had."""
+    """Yield the keys of all levels, and the kinds of values seen for each."""
     for name, kind in fields:
         value = kind
         while pa.types.is_list(value):
@@ -81,7 +83,7 @@ def _keys(fields: Iterable[tuple[str, pa.DataType]]) -> Iterator[tuple[str, int]
 
 
 def unknown_field(value: Any, fields: Iterable[pa.Field], path: str = "") -> str:
-    """The first key of an object, or of those within, that has no field; "" if all have one."""
+    """Return the path of the first key, nested or not, that has no field; "" if all have one."""
     kinds = {field.name: field.type for field in fields}
     for name, inner in value.items() if isinstance(value, dict) else ():
         if name not in kinds:

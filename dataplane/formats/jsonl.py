@@ -1,11 +1,11 @@
 """JSON lines: a block is a run of whole lines, about 4 MiB; a .gz shard is one block.
 
-Schema: from the first block of each shard, and from those later ones that have fields which the
-blocks before them lack, or have values only there. Integers are int64, or uint64 if they do not
-fit, and numbers with a fraction double; if these blocks have only integers and a later line a
-fraction, that line is a SchemaMismatch: a column never changes its type silently, and an integer is
-exact or refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null;
-one that the schema lacks is a SchemaMismatch.
+The schema comes from the first block of each shard, and from later blocks that have new fields, or
+the first values of a field. Integers are int64, or uint64 if they do not fit; numbers with a
+fraction are double. If these blocks have only integers and a later line has a fraction, that line
+is a SchemaMismatch: a column never changes its type silently, and an integer is exact or refused
+(see jsonexact.py). Text stays text, also if it looks like a date. A field that a line lacks is
+null; a field that the schema lacks is a SchemaMismatch.
 
 Source:  https://jsonlines.org
 """
@@ -78,8 +78,8 @@ class JsonLines:
     index_version = 1  # fields of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: one pass that counts lines and looks for new fields. Only the first
-        block, and those with new fields, are parsed.
+        """Implement `Format.index`: count lines and search for new fields in one pass. Only the
+        first block, and blocks with new fields, are parsed.
         """
         require_bytes(shard.url, shard.size_bytes, "JSON lines")
         window = Window(shard)
@@ -103,7 +103,7 @@ class JsonLines:
         return ShardIndex(schema, blocks, Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """As `Format.decode`."""
+        """Implement `Format.decode`."""
         check_columns(schema, columns)
         source = block_source(block, compressed=holds_compressed(block))
         body, base = source.view(source.base, source.length), source.base
@@ -130,9 +130,9 @@ class JsonLines:
 def _blocks(
     source: ByteSource, note: Callable[[Sequence[memoryview], int], None]
 ) -> Iterator[Block]:
-    """Runs of lines. Looks only at the places of newlines, and skips lines without content. Passes
-    the bytes of each block, in pieces, and their offset to `note`; not those of a block with a line
-    of many MiB, since indexing has little memory.
+    """Cut the shard into runs of lines, by the places of newlines; skip lines without content. Pass
+    each block's offset and its bytes, in pieces, to `note`, except blocks with a line of many MiB,
+    since indexing has little memory.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
     """
@@ -171,8 +171,8 @@ def _blocks(
 
 
 def _blank_count(piece: memoryview, codes: np.ndarray, ends: np.ndarray) -> int:
-    """How many lines between newlines have no content. Looks only at the few lines that start with
-    a space.
+    """Count the lines between newlines that have no content. Examines only lines that start with a
+    space, which are few.
     """
     suspects = np.flatnonzero(_IS_SPACE[codes[ends[:-1] + 1]])
     return sum(
@@ -185,7 +185,7 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 
 class _Sample(Struct, frozen=True):
-    """The first lines of a shard: their types, their values, and how many bytes they are."""
+    """The first lines of a shard: their types, their values, and their size in bytes."""
 
     types: dict[str, pa.DataType]
     table: pa.Table
@@ -193,7 +193,7 @@ class _Sample(Struct, frozen=True):
 
 
 def _sampled(source: ByteSource) -> _Sample:
-    """The first lines, from which types are inferred."""
+    """Parse the first lines and infer the types."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)
     while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
@@ -212,9 +212,9 @@ def _sampled(source: ByteSource) -> _Sample:
 
 
 def _inferred(url: str, lines: bytes, base: int) -> _Sample:
-    """The types of some lines.
+    """Infer the types of some lines.
 
-    Raises:  CorruptShard, SchemaMismatch: they are broken, or contradict each other.
+    Raises:  CorruptShard, SchemaMismatch: the lines are broken, or contradict each other.
     """
     body = memoryview(lines)
     _check_shape(url, body, base)
@@ -229,8 +229,8 @@ def _inferred(url: str, lines: bytes, base: int) -> _Sample:
 
 
 class _FieldSurvey:
-    """The fields of a shard's lines: those of the sample, and those that first occur, or first have
-    values, in a later block. Only blocks that seem to have some are parsed.
+    """Collects the fields of a shard's lines: those of the sample, and those that occur, or have
+    values, only in a later block. Only blocks that may have new fields are parsed.
     """
 
     def __init__(self, url: str, sample: _Sample) -> None:
@@ -257,7 +257,7 @@ class _FieldSurvey:
 
 
 def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
-    """As ShardIndex.nulls, of the sample."""
+    """Return `ShardIndex.nulls` for the sample."""
     for column in sample.columns:
         pieces = column.chunks or [pa.array([], column.type)]
         by_piece = [counted([piece]) for piece in pieces]
@@ -267,10 +267,10 @@ def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
 
 
 def _check_shape(url: str, body: memoryview, base: int) -> None:
-    """Refuse lines that are not objects, or nested deeper than the parser's stack allows.
+    """Refuse lines that are not objects, or are nested deeper than the parser's stack allows.
 
-    The parser continues past the end of a line and would keep its depth; it cannot if each line
-    starts with { and ends with }, since a { is an error after an unfinished value.
+    The parser reads past the end of an unfinished line and keeps its depth. If each line starts
+    with { and ends with }, it cannot: a { is an error after an unfinished value.
     """
     codes = np.frombuffer(body, np.uint8)
     ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))
@@ -295,14 +295,14 @@ def _check_shape(url: str, body: memoryview, base: int) -> None:
 
 
 def _depth(line: bytes) -> int:
-    """How deep a line is nested, ignoring its strings."""
+    """Return how deep a line is nested, ignoring brackets in strings."""
     codes = np.frombuffer(_STRING.sub(b"", line), np.uint8)
     steps = ((codes | 0x20) == ord("{")).astype(np.int64) - ((codes | 0x20) == ord("}"))
     return int(np.cumsum(steps).max(initial=0))
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """The inferred type, with dates turned back into text."""
+    """Return the inferred type, with dates turned back into text."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -313,7 +313,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
-    """The lines as a table of this inferred schema, or of one that is inferred now."""
+    """Parse lines into a table of this inferred schema, or infer one."""
     # One piece if it fits: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
     asked = None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
@@ -336,7 +336,7 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
 
 
 def _of_others(schema: pa.Schema | None) -> str:
-    """What the parser does with fields that are not in the schema."""
+    """Tell the parser whether to infer, refuse or ignore fields that the schema lacks."""
     if schema is None:
         return "infer"
     return "error" if is_closed(schema) else "ignore"
@@ -345,7 +345,7 @@ def _of_others(schema: pa.Schema | None) -> str:
 def _explain(
     url: str, body: memoryview, base: int, schema: pa.Schema | None, fault: Exception
 ) -> NoReturn:
-    """Say which line the parser failed on.
+    """Raise an error that names the line on which the parser failed.
 
     Raises:  CorruptShard, SchemaMismatch.  MemoryError: there was too little memory.
     """
@@ -362,14 +362,14 @@ def _explain(
 
 
 def _find(url: str, body: memoryview, base: int, schema: pa.Schema | None) -> None:
-    """Raise for the first line that is broken or does not fit, parsing them one by one."""
+    """Parse the lines one by one, and raise for the first that is broken or does not fit."""
     for line in _lines(body, base):
         _check_line(url, line.text, line.offset, line.where)
         _check_types(url, line, schema)
 
 
 def _lines(body: memoryview, base: int) -> Iterator[JsonLine]:
-    """The lines that have content."""
+    """Yield the lines that have content."""
     at = 0
     for number, line in enumerate(bytes(body).split(b"\n"), 1):
         text = line.removeprefix(_BOM) if at == 0 else line

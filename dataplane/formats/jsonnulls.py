@@ -1,7 +1,7 @@
-"""Lists whose values are all null in the first lines: `{"tags": [null, null]}`.
+"""Read lists whose values are all null in the first lines, such as `{"tags": [null, null]}`.
 
-Arrow's JSON parser gives such a list fewer values than its offsets say, so it is read as a list of
-bools, and a value that is not null is an error.
+Arrow's JSON parser gives such a list fewer values than its offsets say. So the list is read as a
+list of bools, and any value other than null is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 
 def parser_type(kind: pa.DataType, *, in_list: bool = False) -> pa.DataType:
-    """The type to request from the parser to get `kind`."""
+    """Return the type to request from the parser to get `kind`."""
     if pa.types.is_list(kind):
         return pa.list_(parser_type(kind.value_type, in_list=True))
     if pa.types.is_struct(kind):
@@ -19,7 +19,7 @@ def parser_type(kind: pa.DataType, *, in_list: bool = False) -> pa.DataType:
 
 
 def from_parser(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """An array of `parser_type(kind)` as one of `kind`.
+    """Convert an array of `parser_type(kind)` to `kind`.
 
     Raises:  ValueError: a value is not null although it must be.
     """

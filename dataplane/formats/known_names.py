@@ -1,7 +1,7 @@
-"""Finds the places in a shard whose names are not known yet, many of them at a time.
+"""Find the places in a shard where unknown names end, many places at a time.
 
-A survey of all samples of a shard looks at the name of every field of every sample. Nearly all of
-them are known, which numpy tells at the cost of some nanoseconds a name; the others are parsed.
+A survey of a shard checks the name of every field of every sample. Nearly all names are known, and
+numpy recognizes those in a few nanoseconds each; only the others are parsed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _FEW = 16
 
 
 class KnownNames:
-    """Names as the bytes that are written for them. A name must begin with bytes that occur in no
-    name, such as its opening quote, or its length: else it also matches as the end of a longer one.
+    """Known names, in the bytes that a writer uses. A name must begin with bytes that occur in no
+    name, such as its opening quote or its length; otherwise it also matches the end of a longer
+    one.
     """
 
     def __init__(self, names: Sequence[bytes]) -> None:
@@ -43,7 +44,7 @@ class KnownNames:
                 self._words[at, word] = int.from_bytes(name[start : start + WORD_BYTES], "little")
 
     def match(self, codes: NDArray[np.uint8], ends: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Which name ends before each place; -1 for none of them.
+        """Return which name ends before each place; -1 for no name.
 
         Shapes:  codes: uint8[bytes].   ends: int64[places], one word before and two after each.
                  result: int32[places].
@@ -74,7 +75,9 @@ class KnownNames:
     def _are_whole(
         self, words: NDArray[np.uint64], ends: NDArray[np.int64], names: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether all bytes of these names lie before these places; their last word does."""
+        """Whether all bytes of these names lie before these places. Their last words are known to
+        match.
+        """
         sizes = self._sizes[names]
         starts = ends - sizes
         are_same = starts >= 0
@@ -86,8 +89,8 @@ class KnownNames:
 
 
 def _word_at(words: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The words that begin at these places, which need not be multiples of a word: numpy takes
-    five times as long to read those where they lie.
+    """Read the words at these places. Reading unaligned words takes numpy five times as long, so
+    each is combined from two aligned ones.
     """
     at, shift = places >> 3, ((places & 7) << 3).astype(np.uint64)
     # Shifted twice, since a shift by 64 bits is none.
@@ -98,7 +101,7 @@ def _word_at(words: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np
 def _sorted(
     names: Sequence[bytes], are_chosen: NDArray[np.bool_]
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """The last bytes of the chosen names as numbers, in order, and which names these are."""
+    """Return the last bytes of the chosen names as sorted numbers, and the name of each."""
     chosen = np.flatnonzero(are_chosen)
     tails = [int.from_bytes(names[at][-WORD_BYTES:], "little") for at in chosen.tolist()]
     values = np.array(tails, np.uint64)

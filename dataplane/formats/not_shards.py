@@ -59,7 +59,7 @@ _LOOKED_AT_MAX = 1000
 
 
 def said_of(url: str, urls: Sequence[str]) -> str:
-    """The kind of file at `url`, which has no ending of a format, and the advice; "" if unknown.
+    """Describe the file at `url`, which has no ending of a format, with advice; "" if unknown.
 
     The rest of the dataset matters, too: an index.json alone says nothing, and if there are shards
     beside a README, the user meant the shards.

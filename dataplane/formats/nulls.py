@@ -1,4 +1,4 @@
-"""How many nulls a shard has: one number for each field node of its schema.
+"""The null counts of a shard: one number for each field node of its schema.
 
 A field node is a field, or a field within a field (the item of a list, the member of a struct), in
 depth-first order: the nodes that Arrow IPC lists for a record batch. A dictionary is one node.
@@ -32,7 +32,7 @@ _CHILDLESS = frozenset(
 
 
 def is_flat(schema: pa.Schema) -> bool:
-    """Whether each field is known to be one field node, and no dictionary."""
+    """Whether each field is a single field node, as far as known, and none is a dictionary."""
     return {kind.id for kind in schema.types} <= _CHILDLESS
 
 
@@ -62,12 +62,14 @@ def field_nodes(fields: Sequence[pa.Field] | pa.Schema) -> Iterator[pa.Field]:
 
 
 def declared(schema: pa.Schema, *, otherwise: int = UNKNOWN) -> list[int]:
-    """NEVER for each node that is declared to have no nulls, and `otherwise` for all others."""
+    """Return NEVER for each node that the schema declares not nullable, and `otherwise` for all
+    others.
+    """
     return [otherwise if node.nullable else NEVER for node in field_nodes(schema)]
 
 
 def counted(arrays: Sequence[pa.Array]) -> list[int]:
-    """The nulls of some columns, counted from their values. Nothing below a null is counted."""
+    """Count the nulls of some columns by their values. Values below a null are not counted."""
     found = []
     for array in arrays:
         found.append(array.null_count)
@@ -82,14 +84,13 @@ def counted(arrays: Sequence[pa.Array]) -> list[int]:
 
 
 def _has_null_type(kind: pa.DataType) -> bool:
-    """Whether a parser may have left fewer values than the offsets of the lists above say."""
+    """Whether a parser may have given the lists above fewer values than their offsets say."""
     return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
 
 
 def alignment(expected: pa.Schema, found: pa.Schema) -> list[int]:
-    """For each field node of the dataset's schema, which of a shard's counts it has, if the shard's
-    own schema differs; ROWS, NONE or NOT_KNOWN if none of them. A column that the shard lacks is
-    null in all of its rows.
+    """Map each field node of the dataset's schema to a count of a shard whose own schema differs:
+    its index, or ROWS, NONE or NOT_KNOWN. A column that the shard lacks is null in all of its rows.
     """
     starts, at = {}, 0
     for field in found:
@@ -121,5 +122,5 @@ def _alignment(expected: pa.DataType, found: pa.DataType, at: int) -> list[int]:
 
 
 def aligned(places: NDArray[np.int64], counts: Sequence[int], rows: int) -> NDArray[np.int64]:
-    """A shard's counts in terms of the dataset's schema, by their `alignment`."""
+    """Convert a shard's counts to the dataset's schema, by their `alignment`."""
     return np.append(np.asarray(counts, np.int64), (rows, 0, UNKNOWN))[places]

@@ -79,11 +79,11 @@ class Parquet:
     suffixes = BY_FORMAT["parquet"]
 
     def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
-        """What `index` reads first of a shard of this size."""
+        """Return the ranges that `index` reads first of a shard of this size."""
         return of_parquet(size_bytes)
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: reads the footer and nothing else."""
+        """Implement `Format.index`: read the footer and nothing else."""
         footer, raw = _footer(shard)
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
             facts = read_footer(memoryview(raw)[:-8], reader().library)
@@ -103,12 +103,12 @@ class Parquet:
     def column_bounds(
         self, url: str, preamble: memoryview, blocks: Sequence[int], names: Sequence[str]
     ) -> list[Mapping[str, ColumnBounds]]:
-        """What the footer says about columns of these blocks of a shard."""
+        """Return the bounds that the footer states for columns in these blocks of a shard."""
         with foreign_faults(url, 0, "the Parquet footer is damaged"):
             return bounds_of(_footers.of(url, preamble), blocks, names)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """As `Format.decode`."""
+        """Implement `Format.decode`."""
         url, start = block.url, block.place.offset
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
             metadata, group = _footers.group_of(block)
@@ -135,7 +135,7 @@ class Parquet:
 
 
 def _footer(shard: ShardReader) -> tuple[Region, bytes]:
-    """The footer's place, from the metadata to the end of the file, and its bytes."""
+    """Read the footer; return its place, up to the end of the file, and its bytes."""
     url, size = shard.url, shard.size_bytes
     require_bytes(url, size, "Parquet")
     (last,) = of_parquet(size)
@@ -169,8 +169,9 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
 
 
 def _slack_bytes(created_by: str) -> int:
-    """How many bytes behind a column may belong to it. Early versions of parquet-mr left the header
-    of the dictionary out of a column's size (PARQUET-816), so readers read more than that.
+    """Return how many bytes after a column may belong to it. Early versions of parquet-mr left the
+    header of the dictionary out of a column's size (PARQUET-816), so readers read more than the
+    stated size.
     """
     writer = _PARQUET_MR.match(created_by or "")
     if writer is None or tuple(int(part or 0) for part in writer.groups()) >= _SIZES_FIXED:
@@ -186,7 +187,7 @@ def _blocks(
     footer: Region,
     slack: int,
 ) -> Iterator[Block]:
-    """The row groups that have rows; adds each to `counter`."""
+    """Yield the row groups that have rows, and add each to `counter`."""
     if facts.is_encrypted:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
     column_ends = np.cumsum(facts.groups[:, COLUMN_COUNT]).tolist()
@@ -214,7 +215,7 @@ def _blocks(
 
 
 def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64, Int64]:
-    """Where each column's pages begin and end; the dictionary, if there is one, comes first."""
+    """Return where each column's pages begin and end; a dictionary, if any, comes first."""
     flags = columns[:, FLAGS]
     if (flags & OTHER_FILE).any():
         raise corrupt(url, footer.offset, "columns in other files are not supported")
@@ -240,8 +241,8 @@ def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64
 
 
 def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
-    """Estimates, too large rather than too small: pages may store each distinct value once. Each
-    column has its validity, and each list its offsets.
+    """Estimate decoded sizes, too large rather than too small: pages may store each distinct value
+    once. Each column adds its validity, and each list its offsets.
     """
     is_open = widths == 0
     _require(columns[is_open], DECODED_BYTES)
@@ -258,7 +259,7 @@ def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
 
 
 def _columns_at(tree: SchemaTree, first: Int64, last: Int64, sizes: Int64) -> Int64:
-    """As Block.columns, from the known facts about the leaves."""
+    """Return `Block.columns`, from the facts known about the leaves."""
     if (tree.first == tree.last).any():
         raise ValueError("a group of the schema has no columns")
     if len(tree.first) < len(first):
@@ -276,7 +277,7 @@ def _require(columns: Int64, number: int) -> None:
 def _opened(
     block: RawBlock, metadata: pq.FileMetaData, int96_unit: str | None = None
 ) -> pq.ParquetFile:
-    """The shard, of which only a block and the footer can be read."""
+    """Open the shard with only a block and the footer readable."""
     pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
     return pq.ParquetFile(
         spliced(block.shard_bytes, pieces),
@@ -291,7 +292,7 @@ def _opened(
 def _int96_columns(
     preamble: memoryview, opened: pq.ParquetFile, columns: Sequence[str]
 ) -> Iterator[tuple[str, range]]:
-    """Those of these columns that have INT96 in them, with their leaves."""
+    """Yield the columns that contain INT96, with their leaves."""
     if not _INT96.search(preamble):
         return
     wanted, schema, end = frozenset(columns), opened.schema, 0
@@ -307,8 +308,8 @@ def _int96_columns(
 def _check_int96(
     column: pa.ChunkedArray, name: str, in_seconds: pa.ChunkedArray, block: RawBlock
 ) -> None:
-    """Refuse times that nanoseconds cannot hold: Arrow wraps them, and 9999 becomes 1816. Seconds
-    hold all that INT96 does.
+    """Refuse times that nanoseconds cannot hold: Arrow wraps them, so that the year 9999 becomes
+    1816. Seconds hold every INT96.
 
     Raises:  SchemaMismatch: shard, field, found.
     """
@@ -334,7 +335,7 @@ def _check_int96(
 
 
 def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
-    """The times, nested or not, that are others in nanoseconds than in seconds."""
+    """Yield the times, nested or not, that differ between nanoseconds and seconds."""
     if read.type.equals(true.type):  # not INT96
         return
     if not pa.types.is_nested(read.type):
@@ -361,8 +362,8 @@ def _parts(array: pa.Array) -> list[pa.Array]:
 
 
 def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int) -> pa.Table:
-    """These columns of a row group. Texts of more than 2 GiB come in several chunks; pyarrow cannot
-    do that within lists and structs, so then it reads fewer rows at a time.
+    """Read columns of a row group. Texts of more than 2 GiB come in several chunks. pyarrow cannot
+    make chunks within lists and structs, so there fewer rows are read at a time.
     """
     options = {"column_indices": leaves, "use_threads": False}
     part = rows
@@ -378,7 +379,7 @@ def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int
 
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
-    """The fetched pieces of the shard, each with its offset."""
+    """Return the fetched pieces of the shard, each with its offset."""
     at, found = 0, []
     for piece in block.pieces or (block.place,):
         found.append((piece.offset, block.body[at : at + piece.length]))
@@ -387,7 +388,7 @@ def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
 
 
 def _leaf_count(kind: pa.DataType) -> int:
-    """How many Parquet columns an Arrow type is stored as."""
+    """Return the number of Parquet columns that store an Arrow type."""
     if isinstance(kind, pa.BaseExtensionType):
         return _leaf_count(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -398,7 +399,9 @@ def _leaf_count(kind: pa.DataType) -> int:
 
 
 def _leaves(schema: pa.Schema, columns: Sequence[str], leaf_total: int) -> list[int]:
-    """The Parquet columns of top-level columns, by place: their dotted paths may be ambiguous."""
+    """Return the Parquet columns of top-level columns, by place: their dotted paths may be
+    ambiguous.
+    """
     spans: dict[str, range] = {}
     at = 0
     for field in schema:

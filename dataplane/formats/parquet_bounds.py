@@ -1,4 +1,4 @@
-"""What a Parquet footer says about the values of columns in a row group."""
+"""Read the bounds of column values in a row group from a Parquet footer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataplane.formats.parquet_footers import ParquetFooter
 def bounds_of(
     footer: ParquetFooter, blocks: Sequence[int], names: Sequence[str]
 ) -> list[Mapping[str, ColumnBounds]]:
-    """For each of these blocks, the bounds of the columns whose dotted names these are. Columns of
-    lists, and those whose names are ambiguous, are left out.
+    """Return, for each of these blocks, the bounds of the columns with these dotted names. Columns
+    of lists, and columns with ambiguous names, are left out.
     """
     schema, wanted = footer.metadata.schema, set(names)
     places: dict[str, list[int]] = {}

@@ -2,14 +2,14 @@
 
 Every block of a shard needs the footer, and parsing a large one costs more than a small block.
 
-1. A footer equals a cached one if both have the same number, or all of their bytes are the same: a
-   shard that was rewritten under its name has another footer.
-2. The cache holds the last footer, and more of them while all together have at most BYTES_MAX:
-   parsed, they take seven times their bytes from the memory of a worker.
+1. A footer equals a cached one if both have the same number, or the same bytes. A shard that was
+   rewritten under its name has another footer.
+2. The cache holds the last footer, and more while together they have at most BYTES_MAX bytes.
+   A parsed footer takes seven times its size from a worker's memory.
 3. A footer of more than SMALL_BYTES replaces another only if that one was not used for the last
-   STALE_USES. If it finds no room, only the part for a block's row group is parsed, for each block:
-   the cost does not depend on how many row groups and shards there are. The cache holds the places
-   of the row groups in the last CUTS_MAX such footers.
+   STALE_USES. If there is no room for it, each block parses only its own row group: this cost does
+   not depend on the number of row groups and shards. The cache holds the places of the row groups
+   in the last CUTS_MAX such footers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Footers:
         self._uses = 0
 
     def group_of(self, block: RawBlock) -> tuple[pq.FileMetaData, int]:
-        """A footer that has the block's row group, and the index of this row group in it.
+        """Return a footer that has the block's row group, and the index of this row group in it.
 
         Raises:  ValueError and Arrow's errors; IndexError: there is no such block.
         """
@@ -83,7 +83,7 @@ class Footers:
         return footer.metadata, footer.groups[block.index]
 
     def of(self, url: str, content: Buffer, number: int = 0) -> ParquetFooter:
-        """The footer of this shard, parsed now if it is not cached.
+        """Return the footer of this shard, parsed if it is not cached.
 
         Raises:  Arrow's errors.
         """

@@ -1,9 +1,9 @@
-"""The nulls of a Parquet shard, as far as its footer states them.
+"""The null counts of a Parquet shard, as far as its footer states them.
 
 The footer counts, for each column of each row group, the entries without a value. Without lists
-these are the nulls. An empty list and a null list are entries without a value, too, so for lists
+these are the nulls. An empty list and a null list are also entries without a value, so for lists
 only a count of 0 is useful, unless the writer added the histogram of definition levels (most have
-since 2024), which tells exactly whether the list or its item is null.
+since 2024), which shows exactly whether the list or its item is null.
 
 Source:  https://github.com/apache/parquet-format (Statistics and SizeStatistics in parquet.thrift)
 """
@@ -26,9 +26,9 @@ _ENTRIES_MAX = 1 << 48
 
 
 class _Leaf(Struct):
-    """One Parquet column. `level_max` is the definition level of a value. `empty` counts the
-    entries without one, in all row groups; `levels` the entries of each level. None means that the
-    footer does not state it.
+    """One Parquet column. `level_max` is the definition level of a value. `empty` counts entries
+    without a value, in all row groups; `levels` counts entries by level. None: the footer does not
+    say.
     """
 
     level_max: int
@@ -60,7 +60,7 @@ class NullCounter:
         self._has_levels = np.ones(len(level_max), np.bool_)
 
     def add(self, columns: Int64, levels: Int64) -> None:
-        """Add one row group's columns, as FooterFacts has them. Ignores impossible numbers.
+        """Add one row group's columns, laid out as in FooterFacts. Impossible numbers are ignored.
 
         Shapes:  columns: int64[leaves, 9].   levels: int64[sum of their LEVELS].
         """
@@ -74,7 +74,7 @@ class NullCounter:
             self._add_levels(entries, columns[:, LEVELS], levels)
 
     def _add_levels(self, entries: Int64, counts: Int64, levels: Int64) -> None:
-        """Add the levels of columns that have had the number of levels in their schema so far."""
+        """Add levels of columns that always had as many levels as their schema has."""
         is_chosen = np.repeat(self._has_levels, counts)
         chosen, columns = levels[is_chosen], np.flatnonzero(self._has_levels)
         lengths = counts[columns]
@@ -88,7 +88,9 @@ class NullCounter:
         self._has_levels[columns] = is_sane & is_whole
 
     def counts(self, schema: pa.Schema) -> Int64:
-        """For each field node of the shard's own Arrow schema: its nulls, UNKNOWN or NEVER."""
+        """Return the nulls of each field node of the shard's own Arrow schema, UNKNOWN, or
+        NEVER.
+        """
         if is_flat(schema) and len(schema) == len(self._level_max):
             is_nullable = np.array([field.nullable for field in schema], np.bool_)
             return self._flat_counts(is_nullable)
@@ -98,7 +100,9 @@ class NullCounter:
         return np.array(walk.counts, np.int64)
 
     def _flat_counts(self, is_nullable: NDArray[np.bool_]) -> Int64:
-        """The result of _Walk, for all fields at once, if each is one leaf and not nested."""
+        """Compute the result of _Walk for all fields at once, if each is one leaf and not
+        nested.
+        """
         is_as_declared = self._level_max == is_nullable
         nulls = np.where(self._has_levels, self._levels[self._starts], self._empty)
         is_told = is_as_declared & (self._has_levels | self._has_empty)
@@ -123,8 +127,8 @@ class _Walk:
         self._leaves = iter(leaves)
 
     def visit(self, field: pa.Field, above: tuple[_Nullable, ...], level: int) -> None:
-        """`above` are the nullable nodes above this one; `level` is the definition level of an
-        entry if all of them have values.
+        """Visit a field. `above` are the nullable nodes above it; `level` is the definition level
+        of an entry if all of them have values.
         """
         kind = field.type
         kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind

@@ -1,4 +1,4 @@
-"""The tree of a Parquet schema: which Parquet columns, its leaves, make up a top-level column.
+"""The tree of a Parquet schema: which Parquet columns (its leaves) make up each top-level column.
 
 Source:  https://github.com/apache/parquet-format (SchemaElement in parquet.thrift)
 """
@@ -20,8 +20,8 @@ _WIDTHS = np.array([1, 4, 8, 8, 4, 8, 0])
 
 
 class SchemaTree(Struct, frozen=True, eq=False):
-    """For each leaf the bytes of a decoded value (0: it depends on the value), and the definition
-    level of a value; for each top-level column its first leaf, and the one after its last.
+    """For each leaf: the bytes of a decoded value (0 if they vary), and the definition level of a
+    value. For each top-level column: its first leaf, and the one after its last.
 
     Shapes:  widths, level_max: int64[leaves].   first, last: int64[top-level columns].
     """
@@ -33,7 +33,7 @@ class SchemaTree(Struct, frozen=True, eq=False):
 
 
 def schema_tree(elements: Int64) -> SchemaTree:
-    """The tree of FooterFacts.elements.
+    """Build the tree from FooterFacts.elements.
 
     Raises:  ValueError: it is empty, or too deep.
     """
@@ -59,7 +59,7 @@ def schema_tree(elements: Int64) -> SchemaTree:
 
 
 def _check_depth(children: Sequence[int]) -> None:
-    """The schema lists each group before its children; other readers recurse into them."""
+    """Refuse schemas that are nested so deep that recursive readers would fail."""
     open_groups: list[int] = []
     for count in children:
         while open_groups and open_groups[-1] == 0:
@@ -72,7 +72,7 @@ def _check_depth(children: Sequence[int]) -> None:
 
 
 def _top_level(children: Sequence[int]) -> list[list[int]]:
-    """The leaves of each top-level column: groups come before their children."""
+    """Return the leaves of each top-level column; a schema lists groups before their children."""
     found: list[list[int]] = []
     leaf, open_groups = 0, [children[0]]
     for count in children[1:]:
@@ -90,8 +90,8 @@ def _top_level(children: Sequence[int]) -> list[list[int]]:
 
 
 def _level_maxima(children: Sequence[int], repetitions: Sequence[int]) -> list[int]:
-    """The highest definition level of each leaf: how many nullable groups lead to it, plus one if
-    it is nullable itself.
+    """Return the highest definition level of each leaf: the number of nullable groups above it,
+    plus one if the leaf is nullable itself.
     """
     found = []
     open_groups: list[tuple[int, int]] = []  # children left, and the level inside

@@ -1,11 +1,11 @@
 """The list of formats, and the choice of a shard's format.
 
-Formats of other packages arrive as entry points of the group `dataplane.formats`: an object, or a
-class without arguments, that satisfies `Format`. It may have three more attributes:
-`index_version`, which grows when what its `index` returns changes; `first_reads(size_bytes)`, the
-regions that `index` reads first of most shards of this size: the node reads them before it is
-asked; and `column_bounds(url, preamble, blocks, names)`, the ColumnBounds of these columns in each
-of these blocks, as far as the preamble says them: blocks without a row of a view are not read.
+Other packages add formats by entry points of the group `dataplane.formats`: an object, or a class
+without arguments, that satisfies `Format`. It may have three more attributes: `index_version`, a
+number to raise when the results of its `index` change; `first_reads(size_bytes)`, the regions that
+`index` reads first of most shards of this size, which the node then reads early; and
+`column_bounds(url, preamble, blocks, names)`, the ColumnBounds of these columns in each of these
+blocks, as far as the preamble has them: blocks without a row of a view are not read.
 """
 
 from __future__ import annotations

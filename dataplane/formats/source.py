@@ -52,7 +52,7 @@ class Window:
         return self._shard.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `ByteSource.view`; any order of offsets works, a forward one is fast."""
+        """Implement `ByteSource.view`; any order of offsets works, rising ones are fast."""
         length = max(0, min(length, self._shard.size_bytes - offset))
         end = self._start + len(self._held)
         if length and not self._start <= offset <= offset + length <= end:
@@ -66,8 +66,8 @@ class Window:
 
 
 class Parts:
-    """A shard with some ranges already read, several of them at a time. `known` are bytes that need
-    not be read, by offset.
+    """A shard of which some ranges are already read, several at a time. `known` maps offsets to
+    bytes that need no read.
 
     Raises:  the StoreError family, as the shard does.
     """
@@ -93,7 +93,7 @@ class Parts:
         return self._rest.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `ByteSource.view`."""
+        """Implement `ByteSource.view`."""
         length = max(0, min(length, self._size - offset))
         part = bisect.bisect_right(self._starts, offset) - 1
         if part >= 0:
@@ -104,7 +104,7 @@ class Parts:
 
 
 def read_in_threads(shard: ShardReader, places: Sequence[Region]) -> list[Buffer]:
-    """`ShardReader.read_all` for readers that can only read one range at a time."""
+    """Implement `ShardReader.read_all` for readers that can read only one range at a time."""
     with ThreadPoolExecutor(min(_READS_AT_ONCE, max(len(places), 1))) as pool:
         return list(pool.map(lambda place: shard.read(place.offset, place.length), places))
 
@@ -132,13 +132,13 @@ class Memory:
         return len(self._body)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `ByteSource.view`."""
+        """Implement `ByteSource.view`."""
         at = max(0, offset - self._base)
         return self._body[at : at + max(0, length)]
 
 
 class Inflated:
-    """A compressed shard, inflated as it is read. Offsets are those of the inflated data."""
+    """A compressed shard, inflated while it is read. Offsets count inflated bytes."""
 
     def __init__(self, shard: ShardReader) -> None:
         self._url = shard.url
@@ -151,7 +151,7 @@ class Inflated:
         return self._url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `ByteSource.view`; drops the bytes before `offset`."""
+        """Implement `ByteSource.view`; drop the bytes before `offset`."""
         self._forget(offset)
         while self._start + len(self._held) < offset + length:
             piece = next(self._pieces, None)
@@ -170,7 +170,7 @@ class Inflated:
 
 
 def block_source(block: RawBlock, *, compressed: bool) -> Memory:
-    """A fetched block as a source; a compressed shard is one block and is inflated whole."""
+    """Return a fetched block as a source; a compressed shard is one block and is inflated whole."""
     if not compressed:
         return Memory(block.url, block.body, block.place.offset)
     inflated = bytearray()
@@ -180,6 +180,6 @@ def block_source(block: RawBlock, *, compressed: bool) -> Memory:
 
 
 def holds_compressed(block: RawBlock) -> bool:
-    """Whether a fetched block is a whole shard that starts as gzip or zlib data does."""
+    """Whether a fetched block is a whole shard that starts like gzip or zlib data."""
     whole = block.place.offset == 0 and block.place.length == block.shard_bytes
     return whole and is_compressed(bytes(block.body[:4]))

@@ -1,4 +1,4 @@
-"""A file of pieces of a shard, at their offsets, which pyarrow reads without copying."""
+"""A file made of pieces of a shard at their offsets, which pyarrow reads without copying."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` that has only some of its pieces.
+    """A read-only file of `size_bytes` of which only some pieces exist.
 
-    `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them.
-    A read outside of the pieces is an error, never zeros.
+    `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them. A
+    read outside of the pieces is an error, never zeros.
     """
 
     closed = False
@@ -23,7 +23,7 @@ class SpliceFile:
         self._at = 0
 
     def read(self, length: int = -1) -> memoryview:
-        """Up to `length` bytes from the current place."""
+        """Read up to `length` bytes at the current place."""
         left = max(0, self._size_bytes - self._at)
         length = left if length < 0 else min(length, left)
         view = self._view(self._at, length)
@@ -43,17 +43,17 @@ class SpliceFile:
         raise OSError(f"the shard's metadata points to byte {at}, outside of the block")
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; as io.IOBase.seek."""
+        """Move to another place; see io.IOBase.seek."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
         self._at = base + offset
         return self._at
 
     def tell(self) -> int:
-        """The current place."""
+        """Return the current place."""
         return self._at
 
     def close(self) -> None:
-        """Nothing to close: the pieces belong to the caller."""
+        """Do nothing: the pieces belong to the caller."""
 
     def readable(self) -> bool:
         """Always."""

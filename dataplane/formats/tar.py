@@ -67,7 +67,7 @@ class Tar:
     index_version = 1  # fields of the whole shard, images as one column
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: one pass over the headers."""
+        """Implement `Format.index`: one pass over the headers."""
         require_bytes(shard.url, shard.size_bytes, "tar")
         window = Window(shard)
         compressed = is_compressed(bytes(window.view(0, 4)))
@@ -107,7 +107,7 @@ class Tar:
         return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """As `Format.decode`."""
+        """Implement `Format.decode`."""
         check_columns(schema, columns)
         compressed = holds_compressed(block)
         source = block_source(block, compressed=compressed)
@@ -128,14 +128,15 @@ class Tar:
 
 
 def is_new_field(schema: pa.Schema, field: str) -> bool:
-    """Whether a field of a shard, which the dataset's first shard lacks, is a column of its own. Of
-    a tar dataset, an image may be one of the first shard's column, or is refused when it is read.
+    """Whether a field that the dataset's first shard lacks is a column of its own. In a tar
+    dataset, an image with such a field may belong to an image column of the first shard, or be
+    refused when it is read.
     """
     return schema.get_field_index(KEY) < 0 or not column_of(schema, field)[0]
 
 
 def samples(source: ByteSource, at: int, end: int | None) -> Iterator[Sample]:
-    """The samples of an archive, or of one block of it.
+    """Yield the samples of an archive, or of one block of it.
 
     Raises:  CorruptShard: as `members`, and if a sample has one field twice.
     """
@@ -170,7 +171,7 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 
 def _is_integer(head: Memory, member: TarMember) -> bool:
-    """Whether a member's content is an integer; content beyond the sample counts as one."""
+    """Whether a member's content is an integer; content beyond the sampled bytes counts as one."""
     if member.size > 64:
         return False
     content = head.view(member.body, member.size)

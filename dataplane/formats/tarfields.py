@@ -1,8 +1,8 @@
-"""The fields of the samples of a tar shard, and the columns that they are read as.
+"""The fields of the samples of a tar shard, and the columns in which they are read.
 
-Images whose members differ only in their extension (`a.jpg`, `b.jpeg`, `c.png`) are one column, if
-no sample of the shard has two of them: its name is the field that occurs first. The column's
-metadata lists the fields, so that other shards are read alike.
+Images whose members differ only in their extension (`a.jpg`, `b.jpeg`, `c.png`) are one column,
+unless a sample of the shard has two of them. The column's name is the field that occurs first. The
+column's metadata lists the fields, so that other shards are read alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sample(Struct, frozen=True):
 
 
 class FieldSurvey:
-    """The fields of the samples of a shard, as they are noted one by one.
+    """Collects the fields of the samples of a shard.
 
     Takes 12 bytes a sample, and twice that while `scattered` compares them.
     """
@@ -118,8 +118,8 @@ class FieldSurvey:
         return sum(count for each, count in sets if each & bits)
 
     def scattered(self) -> frozenset[int]:
-        """The hashes of some keys that occur again with other fields, and so are halves of samples.
-        A key that occurs again with the same fields is another sample.
+        """Return the hashes of some keys that occur again with other fields: those are samples torn
+        in two. A key that occurs again with the same fields is another sample.
         """
         keys = np.frombuffer(self._keys, np.int64)
         order = np.argsort(keys, kind="stable")
@@ -162,13 +162,15 @@ def refuse_scattered(url: str, samples: Iterable[Sample], hashes: frozenset[int]
 
 
 def _image_kind(field: str) -> tuple[str, str]:
-    """What comes before the extension of a field, and the kind of its images; "" for others."""
+    """Split a field into the part before its extension and its kind of image; "" for other
+    fields.
+    """
     prefix, dot, extension = field.rpartition(".")
     return prefix + dot, _KINDS.get(extension, "")
 
 
 def with_fields(schema: pa.Schema, columns: Mapping[str, Sequence[str]]) -> pa.Schema:
-    """The schema, with the fields of columns that have several."""
+    """Return the schema, with the list of fields noted on columns that have several."""
     for name, fields in columns.items():
         if len(fields) > 1:
             at = schema.get_field_index(name)
@@ -178,7 +180,9 @@ def with_fields(schema: pa.Schema, columns: Mapping[str, Sequence[str]]) -> pa.S
 
 
 def column_of(schema: pa.Schema, field: str) -> tuple[str, bool]:
-    """The only column of such images, and whether it has this kind; "" if there is none."""
+    """Return the only column of such images, and whether it has the same kind; "" if there
+    is none.
+    """
     prefix, kind = _image_kind(field)
     kinds = dict[str, set[str]]()
     for column in schema if kind else ():
@@ -193,7 +197,7 @@ def column_of(schema: pa.Schema, field: str) -> tuple[str, bool]:
 
 
 class FieldReader:
-    """Which fields of a shard's samples are read as which of `columns`, by the dataset's schema."""
+    """Maps the fields of a shard's samples to `columns`, according to the dataset's schema."""
 
     def __init__(self, url: str, schema: pa.Schema, columns: Sequence[str]) -> None:
         self._url, self._schema = url, schema
@@ -202,9 +206,9 @@ class FieldReader:
         self._elsewhere: dict[str, tuple[str, bool]] = {}
 
     def fields_of(self, sample: Sample) -> dict[str, TarMember]:
-        """The members of a sample by column.
+        """Return the members of a sample by column.
 
-        Raises:  SchemaMismatch: one that the job would miss is in no column.
+        Raises:  SchemaMismatch: a member is in no column, so the job would miss it.
         """
         if sample.fields.keys() <= self._known:
             return sample.fields

@@ -29,7 +29,7 @@ _LINKS = {b"1": "hard link", b"2": "symbolic link"}
 
 class TarMember(Struct, frozen=True):
     """One regular file of an archive. `start` is the place of its first header, `end` the earliest
-    place of the next member's.
+    place at which the next member can start.
     """
 
     name: str
@@ -46,7 +46,7 @@ class _Header(Struct, frozen=True):
 
 
 def members(source: ByteSource, at: int, end: int | None) -> Iterator[TarMember]:
-    """The regular files from `at` on, up to `end`, or up to the end mark if `end` is None.
+    """Yield the regular files from `at` up to `end`, or up to the end mark if `end` is None.
 
     Raises:  CorruptShard: a header's checksum is wrong, a member does not fit, or no end mark.
     """
@@ -94,7 +94,7 @@ def members(source: ByteSource, at: int, end: int | None) -> Iterator[TarMember]
 
 
 def _check_fits(source: ByteSource, at: int, end: int, name: bytes) -> None:
-    """The member's last byte must be present; its padding may be missing only at the end."""
+    """Check that the member's last byte is present; its padding may be missing only at the end."""
     if not len(source.view(end - 1, 1)):
         raise corrupt(
             source.url,
@@ -106,7 +106,7 @@ def _check_fits(source: ByteSource, at: int, end: int, name: bytes) -> None:
 
 
 def _check_padding(source: ByteSource, at: int) -> None:
-    """Only zeros may follow the end mark: members after it would never be read."""
+    """Check that only zeros follow the end mark: members after it would never be read."""
     rest = bytes(source.view(at, PADDING_BYTES_MAX))
     if rest.strip(b"\0"):
         more = at + len(rest) - len(rest.lstrip(b"\0"))
@@ -145,7 +145,7 @@ def _parsed(url: str, at: int, record: bytes) -> _Header:
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a big-endian one if the first bit is set (GNU)."""
+    """Parse an octal number, or a big-endian one if the first bit is set (GNU)."""
     if field[0] & 0x80:
         return int.from_bytes(field, "big", signed=False) - (1 << (8 * len(field) - 1))
     digits = field.split(b"\0", 1)[0].strip()
@@ -153,7 +153,7 @@ def _number(field: bytes) -> int:
 
 
 def _extended(source: ByteSource, header: _Header, body: int) -> dict[str, bytes]:
-    """What a pax or GNU extended header says about the next member."""
+    """Read what a pax or GNU extended header says about the next member."""
     if header.size > EXTENDED_BYTES_MAX:
         raise corrupt(
             source.url,

@@ -1,15 +1,16 @@
 """TFRecord with tf.train.Example: a block is a run of records up to about 4 MiB.
 
 A record is: length uint64, masked CRC-32C of the length, payload, masked CRC-32C of the payload.
-Indexing checks the CRC of every length, reads the names of the features of records up to 1 MiB, and
-skips larger payloads; decoding checks both CRCs. A shard that is gzip or zlib data, whatever its
-name, is one block.
+Indexing checks the CRC of every length, reads the feature names of records up to 1 MiB, and skips
+larger payloads; decoding checks both CRCs. A shard of gzip or zlib data, whatever its name, is one
+block.
 
-Schema: from the first records of each shard (at most 1,000, at most one block), and from later ones
-with features which the first ones lack. bytes_list is binary, int64_list int64, float_list float32;
-a scalar if no such record has another number of values than one, else a list. A feature that a
-record lacks is null (in a scalar column one without values, too); one that no index has is refused
-where all columns are read. Columns are sorted by name: the order of a protobuf map means nothing.
+The schema comes from the first records of each shard (at most 1,000, and at most one block), and
+from later records with new features. bytes_list is binary, int64_list is int64, float_list is
+float32. A feature is a scalar if it has exactly one value in each of these records, else a list. A
+feature that a record lacks is null; in a scalar column, so is one without values. A feature that no
+index has is refused where all columns are read. Columns are sorted by name, since the order of a
+protobuf map means nothing.
 
 Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
 """
@@ -66,7 +67,7 @@ class TfRecord:
     index_version = 1  # features of the whole shard
 
     def index(self, shard: ShardReader) -> ShardIndex:
-        """As `Format.index`: one pass over the records."""
+        """Implement `Format.index`: one pass over the records."""
         require_bytes(shard.url, shard.size_bytes, "TFRecord")
         window = Window(shard)
         compressed = _is_compressed(window.view(0, HEADER_BYTES))
@@ -103,7 +104,7 @@ class TfRecord:
         return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
-        """As `Format.decode`; SchemaMismatch names the record."""
+        """Implement `Format.decode`; a SchemaMismatch names the record."""
         check_columns(schema, columns)
         compressed = holds_compressed(block) and _is_compressed(block.body[:HEADER_BYTES])
         source = block_source(block, compressed=compressed)
@@ -131,7 +132,9 @@ def _masked_crc(piece: memoryview) -> int:
 
 
 def _is_compressed(head: memoryview) -> bool:
-    """A record of the right length may start as gzip does; then its checksum is right as well."""
+    """Whether a shard is compressed. The length of a plain record may look like gzip's magic bytes,
+    but then the checksum of that length is right.
+    """
     if not is_compressed(bytes(head[:4])):
         return False
     return len(head) < HEADER_BYTES or _masked_crc(head[:8]) != _LENGTH.unpack(head)[1]
@@ -145,8 +148,8 @@ def _has_right_length(header: memoryview) -> bool:
 def _records(
     source: ByteSource, at: int, end: int | None, number: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """The place of each payload; `end` is None if it is not known yet. The first record has number
-    `number`.
+    """Yield the place of each payload. `end` is None if it is not known yet; the first record has
+    number `number`.
 
     Raises:  CorruptShard: damaged or truncated; names the record's number and offset.
     """
@@ -226,8 +229,8 @@ def _parsed(
 
 
 class _Features(Struct):
-    """What is known of one feature: its kind, in how many records it is, and whether some have
-    another number of values than one.
+    """Facts about one feature: its kind, the number of records that have it, and whether some of
+    them have other than one value.
     """
 
     kind: int
@@ -241,8 +244,8 @@ class _Features(Struct):
 
 
 class _Sample(Struct, frozen=True):
-    """Facts from the first records of a shard: their features, decoded bytes per stored byte, and
-    how many records they are.
+    """Facts from the first records of a shard: their features, their number, and how many decoded
+    bytes each stored byte gives.
     """
 
     features: dict[bytes, _Features]
@@ -251,7 +254,7 @@ class _Sample(Struct, frozen=True):
 
 
 def _sampled(source: ByteSource) -> _Sample:
-    """The facts from the first block's records."""
+    """Collect the facts from the records of the first block."""
     head = source.view(0, BLOCK_BYTES)
     features: dict[bytes, _Features] = {}
     at = decoded = records = 0
@@ -281,9 +284,9 @@ def _note(
     url: str,
     offset: int,
 ) -> int:
-    """Note the features of a record, and return how many bytes they are once decoded.
+    """Note the features of a record, and return their decoded size in bytes.
 
-    Raises:  SchemaMismatch: a feature has another kind than in records before it.
+    Raises:  SchemaMismatch: a feature has another kind than in earlier records.
     """
     decoded = 0
     for name, feature in record.items():
@@ -301,8 +304,9 @@ def _note(
 
 
 class _Survey:
-    """Finds features that the sample of a shard lacks in its other records. Only these are parsed;
-    of payloads beyond 1 MiB, which indexing does not read, the features stay unknown.
+    """Searches a shard's records for features that its sample lacks. Only records with such
+    features are parsed; features of payloads beyond 1 MiB stay unknown, since indexing does not
+    read them.
     """
 
     def __init__(self, source: ByteSource, sample: _Sample) -> None:
@@ -385,7 +389,7 @@ def _refuse_unknown(
     names: Collection[str],
     url: str,
 ) -> None:
-    """Refuse a feature that is in no column, since a job that reads all of them would miss it.
+    """Refuse a feature that is in no column, since a job that reads all columns would miss it.
 
     Raises:  SchemaMismatch.
     """

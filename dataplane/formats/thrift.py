@@ -22,7 +22,8 @@ _NOTHING: Shape = {}
 
 
 def struct(content: bytes, shape: Shape) -> dict[int, Any]:
-    """The struct that `content` starts with: field id -> value, of the fields that `shape` names.
+    """Parse the struct at the start of `content`: field id -> value, of the fields that `shape`
+    names.
 
     Raises:  ValueError: it is not a struct.
     """
@@ -102,7 +103,7 @@ def _list(content: bytes, at: int, shape: Shape, depth: int) -> tuple[list[Any],
 
 
 def _map(content: bytes, at: int, depth: int) -> tuple[None, int]:
-    """Parquet has no maps: skip it."""
+    """Skip a map: Parquet has none that an index needs."""
     count, at = _varint(content, at)
     _check_count(content, at, count)
     if depth > _DEPTH_MAX:
@@ -115,7 +116,7 @@ def _map(content: bytes, at: int, depth: int) -> tuple[None, int]:
 
 
 def _check_count(content: bytes, at: int, count: int) -> None:
-    """Every value takes at least one byte."""
+    """Refuse a count larger than the content, since every value takes at least one byte."""
     if count > len(content) - at:
         raise ValueError(f"a list of {count} values does not fit")
 

@@ -1,7 +1,7 @@
-"""Columns that cannot be in a batch: refused when a dataset is opened, with advice.
+"""Refuse columns that cannot be in a batch, with advice, when a dataset is opened.
 
 Some types are never possible. Facts that only the file has (encrypted pages, an unknown codec) are
-a mark in the field's metadata, which the format's `index` writes.
+marks in the field's metadata, written by the format's `index`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES_SHOWN = 10
 
 
 def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
-    """The schema, with a mark on each of these columns: name -> "is encrypted"."""
+    """Return the schema with a mark on each of these columns: name -> "is encrypted"."""
     for name, reason in reasons.items():
         at = schema.get_field_index(name)
         field = schema.field(at)
@@ -37,12 +37,12 @@ def unsupported(field: pa.Field) -> str:
 
 
 def unsupported_mark(field: pa.Field) -> str:
-    """As `unsupported`, by the file's mark alone."""
+    """Return the reason given by the file's mark alone; see `unsupported`."""
     return str((field.metadata or {}).get(MARK, b""), "utf-8")
 
 
 def _differing(field: pa.Field) -> str:
-    """As `unsupported`, by what shards have of the column."""
+    """Return the reason if shards differ in this column; see `unsupported`."""
     difference = differing(field)
     if difference is None:
         return ""
@@ -75,8 +75,8 @@ def supported_names(schema: pa.Schema) -> list[str]:
 def refusal(
     reasons: Mapping[str, str], others: Sequence[str] | None = None, url: str = ""
 ) -> ConfigError:
-    """The error for requested columns: name -> reason. `others` are the columns that batches can
-    have, if known.
+    """Return the error for requested columns: name -> reason. `others` are the columns that batches
+    can have, if known.
     """
     told = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
     way = "select the others with columns=[…]"

@@ -1,1 +1,1 @@
-"""A dataset's manifest: its shards and their blocks. Nodes and commands use it."""
+"""Make a dataset's manifest: list its shards and index their blocks. Used by nodes and commands."""

@@ -1,11 +1,12 @@
-"""Indexes the first shards of a dataset while the node that is to open it still imports: with what
-a scout reads (node/scout.py), or from local files.
+"""Index the first shards of a dataset while the node that will open it is still importing. The
+bytes come from a scout (node/scout.py), or from local files.
 
 Invariants:
-1. What is found is what the node would find: the same listing, and indexes made by the same code of
-   the same bytes. What fails here is left out, and the node does it, with its own errors.
-2. As in every indexing process, memory is limited, and what a shard does to this process harms
-   nobody: then nothing is found.
+1. The results equal the node's own: the same listing, and indexes made by the same code from the
+   same bytes. Shards that fail here are left out; the node indexes them, and reports its own
+   errors.
+2. Memory is limited, as in every indexing process. If a shard crashes this process, the node gets
+   no results and suffers no other harm.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def found_ahead(
     cache_dir: str = "",
     read_more: ReadMore | None = None,
 ) -> FoundDataset:
-    """What can be known of a dataset by now. Without a scout, its urls are local. Nothing is
-    indexed if the cache folder has its manifest.
+    """Collect what can be known of a dataset now. Without a scout, its urls are local. Nothing is
+    indexed if the cache folder has the manifest.
 
-    Raises:  DataplaneError: nothing can; the node says why.
+    Raises:  DataplaneError: nothing can be known; the node reports why.
     """
     if scouted is not None and scouted.manifest:
         return FoundDataset("", [], [], [], scouted.manifest)

@@ -1,13 +1,13 @@
-"""A process that indexes batches of shards from bytes that its parent has read: it parses untrusted
-bytes, with a memory limit.
+"""A process that indexes batches of shards from bytes that its parent reads. The bytes are
+untrusted, so it has a memory limit.
 
 Invariants:
-1. It has no credentials, opens no connection and has one thread. It asks its parent for bytes, and
-   answers the node.
-2. Each batch gets one answer. A shard that cannot be indexed here is left out of it: the node
-   indexes it alone, and says what is wrong. If the process crashes or runs out of memory, the node
-   does so with all shards of its batches.
-3. It exits when its parent does.
+1. The process has no credentials, opens no connection and has one thread. It requests bytes from
+   its parent, and sends answers to the node.
+2. Each batch gets one answer, which leaves out shards that cannot be indexed here. The node indexes
+   those one by one, and reports what is wrong. If this process crashes or runs out of memory, the
+   node does so with all shards of its batches.
+3. The process exits when its parent does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataplane.rpc import local
 
 
 class _Batch:
-    """A batch, and what its answer will have."""
+    """A batch of shards, and the answer collected so far."""
 
     def __init__(self, order: messages.IndexBatch) -> None:
         self.number = order.number
@@ -41,7 +41,10 @@ class _Batch:
             self.shards.append(number, PartsOfShard(shard.url, shard.size_bytes, []))
 
     def _take(self, number: int, index: ShardIndex, reader: PartsOfShard) -> None:
-        """Raises:  NotReadError: its preamble is not there."""
+        """Add a shard's index and preamble to the answer.
+
+        Raises:  NotReadError: the preamble was not read.
+        """
         place = index.preamble
         if place.length and self._with_preambles:
             content = bytes(memoryview(reader.read(place.offset, place.length)))
@@ -50,7 +53,7 @@ class _Batch:
 
 
 def parse(node: socket.socket, reader: socket.socket, memory_bytes: int) -> None:
-    """Index the batches that the reader hands on, until it goes away, with this memory limit.
+    """Index the batches that the reader passes on, within this memory limit, until the reader ends.
 
     Raises:  MemoryError: this process may be unusable.
     """

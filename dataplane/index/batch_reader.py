@@ -1,17 +1,18 @@
-"""A process that reads what batches of shards are indexed from, and hands it to a process that
-parses it.
+"""A process that reads the bytes from which batches of shards are indexed, and passes them to a
+child process, the parser.
 
-For its other indexing processes, a node reads itself. All of its threads share one interpreter
-lock, so it reads for about 1,500 shards a second, however many processors there are. Here, two
-processes do all of the work on a shard, and the node sends and receives one message a batch.
+For single shards the node reads itself. All of its threads share one interpreter lock, so it reads
+about 1,500 shards a second at most, on any number of processors. Here, two processes do all of the
+work on a shard, and the node sends and receives one message a batch.
 
 Invariants:
-1. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
-   node's own stores do; its child, the parser, was forked before it got them, and has none.
-2. What cannot be read within the budget of its stores is left out. The node reads it then, and
-   waits for the store as long as its own budget allows.
-3. It holds only parts of the batches that are under way, and the node gives it a few at a time.
-4. It keeps the pauses that the node tells it of, and tells the node of those that it is asked for.
+1. This process parses none of the bytes that it reads. It has the node's credentials, since it
+   reads as the node's own stores do. The parser was forked before the credentials came, and has
+   none.
+2. Bytes that cannot be read within the budget of its stores are left out. The node reads them
+   later, and waits for the store as long as its own budget allows.
+3. It holds only parts of the batches in progress, and the node sends it a few batches at a time.
+4. It keeps the pauses that the node reports, and reports to the node those that stores ask it for.
 5. It ends when its socket closes or the parser ends, and the parser ends with it.
 """
 
@@ -48,8 +49,8 @@ _READS_AT_ONCE = 128
 
 
 class _Round(Struct, eq=False):
-    """Parts of a batch that are being read. In the first round of a batch, the parser hears its
-    `order` before it gets the parts.
+    """Parts of a batch that are being read. In a batch's first round, the parser gets its `order`
+    before the parts.
     """
 
     number: int
@@ -66,7 +67,7 @@ class _Place(NamedTuple):
 
 
 class _Reads:
-    """The threads that read. The last one of a round hands its parts on."""
+    """The threads that read. The thread that finishes a round passes its parts on."""
 
     def __init__(self, parser: socket.socket, stores: Stores) -> None:
         self._parser, self._stores = parser, stores
@@ -77,7 +78,7 @@ class _Reads:
             threading.Thread(target=self._read, name="dataplane-index-read", daemon=True).start()
 
     def begin(self, order: messages.IndexBatch) -> None:
-        """Read what indexing these shards reads first."""
+        """Read the bytes that indexing these shards needs first."""
         self._orders[order.number] = order
         format_ = registry.by_name(order.format)
         places, left_bytes = [], BYTES_MAX
@@ -89,7 +90,7 @@ class _Reads:
         self._begin(order, places, is_first=True)
 
     def go_on(self, missing: messages.MissingParts) -> None:
-        """Read what the parser asks for, too."""
+        """Read the bytes that the parser requests in addition."""
         if not missing.parts:
             del self._orders[missing.number]
             return
@@ -106,11 +107,11 @@ class _Reads:
             self._places.put(_Place(begun, number, order.shards[number], place))
 
     def _read(self) -> None:
-        """In a thread."""
+        """Read until there is no more to read; runs in a thread."""
         while True:
             begun, number, shard, place = self._places.get()
             content = None
-            # Whatever is wrong: the node finds it out, and says so.
+            # Any failure: the node reads the shard itself later, and reports the error.
             with contextlib.suppress(Exception):
                 store = self._stores.connect(shard.url)
                 read = store.read(shard.url, place.offset, place.length, shard.etag)
@@ -137,7 +138,7 @@ class _Reads:
 
 
 def run(node: socket.socket, parser: socket.socket) -> None:
-    """Read what the node and the parser ask for, until the parser goes away.
+    """Read what the node and the parser request, until the parser ends.
 
     Raises:  PeerLost: the node has gone away.
     """
@@ -148,7 +149,7 @@ def run(node: socket.socket, parser: socket.socket) -> None:
     stores = _stores(first)
 
     def share(pause: StorePause) -> None:
-        """A store has asked this process to slow down."""
+        """Report to the node that a store has asked this process to slow down."""
         with contextlib.suppress(PeerLost, TimeoutError):  # the node has gone
             local.send(node, messages.FromIndexReaders(pause))
 
@@ -184,7 +185,7 @@ def _stores(start: fetches.StartFetching) -> Stores:
 
 
 def _forked(node: socket.socket, memory_bytes: int) -> tuple[int, socket.socket]:
-    """The parser, a fork of this process while it has one thread: its id, and our end of its
+    """Fork the parser while this process has one thread; return its process id, and our end of its
     socket.
     """
     parent, (ours, theirs) = os.getpid(), sockets.pair()
@@ -204,7 +205,9 @@ def _forked(node: socket.socket, memory_bytes: int) -> tuple[int, socket.socket]
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
-    """The processes: their socket is an inherited descriptor. The limit is the parser's."""
+    """Run both processes; their socket is an inherited descriptor, and the limit is the
+    parser's.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     machine.collect_rarely()

@@ -1,18 +1,18 @@
-"""Indexes many remote shards in batches, by pairs of processes: one reads, the other one parses.
+"""Index many remote shards in batches, by pairs of processes: one reads, the other one parses.
 
-A message costs the node about as much for a whole batch as for one shard.
+For the node, a message about a whole batch costs about as much as one about a single shard.
 
 Invariants:
-1. Every batch that is sent ends, once: with the indexes of all or some of its shards, or without
-   any if its pair has ended. No shard is blamed here: `IndexProcesses` indexes those that are left
-   out one by one, and says what is wrong with them.
+1. Every batch that is sent ends exactly once: with the indexes of all or some of its shards, or
+   with none if its pair has ended. No shard is blamed here: `IndexProcesses` indexes those that are
+   left out one by one, and reports what is wrong with them.
 2. A pair that has batches and answers none of them for a while is killed.
-3. A pair that has ended is replaced only if it has indexed something. So if none ever does, no more
-   are started.
+3. A pair that has ended is replaced only if it has indexed something. So if no pair ever does, no
+   more are started.
 4. Each pair has a few batches at a time. Of their bytes, the node gets only indexes, and preambles
    if it wants them.
-5. A pause that a store asks a pair for is kept by the whole host, and the other way round. No pair
-   can make it longer than a store would, nor tell of a store that it does not read.
+5. If a store asks a pair for a pause, the whole host keeps it, and pairs keep the host's pauses. No
+   pair can make a pause longer than a store would, nor report one of a store that it does not read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _trace = Trace("node")
 
 
 class _Sent(Struct, frozen=True):
-    """A batch that a pair has."""
+    """A batch that was sent to a pair."""
 
     shards: Sequence[int]
     listed: Sequence[ObjectInfo]
@@ -105,7 +105,7 @@ class _Pair:
             raise
 
     def take(self, number: int, batch: _Sent) -> None:
-        """It has this batch, too, which will be sent now."""
+        """Note that the pair has this batch, which is sent next."""
         if not self.batches:
             self._progress = time.monotonic()
         self.batches[number] = batch
@@ -118,19 +118,19 @@ class _Pair:
             self._shut()
 
     def slow_down(self, pause: StorePause) -> None:
-        """A store has asked for this pause. Does not wait: processes with so many orders unread
-        that there is no room do not send requests either.
+        """Tell the processes of a store's pause. Does not wait: if their socket is full of unread
+        orders, they send no requests either.
         """
         with contextlib.suppress(OSError, PeerLost):
             local.send(self._sock_now, messages.ToReader(pause))
 
     def close(self) -> None:
-        """End the processes, without waiting for that. May be called twice."""
+        """Kill the processes, without waiting for their end. May be called twice."""
         self.is_closed = True
         self._shut()
 
     def join(self) -> None:
-        """Wait until they have ended."""
+        """Wait until the processes have ended."""
         self._receiver.join()
 
     def _shut(self) -> None:
@@ -164,9 +164,9 @@ class _Pair:
         self._sock.close()
 
     def _hear_all(self) -> None:
-        """Hear them, until they have batches and say nothing for too long.
+        """Receive answers, until the processes have batches and stay silent for too long.
 
-        Raises:  DataplaneError: they are gone.
+        Raises:  DataplaneError: the processes are gone.
         """
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -181,8 +181,8 @@ class _Pair:
 
 
 class IndexBatches:
-    """The pairs of one run, for a list of so many shards of one format: as many pairs as that is
-    worth, up to `pair_count`.
+    """The pairs of one run, for a list of this many shards of one format: as many pairs as the list
+    is worth, up to `pair_count`.
     """
 
     def __init__(
@@ -214,17 +214,17 @@ class IndexBatches:
 
     @property
     def is_over(self) -> bool:
-        """Whether no pair will be given a batch any more."""
+        """Whether no pair will be given another batch."""
         return not self._pair_count or self._useless > _USELESS_MAX or self._is_closed
 
     @property
     def shards_at_once(self) -> int:
-        """How many shards a batch has at most."""
+        """Return the largest number of shards in a batch."""
         return _SHARDS_MAX
 
     def send(self, shards: Sequence[int], listed: Sequence[ObjectInfo], tell: TellEnd) -> None:
-        """Index these shards, by their numbers. `tell` is called later, perhaps from a thread, with
-        what has become of them.
+        """Index these shards, given by number. `tell` is called later, perhaps from a thread, with
+        the result.
         """
         number, sent = next(self._numbers), _Sent(shards, listed, tell)
         with self._changing:
@@ -254,7 +254,7 @@ class IndexBatches:
         return len(self._pairs) < self._pair_count and not self.is_over
 
     def _with_room(self) -> _Pair | None:
-        """The pair with the fewest batches; a new one if all have some."""
+        """Return the pair with the fewest batches; a new one if all have some."""
         pair = min(self._pairs, key=lambda one: len(one.batches), default=None)
         if (pair is None or pair.batches) and self._can_start():
             try:
@@ -270,7 +270,7 @@ class IndexBatches:
         return pair
 
     def _hear(self, pair: _Pair, said: messages.FromIndexReadersBody) -> None:
-        """In a thread of the pair."""
+        """Handle a message of a pair; called in the pair's thread."""
         if isinstance(said, StorePause):
             self._hear_pause(pair, said)
         else:
@@ -306,7 +306,7 @@ class IndexBatches:
             self._keep(listed.url, listed.etag, place, content)
 
     def _lose(self, pair: _Pair) -> None:
-        """A pair has ended. In its thread."""
+        """Handle the end of a pair; called in its thread."""
         with self._changing:
             self._pairs.remove(pair)
             self._pair_count -= not pair.was_of_use

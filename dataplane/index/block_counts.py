@@ -1,7 +1,7 @@
-"""Counts the rows of blocks that a view has, in an indexing process.
+"""Count the rows of blocks that belong to a view; runs in an indexing process.
 
-A block whose statistics decide the condition for all of its rows is not read. Of others, only the
-columns are read that the view needs.
+A block whose statistics decide the condition for all of its rows is not read. Of other blocks, only
+the columns that the view needs are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _decoding = threading.BoundedSemaphore(2)
 
 
 def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
-    """The rows of each block that the view has, as little-endian int64.
+    """Count the rows of each block that belong to the view, as little-endian int64.
 
     Raises:  CorruptShard.  ConfigError: the condition cannot be evaluated.
     """
@@ -48,7 +48,7 @@ def counts_of(shard: ShardReader, order: tasks.CountRows) -> bytes:
 def _bounds(
     format_: Format, order: tasks.CountRows, preamble: memoryview, rows: RowFilter
 ) -> list[Mapping[str, ColumnBounds]]:
-    """What the shard says about each block's columns, if its format says anything."""
+    """Return the bounds that the shard states for each block's columns, if its format has any."""
     column_bounds = getattr(format_, "column_bounds", None)
     if column_bounds is None or rows.condition is None:
         return [{}] * len(order.blocks)
@@ -88,7 +88,7 @@ def _counted(
 
 
 def _parts(piece: Region) -> Iterator[Region]:
-    """Pieces that fit into a message."""
+    """Cut a region into pieces that fit into a message."""
     end = piece.offset + piece.length
     for at in range(piece.offset, end, _READ_BYTES_MAX):
         yield Region(at, min(_READ_BYTES_MAX, end - at))

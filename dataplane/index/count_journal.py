@@ -34,7 +34,7 @@ _SUFFIX = ".counts"
 
 
 class CountJournal:
-    """That of one dataset and view, which `name` names."""
+    """The cache of one dataset and view, under the folder name `name`."""
 
     def __init__(self, cache_dir: str, name: str) -> None:
         self._folder = Path(cache_dir) / "counts" / name
@@ -45,7 +45,7 @@ class CountJournal:
             self._found = sorted(self._folder.glob("*.log"))
 
     def finished(self, fingerprint: str, block_count: int) -> Int64 | None:
-        """The counts of a manifest, if a run has finished them and they are intact.
+        """Return a manifest's counts, if an earlier run has finished them and they are intact.
 
         Shapes:  result: int64[blocks].
         """
@@ -62,7 +62,7 @@ class CountJournal:
         return np.frombuffer(body, "<i8").astype(np.int64)
 
     def remembered(self) -> dict[str, Int64]:
-        """The counts of stretches of blocks that earlier runs wrote, by key."""
+        """Return the counts of stretches of blocks that earlier runs wrote, by key."""
         found: dict[str, Int64] = {}
         for path in self._found:
             with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
-"""Counts how many rows of each block of a dataset a view has, in indexing processes.
+"""Count how many rows of each block of a dataset belong to a view, in indexing processes.
 
-1. Blocks are counted in stretches, each once: what was counted before a failure or an interruption
-   is not counted again, and neither is it when shards are added.
-2. Only the columns are read that the view needs, and nothing of a block whose statistics decide.
+1. Blocks are counted in stretches, each once: stretches counted before a failure, an interruption
+   or the addition of shards are not counted again.
+2. Only the columns that the view needs are read, and no block whose statistics decide.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class _Stretch(Struct, frozen=True):
 
 
 def view_name(view: View) -> str:
-    """What the counts of a view are stored under, beside the dataset's manifest: 32 hex digits."""
+    """Return the name under which a view's counts are stored, beside the dataset's manifest: 32 hex
+    digits.
+    """
     rows = structs.replace(rows_only(view), limit=0)
     return digest(COUNT_VERSION, structs.asdict(rows))
 
@@ -71,8 +73,9 @@ def counted(
     cache_dir: str = "",
     progress: Progress | None = None,
 ) -> Int64:
-    """The rows of each block that the view has, whatever its limit: from the cache, or counted. A
-    cache folder of "" caches nothing. `count_rows` is called in threads, `progress` in this one.
+    """Return the number of rows of each block that belong to the view, ignoring its limit: from the
+    cache, or counted. A cache folder of "" caches nothing. `count_rows` is called in threads,
+    `progress` in this one.
 
     Shapes:  result: int64[blocks].
     Raises:  ConfigError: the condition does not suit the columns.  As `IndexProcesses.count`.
@@ -96,7 +99,7 @@ def counted(
 
 
 def shares_counted(manifest: Manifest, view: View, cache_dir: str = "") -> Int64:
-    """The rows of each block in the shares of a view; of a very large dataset, they are cached.
+    """Return the number of rows of each block in the view's shares; cached for very large datasets.
 
     Shapes:  result: int64[blocks].
     """
@@ -138,12 +141,12 @@ class _Run:
         self._bytes_done = 0
 
     def name(self) -> str:
-        """What counts are remembered under."""
+        """The name under which counts are remembered."""
         version = (registry.INDEX_VERSION, self._manifest.format)
         return digest(version, view_name(self._view), *self._manifest.urls)
 
     def counts(self, journal: CountJournal | None) -> Int64:
-        """All counts, made or remembered."""
+        """Return all counts, computed or remembered."""
         stretches = list(self._stretches())
         keys = [self._key(each) for each in stretches]
         remembered = {} if journal is None else journal.remembered()
@@ -255,7 +258,7 @@ class _Preambles:
         self._read: OrderedDict[str, Future[bytes]] = OrderedDict()
 
     def of(self, shard: StoredShard, place: Region) -> tuple[tasks.ShardPart, ...]:
-        """The preamble of this shard; nothing if a process reads it itself."""
+        """Read the preamble of this shard; return nothing if a process reads it itself."""
         if not place.length or local_path(shard.url) is not None:
             return ()
         with self._lock:
@@ -273,7 +276,7 @@ class _Preambles:
 
 
 def _projection(manifest: Manifest, is_wanted: list[bool]) -> Projection | None:
-    """The bytes that need not be read, if the index knows where columns lie."""
+    """Return the bytes that need not be read, if the index knows where columns lie."""
     places = manifest.column_places
     if places is None or places.column_count != len(is_wanted) or all(is_wanted):
         return None

@@ -1,5 +1,6 @@
-"""What to say of the folders of a dataset when it is opened: keys of folders "key=value", which are
-not read as columns, and series of shards in one folder that other readers take for several splits.
+"""Advice about a dataset's folders when it is opened: on folders named "key=value", whose keys are
+not read as columns, and on several series of shards in one folder, which other readers treat as
+splits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _SERIES_SHOWN = 5
 
 
 def folder_keys(manifest: Manifest) -> list[str]:
-    """The keys of the folders of this dataset that are no columns of it. All shards lie in folders
-    with the same keys, so the first and the last one are enough.
+    """Return the keys of this dataset's folders that are no columns of it. Since all shards lie in
+    folders with the same keys, only the first and the last shard are examined.
     """
     return _without_columns(manifest, manifest.urls)
 
@@ -31,7 +32,7 @@ def _without_columns(manifest: Manifest, names: Sequence[str]) -> list[str]:
 
 
 def said_of_folders(manifest: Manifest) -> str:
-    """What to say when the dataset is opened; "" if there is nothing to say."""
+    """Return the advice to give when the dataset is opened; "" if there is none."""
     return "; ".join(filter(None, (_said_of_keys(manifest), _said_of_series(manifest))))
 
 
@@ -74,9 +75,9 @@ def _it(keys: list[str]) -> str:
 
 @contextlib.contextmanager
 def explaining_folders(manifest: Manifest) -> Iterator[None]:
-    """Say in an error about a missing column that it is the key of folders.
+    """Explain, in an error about a missing column, that the column is a key of folder names.
 
-    Raises:  ConfigError: as what runs within.
+    Raises:  ConfigError: raised by the code within.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""What is known of a dataset before its node has opened it, as processes hand it on. Imports no
-library, so that it is there early.
+"""Facts about a dataset that other processes collect before its node opens it. Imports no library,
+so that it loads early.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Part = tuple[int, int, bytes]
 
 
 class Scouted(Struct, frozen=True):
-    """What a scout has found: the objects that the urls of a dataset name, and what indexing reads
-    first of them; or the content of a saved manifest.
+    """The results of a scout: the objects that a dataset's urls name, and the bytes that indexing
+    reads first of them; or the content of a saved manifest.
     """
 
     listed: list[Listed]
@@ -31,8 +31,8 @@ class Scouted(Struct, frozen=True):
 
 
 class FoundDataset(Struct, frozen=True):
-    """A dataset as far as it was opened ahead: its format and shards, (shard, index) as
-    `encode_index` makes it and (shard, offset, bytes) of the preamble of some of them. Or only the
+    """A dataset opened ahead, perhaps in part: its format and its shards. For some shards also
+    (shard, index), made by `encode_index`, and (shard, offset, bytes) of the preamble. Or only the
     content of a saved manifest.
     """
 
@@ -44,5 +44,5 @@ class FoundDataset(Struct, frozen=True):
 
     @property
     def shards(self) -> list[ObjectInfo]:
-        """All of them, in order."""
+        """All shards, in order."""
         return [ObjectInfo(*each) for each in self.listed]

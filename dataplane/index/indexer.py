@@ -1,11 +1,12 @@
-"""A process that indexes shards for a node: it parses untrusted bytes, with a memory limit.
+"""A process that indexes shards for a node. It parses untrusted bytes, with a memory limit.
 
 Invariants:
-1. It has no credentials and opens no connection: the node reads for it, except local files.
+1. The process has no credentials and opens no connection: the node reads for it, except local
+   files.
 2. Several shards are indexed at once, each in a thread, since most of the time goes into waiting
-   for bytes. Of a shard that waits for a thread, only the parts are held that came with it. If the
-   process crashes or runs out of memory, any shard may be the cause: the node finds out which.
-3. It exits when its socket closes.
+   for bytes. While a shard waits for a thread, only the parts that came with its task are held. If
+   the process crashes or runs out of memory, any shard may be the cause: the node finds out which.
+3. The process exits when its socket closes.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _TELL_S = 1.0
 
 
 class _Over(Exception):
-    """The node knows why this shard cannot be read."""
+    """Raised to stop a shard whose failure the node already knows."""
 
 
 class _AskedShard(Struct, eq=False, weakref=True):
-    """A shard whose bytes the node reads."""
+    """A shard that the node reads for this process."""
 
     sock: socket.socket
     task: int
@@ -86,11 +87,11 @@ class _AskedShard(Struct, eq=False, weakref=True):
             yield piece.content
 
     def arrived(self, body: tasks.ShardBytes) -> None:
-        """From the thread that receives."""
+        """Store bytes that have arrived; called by the receiving thread."""
         self._asked[body.request].put(body)
 
     def _held(self, place: Region) -> Buffer | None:
-        """The bytes of this range, if they came with the task."""
+        """Return the bytes of this range, if they came with the task."""
         for part in self.parts:
             at = place.offset - part.offset
             if at >= 0 and at + place.length <= len(part.content):
@@ -113,7 +114,7 @@ class _AskedShard(Struct, eq=False, weakref=True):
 
 
 class _LocalShard(Struct, eq=False):
-    """A local file; the node is told periodically that it is being read."""
+    """A local file. The node is told periodically that reading makes progress."""
 
     sock: socket.socket
     task: int
@@ -142,7 +143,7 @@ class _LocalShard(Struct, eq=False):
 
 
 def run(sock: socket.socket, memory_bytes: int) -> None:
-    """Index the shards that the node names, until the node goes away, with this memory limit."""
+    """Index the shards that the node names, within this memory limit, until the node goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     threading.stack_size(_STACK_BYTES)
@@ -207,7 +208,7 @@ def _outcome(
 
 
 def main(descriptor: int, memory_bytes: int) -> None:
-    """The process: its socket is an inherited descriptor. Its threads do not keep it."""
+    """Run the process: its socket is an inherited descriptor. Its threads do not keep it alive."""
     with socket.socket(fileno=descriptor) as sock:
         try:
             run(sock, memory_bytes)

@@ -1,7 +1,7 @@
-"""One indexing process, as the node sees it.
+"""One indexing process, seen from the node.
 
 Invariants:
-1. Every task that was given to it ends: with its answer, its error, or with how the process ended.
+1. Every task given to the process ends: with its answer, its error, or the way the process ended.
 2. The node's threads read for it, from stores.
 """
 
@@ -37,7 +37,7 @@ Order = tasks.IndexShard | tasks.CountRows
 
 
 class IndexerEnded(Exception):
-    """The process that had the shard has ended."""
+    """The indexing process has ended before it answered about its shard."""
 
     def __init__(self, end: ProcessEnd) -> None:
         super().__init__(end.words)
@@ -86,9 +86,9 @@ class IndexerProcess:
     def answer(
         self, order: Order, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
     ) -> bytes:
-        """The process's answer about a shard.
+        """Return the process's answer about a shard.
 
-        Raises:  IndexerEnded: nothing; why is added to `ends`.
+        Raises:  IndexerEnded: there is none; the reason is added to `ends`.
         """
         task, number = _Task(shard), next(self._numbers)
         with self._changing:
@@ -107,13 +107,13 @@ class IndexerProcess:
                 del self._tasks[number]
 
     def begin_end(self) -> None:
-        """Kill the process, and do not wait for its end. May be called twice."""
+        """Kill the process without waiting for its end. May be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._process.kill()
 
     def kill(self) -> None:
-        """Kill the process, and fail everything that waits for it. May be called twice."""
+        """Kill the process, and fail all calls that wait for it. May be called twice."""
         self.begin_end()
         self._receiver.join()
 
@@ -153,7 +153,7 @@ class IndexerProcess:
             return body
 
     def _read(self, number: int, task: _Task, asked: tasks.ReadShard) -> None:
-        """In a thread of the node: read for a shard, and send the bytes."""
+        """Read for a shard, and send the bytes; runs in a thread of the node."""
         try:
             answer = _bytes_for(task, asked)
         except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
@@ -192,7 +192,9 @@ class IndexerProcess:
         self._sock.close()
 
     def _ended(self, end: ProcessEnd | None) -> IndexerEnded:
-        """The process has ended: `end` says why, or else its exit status."""
+        """Return the error for the end of the process: `end` says why, or else its exit status
+        does.
+        """
         self.kill()
         end = end or self._end
         assert end is not None
@@ -212,7 +214,7 @@ def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:
 
 
 def _parts(shard: StoredShard) -> Iterator[bytes]:
-    """The whole shard, in pieces that fit into a message."""
+    """Yield the whole shard, in pieces that fit into a message."""
     for piece in shard.stream():
         view = memoryview(piece).cast("B")
         for at in range(0, len(view), PART_BYTES):

@@ -51,7 +51,7 @@ def open_dataset(
     begin_batches: BeginBatches | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
-    """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
+    """Make the manifest of a dataset, or load a saved one: a url that ends in ".manifest".
 
     A saved manifest is not checked against the store: a changed shard is detected when it is read.
 
@@ -95,13 +95,13 @@ def index_dataset(
     begin_batches: BeginBatches | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
-    """The manifest of the shards that `urls` name, from the cache or newly made. A cache folder of
-    "" caches nothing.
+    """Return the manifest of the shards that `urls` name, from the cache or newly made. A cache
+    folder of "" caches nothing.
 
-    `progress` is called in the caller's thread, at the start and after each shard. `index_shard`
-    is called in threads; the default parses the bytes in this process, so use it only for trusted
-    ones. It gets what `begin_batches` leaves out, or all. What was `found` by another process is
-    not listed or indexed again.
+    `progress` is called in the caller's thread, at the start and after each shard. `index_shard` is
+    called in threads, for the shards that `begin_batches` leaves out, or for all. By default it
+    parses bytes in this process, so use the default only for trusted bytes. Shards that another
+    process has already `found` are not listed or indexed again.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
@@ -139,7 +139,7 @@ def _index_here(format_: Format, shard: StoredShard) -> ShardIndex:
 
 
 def _warn_of_versions(shards: Sequence[ObjectInfo]) -> None:
-    """Log that a change of shards may go unnoticed."""
+    """Log a warning that changes of these shards may go unnoticed."""
     unknown = [shard.url for shard in shards if shard.etag == etag_of_size(shard.size_bytes)]
     if unknown:
         _trace.failed(
@@ -158,12 +158,12 @@ def _names(urls: Url | Iterable[Url]) -> list[str]:
 def choose_shards(
     listed: Sequence[ObjectInfo], names: Sequence[str], format_name: str, connect: Connect
 ) -> tuple[Format, list[ObjectInfo]]:
-    """The dataset's format, and the listed objects that are its shards.
+    """Return the dataset's format, and the listed objects that are its shards.
 
-    Folders contain other files besides shards (README.md, dataset_info.json): objects that were not
-    listed by their own url are left out, unless they have a suffix of shards. So are the empty
-    objects that stand for folders (see `Store.list`): the store is asked about those that would be
-    chosen, and about no others.
+    Folders contain other files besides shards (README.md, dataset_info.json). Objects found in a
+    folder are left out unless they have a suffix of shards; objects named by their own url stay.
+    Empty objects that stand for folders (see `Store.list`) are left out, too: the store is asked
+    only about those that would be chosen.
 
     Raises:  ConfigError: no shards, or several formats.  ShardNotFound: there are only folders.
     Errors of the stores.
@@ -206,7 +206,7 @@ def choose_shards(
 
 
 def _check_links(listed: Sequence[ObjectInfo], shards: Sequence[ObjectInfo]) -> None:
-    """Refuse symbolic links that lead nowhere among the shards, and warn of others."""
+    """Refuse shards that are symbolic links to missing files, and warn of other links."""
     links = {info.url: target for info in listed if (target := target_of(info))}
     for url in (shard.url for shard in shards if shard.url in links):
         raise ShardNotFound(
@@ -238,7 +238,7 @@ def _chosen(
     literal: frozenset[str],
     asked: Format | None,
 ) -> list[ObjectInfo]:
-    """The shards among these, if each of them is an object."""
+    """Select the shards among these listed objects."""
     by_suffix = partial(zip, listed, formats, strict=True)
     if asked is None:
         return [s for s, f in by_suffix() if f is not None or unpinned(s.url) in literal]

@@ -52,12 +52,12 @@ def digest(*parts: object) -> str:
 
 
 def dataset_name(version: Sequence[object], names: Sequence[str]) -> str:
-    """What the folder of a dataset is called: one list of urls, read as one format."""
+    """Return the folder name of a dataset, that is, of one list of urls read as one format."""
     return digest(*version, *names)
 
 
 def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
-    """`digest(*format_, *keys)`, in steps between which other threads run."""
+    """Compute `digest(*format_, *keys)` in steps, so that other threads run in between."""
     hashed = hashlib.blake2b(digest_size=16)
     hashed.update(json.dumps(format_, separators=(",", ":"))[:-1].encode())
     for begin in range(0, len(keys), _HASHED_AT_ONCE):
@@ -82,11 +82,11 @@ class IndexJournal:
 
     @staticmethod
     def has_manifest(cache_dir: str, dataset: str, key: str) -> bool:
-        """Whether there is a finished manifest of this listing, intact or not."""
+        """Whether a finished manifest of this listing exists, intact or not."""
         return (_folder(cache_dir, dataset) / f"{key}.manifest").exists()
 
     def manifest(self, key: str) -> Manifest | None:
-        """The finished manifest of this listing, if there is one and it is intact."""
+        """Return the finished manifest of this listing, if it exists and is intact."""
         path = self._folder / f"{key}.manifest"
         try:
             content = path.read_bytes()
@@ -99,7 +99,7 @@ class IndexJournal:
             return None
 
     def remembered(self) -> dict[str, ShardIndex]:
-        """Every shard's index that earlier runs wrote, by shard key."""
+        """Return every shard index that earlier runs wrote, by shard key."""
         found: dict[str, ShardIndex] = {}
         for path in self._found:
             with contextlib.suppress(FileNotFoundError):
@@ -127,7 +127,7 @@ class IndexJournal:
                 path.unlink(missing_ok=True)
 
     def keep(self, key: str, content: Buffer) -> None:
-        """Publish the bytes of a manifest; only the last few stay."""
+        """Publish the bytes of a manifest; only the last few manifests stay."""
         with cache_faults(self._folder):
             publish(self._folder / f"{key}.manifest", content)
             manifests = sorted(self._folder.glob("*.manifest"), key=written_at, reverse=True)
@@ -153,7 +153,10 @@ def _folder(cache_dir: str, dataset: str) -> Path:
 
 @contextlib.contextmanager
 def cache_faults(folder: Path) -> Iterator[None]:
-    """Raises:  ConfigError: instead of an OSError about the cache folder."""
+    """Convert an OSError about the cache folder to an error with advice.
+
+    Raises:  ConfigError: instead of an OSError about the cache folder.
+    """
     try:
         yield
     except OSError as fault:
@@ -165,7 +168,7 @@ def cache_faults(folder: Path) -> Iterator[None]:
 
 
 def written_at(path: Path) -> float:
-    """When a file was last written; 0 if it is gone."""
+    """Return when a file was last written; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -183,14 +186,14 @@ def decode_index(content: bytes) -> ShardIndex:
 
 
 class IndexFrames:
-    """Makes the frames of one log: `decode_indexes` reads them, one after the other."""
+    """Makes the frames of one log, which `decode_indexes` reads in the same order."""
 
     def __init__(self) -> None:
         self._written: set[str] = set()
         self._last: tuple[pa.Schema, str] | None = None
 
     def of(self, key: str, index: ShardIndex) -> bytes:
-        """One shard's frame, preceded by its schema's frame if the log does not have it yet."""
+        """Make one shard's frame, after a frame of its schema if the log does not have it yet."""
         frames = b""
         # Shards that were indexed together share one schema object.
         if self._last is None or self._last[0] is not index.schema:
@@ -221,14 +224,14 @@ def _shard_frame(key: str, index: ShardIndex, schema_name: str) -> bytes:
 
 
 def frame(facts: Mapping[str, object], body: bytes) -> bytes:
-    """A frame of a log: these facts, which are plain values, and bytes."""
+    """Make a frame of a log from facts, which are plain values, and bytes."""
     header = json.dumps(facts, separators=(",", ":")).encode()
     payload = _HEADER.pack(len(header)) + header + body
     return _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
 
 
 def frames_in(content: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The facts and the bytes of each frame, up to the first that is torn or damaged."""
+    """Yield the facts and the bytes of each frame, up to the first that is torn or damaged."""
     at = 0
     while at + _FRAME.size <= len(content):
         length, crc = _FRAME.unpack_from(content, at)
@@ -242,7 +245,9 @@ def frames_in(content: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 @functools.lru_cache(maxsize=4)
 def _schema(serialised: bytes) -> pa.Schema:
-    """The same object for the same bytes: shards with one schema compare at no cost."""
+    """Return the same object for the same bytes, so that comparing shards with one schema costs
+    nothing.
+    """
     return pa.ipc.read_schema(pa.py_buffer(serialised))
 
 
@@ -273,15 +278,15 @@ def decode_indexes(content: bytes) -> dict[str, ShardIndex]:
 
 
 def write_all(fd: int, content: Buffer) -> None:
-    """Write it to a file, however often that takes."""
+    """Write all bytes to a file, in as many calls as needed."""
     view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def publish(path: Path, content: Buffer) -> None:
-    """Publish a file atomically. It has no name until it is complete, so that a kill leaves nothing
-    behind. On file systems without unnamed files it has a temporary name, which a later run
+    """Publish a file atomically. The file has no name until it is complete, so a kill leaves
+    nothing behind. On file systems without unnamed files it has a temporary name, which a later run
     removes.
     """
     try:
@@ -315,14 +320,14 @@ def _publish_named(path: Path, content: Buffer) -> None:
 
 
 def version_of(format_: Format) -> tuple[str, int, int]:
-    """What the keys of shards begin with."""
+    """Return the parts with which the keys of shards begin."""
     index_version = int(getattr(format_, "index_version", 0))
     return format_.name, registry.INDEX_VERSION, index_version
 
 
 def keep_given(cache_dir: str, manifest: Manifest, content: Buffer) -> None:
-    """Keep a manifest that another node has given, and its bytes, in this cache folder: for the
-    next time that these shards are listed.
+    """Keep a manifest that another node has sent in this cache folder, for the next time that these
+    shards are listed.
 
     Raises:  ConfigError: the folder cannot be used.
     """
@@ -337,7 +342,7 @@ def keep_given(cache_dir: str, manifest: Manifest, content: Buffer) -> None:
 
 
 def shard_keys(format_: Sequence[object], shards: Iterable[ObjectInfo]) -> list[str]:
-    """The cache key of each shard's index: `digest(*format_, url, size, etag)`."""
+    """Compute the cache key of each shard's index: `digest(*format_, url, size, etag)`."""
     head = json.dumps(format_, separators=(",", ":"))[:-1]
     found = []
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Shards that are indexed from bytes that were read before, by this process or another one."""
+"""Shards that are indexed from bytes read earlier, by this process or another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataplane.model import Region
 
 
 class NotReadError(Exception):
-    """Nobody has read these bytes of a shard; there are no `places` if it is all of it."""
+    """These bytes of a shard have not been read; without `places`, the whole shard is needed."""
 
     def __init__(self, *places: Region) -> None:
         super().__init__(*places)
@@ -19,21 +19,21 @@ class NotReadError(Exception):
 
 
 class PartsOfShard(Struct, eq=False):
-    """A shard, and the parts of it that were read: the offset and the bytes of each."""
+    """A shard, and the parts of it that were read, as (offset, bytes)."""
 
     url: str
     size_bytes: int
     parts: list[tuple[int, bytes]]
 
     def read(self, offset: int, length: int) -> Buffer:
-        """As `ShardReader.read`.   Raises:  NotReadError."""
+        """Implement `ShardReader.read`.   Raises:  NotReadError."""
         found = self._held(offset, length)
         if found is None:
             raise NotReadError(Region(offset, length))
         return found
 
     def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """As `ShardReader.read_all`.   Raises:  NotReadError: names all that is missing."""
+        """Implement `ShardReader.read_all`.   Raises:  NotReadError: names all missing parts."""
         found = [self._held(place.offset, place.length) for place in places]
         held = [each for each in found if each is not None]
         if len(held) < len(places):
@@ -42,7 +42,7 @@ class PartsOfShard(Struct, eq=False):
         return held
 
     def stream(self) -> Iterator[Buffer]:
-        """Not possible.   Raises:  NotReadError."""
+        """Always fail: only parts are here.   Raises:  NotReadError."""
         raise NotReadError
 
     def _held(self, offset: int, length: int) -> Buffer | None:

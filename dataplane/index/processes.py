@@ -1,16 +1,16 @@
-"""Indexes shards in separate processes, so that no shard can harm the node.
+"""Index shards in separate processes, so that no shard can harm the node.
 
 Invariants:
-1. No byte of a shard is parsed in the node. Its store reads them, so that retries, outages and
-   credentials stay in one place; the indexing process reads local files itself.
+1. No byte of a shard is parsed in the node. The node's store reads them, so that retries, outages
+   and credentials stay in one place; the indexing process reads local files itself.
 2. Every process has a memory limit. If one crashes or runs out of memory, any of its shards may be
-   the cause: each then gets a process of its own, one at a time, and if that fails too, the shard
-   is blamed.
-3. A shard without progress for a while is stuck; time spent reading from a store does not count,
+   the cause. Each of them then gets a process of its own, one at a time, and if that fails too, the
+   shard is blamed.
+3. A shard without progress for a while is stuck. Time spent reading from a store does not count,
    since stores have their own deadlines.
 4. Processes are started when a shard must be indexed, and end with the run.
-5. Long lists of remote shards are indexed in batches (batches.py). What these leave out, for
-   whatever reason, is indexed here, so that errors, retries and blame are those of one shard.
+5. Long lists of remote shards are indexed in batches (batches.py). Shards that a batch leaves out,
+   for any reason, are indexed here, so that errors, retries and blame are those of one shard.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _Part = tuple[int, "Future[Buffer]"]
 
 
 class IndexProcesses:
-    """The processes of one run. Thread-safe. Use as a context: at its end they are killed. `keep`
-    gets the preambles that are read. `reading` is how processes reach stores, if any may, and
-    `pauses` are those that they keep, and tell of.
+    """The processes of one run. Thread-safe. Use as a context: its end kills them. `keep` gets the
+    preambles that are read. `reading` says how processes reach stores, if any of them may; `pauses`
+    are the stores' pauses, which processes keep and report.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class IndexProcesses:
         *,
         is_policed: bool = False,
     ) -> Self:
-        """With the limits of a node's workers, and its policy if it is for a node."""
+        """Make processes with the limits of a node's workers, and its policy if they work for a
+        node.
+        """
         return cls(
             WorkerBytes.of(config),
             config.task_timeout_s,
@@ -129,7 +131,7 @@ class IndexProcesses:
             fork_server.release()
 
     def index(self, format_: Format, shard: StoredShard) -> ShardIndex:
-        """As `Format.index`.
+        """Implement `Format.index`.
 
         Raises:  as `Format.index` and the shard's reads.  BudgetTooSmall: it takes too much memory.
         CorruptShard: it ends the process.  DataStallError: it is stuck.
@@ -137,7 +139,7 @@ class IndexProcesses:
         return _locally_first(shard, partial(self._index, format_, shard))
 
     def begin_batches(self, format_: Format, listed: Sequence[ObjectInfo]) -> IndexBatches | None:
-        """As `BeginBatches`: of a format that says what it reads first, many shards in a store."""
+        """Implement `BeginBatches`, for many shards in a store, of a format with `first_reads`."""
         reading, is_able = self._reading, hasattr(format_, "first_reads")
         if reading is None or not is_able or len(listed) < _BATCHED_MIN:
             return None
@@ -156,8 +158,8 @@ class IndexProcesses:
         )
 
     def count(self, shard: StoredShard, order: tasks.CountRows, decoded_bytes: int) -> Int64:
-        """How many rows the view has of each of these blocks. The largest of them decodes to this
-        size.
+        """Count the rows of each of these blocks that belong to the view. The largest block decodes
+        to `decoded_bytes`.
 
         Shapes:  result: int64[blocks].
         Raises:  as `index`.  ConfigError: a condition cannot be evaluated.
@@ -195,8 +197,8 @@ class IndexProcesses:
                 process.kill()
 
     def _first_parts(self, format_: Format, shard: StoredShard) -> list[_Part]:
-        """What the process would ask for first: reading it now, while the process starts, saves a
-        round trip or two, and the messages.
+        """Read what the process would request first. Reading it while the process starts saves one
+        or two round trips, and the messages.
         """
         first_reads = getattr(format_, "first_reads", None)
         places: tuple[Region, ...] = () if first_reads is None else first_reads(shard.size_bytes)
@@ -206,7 +208,7 @@ class IndexProcesses:
         ]
 
     def _kept(self, listed: ObjectInfo, parts: Sequence[_Part], index: ShardIndex) -> ShardIndex:
-        """The index. The preamble is handed on if it came with the first parts."""
+        """Return the index. The preamble is passed to `keep` if it came with the first parts."""
         place = index.preamble
         keep = self._keep
         if keep is None or not place.length:
@@ -221,7 +223,7 @@ class IndexProcesses:
 
     @contextlib.contextmanager
     def _one_of_many(self) -> Iterator[IndexerProcess]:
-        """The process with the fewest shards; a new one if all have enough."""
+        """Yield the process with the fewest shards; a new one if all have enough."""
         with self._choosing:
             usable = [process for process in self._shared if not process.has_ended]
             process = min(usable, key=lambda one: one.users, default=None)
@@ -249,7 +251,9 @@ class IndexProcesses:
 
 
 def _locally_first(shard: StoredShard, asked: Callable[..., Answer]) -> Answer:
-    """The answer of a process that reads a local file itself."""
+    """Return the answer of a process that reads a local file itself; if it cannot, the
+    node reads.
+    """
     try:
         return asked(is_local=local_path(shard.url) is not None)
     except StoreError:
@@ -266,8 +270,8 @@ def open_manifest(
     keep: KeepPreamble | None = None,
     found: FoundDataset | None = None,
 ) -> Manifest:
-    """Open a dataset for a node: shards that are not cached are indexed in processes, unless they
-    were `found`. `keep` gets the preambles that were read for that.
+    """Open a dataset for a node. Shards that are not cached are indexed in processes, unless they
+    were `found`. `keep` gets the preambles that are read for this.
 
     Raises:  as `open_dataset`.
     """
@@ -290,7 +294,7 @@ def open_manifest(
 def _order(
     format_: Format, listed: ObjectInfo, parts: Sequence[_Part], *, is_local: bool
 ) -> tasks.IndexShard:
-    """Waits for the parts."""
+    """Build the order for a process; waits for the parts."""
     read = tuple(
         tasks.ShardPart(offset, bytes(memoryview(part.result()))) for offset, part in parts
     )

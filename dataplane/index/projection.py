@@ -1,4 +1,4 @@
-"""The bytes of a block that are needed by a job that does not read all columns."""
+"""Choose the bytes of a block that a job needs if it does not read all columns."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Projection(Struct, frozen=True, eq=False):
         block_decoded: Ints,
         wanted: Sequence[bool],
     ) -> Self:
-        """The bytes to leave out if only the `wanted` columns are read: none for a block whose
-        column places are unknown or overlap.
+        """Compute the bytes to leave out if only the `wanted` columns are read: none for a block
+        whose column places are unknown or overlap.
 
         Raises:  ConfigError: columns do not lie in these blocks.
         """
@@ -72,7 +72,7 @@ class Projection(Struct, frozen=True, eq=False):
         return cls(first, np.concatenate(starts), np.concatenate(stops), skipped, decoded)
 
     def of_blocks(self, kept: Ints) -> Self:
-        """The same of only these blocks.
+        """Return the projection of these blocks only.
 
         Shapes:  kept: int64[k], rising.
         """
@@ -87,7 +87,7 @@ class Projection(Struct, frozen=True, eq=False):
     def places(
         self, block_shard: npt.NDArray[np.int32], block_offset: Ints, block_length: Ints
     ) -> BlockPlaces:
-        """Where the needed bytes of each block lie."""
+        """Return where the needed bytes of each block lie."""
         offset, length = block_offset.copy(), block_length.copy()
         count, size = np.diff(self.first), self.skipped.copy()
         block = np.repeat(np.arange(len(length)), count)
@@ -102,7 +102,7 @@ class Projection(Struct, frozen=True, eq=False):
         return BlockPlaces(block_shard, offset, length, count, size)
 
     def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
-        """The pieces of a block to read in the shard; empty if that is all of it."""
+        """Return the pieces of a block to read in the shard; empty if the whole block is read."""
         holes = range(int(self.first[block]), int(self.first[block + 1]))
         starts = [0, *(int(self.stop[hole]) for hole in holes)]
         stops = [*(int(self.start[hole]) for hole in holes), place.length]
@@ -115,7 +115,7 @@ class Projection(Struct, frozen=True, eq=False):
 def _holes(
     part: PlacesPart, block_length: Ints, is_wanted: npt.NDArray[np.bool_]
 ) -> tuple[Ints, Ints, Ints]:
-    """Of each hole: its block in this part, where it starts in the block, and where it stops."""
+    """Return, for each hole, its block in this part, and its start and stop in the block."""
     offset, length = part.offset, part.length
     if (offset[:, 1:] < offset[:, :-1]).any():
         order = np.argsort(offset, axis=1, kind="stable")

@@ -1,8 +1,8 @@
-"""Indexes the shards of one listing, several at a time, and makes the manifest of their indexes.
+"""Index the shards of one listing, several at a time, and make the manifest of their indexes.
 
 1. The manifest depends only on the listing, never on the order in which shards were indexed.
 2. The dataset's schema follows from those of all shards (see shared_schema.py).
-3. Each index is remembered before progress is told (see journal.py).
+3. Each index is remembered before progress is reported (see journal.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _Single = tuple[int, "Future[ShardIndex]"]
 
 
 class IndexProgress(Struct, frozen=True):
-    """How far indexing has come."""
+    """The progress of indexing."""
 
     shard_count: int
     shards_done: int
@@ -59,7 +59,9 @@ class IndexProgress(Struct, frozen=True):
 
 
 class StoredShard(Struct, frozen=True):
-    """One listed object as formats read it. Once `stop` is set, reading raises ClosedError."""
+    """One listed object, with the interface that formats read. Once `stop` is set, reading raises
+    ClosedError.
+    """
 
     listed: ObjectInfo
     store: Store
@@ -74,18 +76,18 @@ class StoredShard(Struct, frozen=True):
         return self.listed.size_bytes
 
     def read(self, offset: int, length: int) -> Buffer:
-        """As `ShardReader.read`, pinned to the etag that was listed."""
+        """Implement `ShardReader.read`, pinned to the etag that was listed."""
         self._check()
         if length == 0:
             return b""
         return self.store.read(self.url, offset, length, self.listed.etag)
 
     def read_all(self, places: Sequence[Region]) -> list[Buffer]:
-        """As `ShardReader.read_all`, pinned to the etag that was listed."""
+        """Implement `ShardReader.read_all`, pinned to the etag that was listed."""
         return read_in_threads(self, places)
 
     def stream(self) -> Iterator[Buffer]:
-        """As `ShardReader.stream`, pinned to the etag that was listed."""
+        """Implement `ShardReader.stream`, pinned to the etag that was listed."""
         for piece in self.store.stream(self.url, self.listed.etag):
             self._check()
             yield piece
@@ -96,7 +98,7 @@ class StoredShard(Struct, frozen=True):
 
 
 class BatchEnd(Struct, frozen=True):
-    """What has become of some shards: the indexes of those that are not left out."""
+    """The result of a batch of shards: the indexes of those that are not left out."""
 
     shards: Sequence[int]
     indexes: Mapping[int, ShardIndex]
@@ -114,7 +116,7 @@ class ShardBatches(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether there will never be room again."""
+        """Whether no batch can be sent any more."""
 
     def send(
         self,
@@ -122,10 +124,10 @@ class ShardBatches(Protocol):
         listed: Sequence[ObjectInfo],
         tell: Callable[[BatchEnd], None],
     ) -> None:
-        """Index these, and tell their end, once; perhaps from a thread."""
+        """Index these shards, and call `tell` once with the result, perhaps from a thread."""
 
     def close(self) -> None:
-        """End all of them."""
+        """End all batches."""
 
 
 class IndexRun:
@@ -159,7 +161,7 @@ class IndexRun:
         keys: Sequence[str],
         journal: IndexJournal | None,
     ) -> list[ShardIndex]:
-        """Every shard's index, in the order of the shards."""
+        """Return every shard's index, in the order of the shards."""
         self._report()
         for shard, key in enumerate(keys):
             if key in remembered:
@@ -233,7 +235,9 @@ class IndexRun:
 
 
 class _Work:
-    """What of a run is to be done, and under way: single shards in threads, others in batches."""
+    """The shards of a run that wait or are in progress: single ones in threads, others in
+    batches.
+    """
 
     def __init__(
         self,
@@ -252,7 +256,7 @@ class _Work:
         self._singles = self._in_batches = 0
 
     def begin(self) -> bool:
-        """Begin what there is room for; False if all is done."""
+        """Begin as many shards as there is room for; return False if all are done."""
         if self._batches is not None:
             self._begin_batches(self._batches)
         is_batched = self._batches is not None and not self._batches.is_over
@@ -268,8 +272,8 @@ class _Work:
         return bool(self._singles or self._in_batches)
 
     def ended(self) -> list[tuple[int, Future[ShardIndex] | ShardIndex]]:
-        """What has ended since, in the order of the shards: if several fail at once, the error of
-        the first one is raised. Waits.
+        """Wait, and return what has ended since, in the order of the shards: if several fail at
+        once, the error of the first one is raised.
         """
         found: list[tuple[int, Future[ShardIndex] | ShardIndex]] = []
         for end in _all_of(self._ended):
@@ -283,13 +287,15 @@ class _Work:
         return sorted(found, key=itemgetter(0))
 
     def close(self) -> None:
-        """End what is under way."""
+        """Stop everything in progress."""
         if self._batches is not None:
             self._batches.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin_batches(self, batches: ShardBatches) -> None:
-        """None while single shards wait: either they are slow, or a store does not answer."""
+        """Send batches; none while single shards wait, since these are slow or a store does not
+        answer.
+        """
         while self._waiting and len(self._left_out) < self._singles_max and batches.has_room:
             count = min(batches.shards_at_once, len(self._waiting))
             shards = [self._waiting.popleft() for _ in range(count)]
@@ -303,7 +309,7 @@ class _Work:
 def _unlike_listed(
     error: ShardNotFound | DatasetChangedError, url: str
 ) -> ShardNotFound | DatasetChangedError:
-    """The error for an object that is not what a list said of it. In a bucket that may never
+    """Return the error for an object that differs from its listing. In a bucket that may never
     change: obstore lists keys without the slashes at their start and end.
     """
     if scheme_of(url) in ("file", "http", "https"):
@@ -317,7 +323,7 @@ def _unlike_listed(
 
 
 def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
-    """All that is there; waits for the first one."""
+    """Yield all that is queued; waits for the first."""
     yield waiting.get()
     with contextlib.suppress(queue.Empty):
         while True:
@@ -325,7 +331,7 @@ def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
 
 
 class _Shape(Struct, frozen=True, eq=False):
-    """How the columns of shards with one schema become those of the dataset.
+    """A mapping from the columns of shards with one schema to those of the dataset.
 
     Shapes:  columns: int64[columns], the place of each in the shard, -1 if the shard lacks it, or
     None if all have the same place. nodes: int64[field nodes], as nulls.alignment; or None.
@@ -339,7 +345,7 @@ class _Shape(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, schema: pa.Schema, own: pa.Schema) -> Self:
-        """The shape of shards with their `own` schema."""
+        """Return the mapping for shards with their `own` schema."""
         names = schema.names
         places = None if own.names == names else [own.get_field_index(name) for name in names]
         is_equal = own.equals(schema)
@@ -351,7 +357,7 @@ class _Shape(Struct, frozen=True, eq=False):
         return cls(is_as_stored, node_count(own), node_count(schema), places, nodes)
 
     def blocks(self, index: ShardIndex) -> Sequence[Block]:
-        """A shard's blocks, their columns in the order of the dataset's schema."""
+        """Return a shard's blocks, with columns in the order of the dataset's schema."""
         if self.columns is None or not any(block.columns for block in index.blocks):
             return index.blocks
         return [
@@ -360,7 +366,7 @@ class _Shape(Struct, frozen=True, eq=False):
         ]
 
     def nulls(self, index: ShardIndex) -> Sequence[int]:
-        """A shard's null counts in terms of the dataset's schema."""
+        """Return a shard's null counts in terms of the dataset's schema."""
         rows = sum(block.rows for block in index.blocks)
         if not rows:
             return array("q", [NEVER]) * self.node_count
@@ -373,5 +379,5 @@ class _Shape(Struct, frozen=True, eq=False):
 
 
 def _column(block: Block, at: int) -> Sequence[int]:
-    """The numbers of one column; a column that the shard lacks has no bytes."""
+    """Return the three numbers of one column; a column that the shard lacks has no bytes."""
     return (0, 0, 0) if at < 0 else block.columns[3 * at : 3 * at + 3]

@@ -1,7 +1,7 @@
-"""The schema of a dataset, from the schemas of all of its shards.
+"""Merge the schemas of all shards into the schema of a dataset.
 
-1. It depends on the shards and their order, not on the order in which they are noted.
-2. If no shard adds anything to the first one's schema, it is that schema.
+1. The result depends on the shards and their order, not on the order in which they are noted.
+2. If no shard adds anything to the first one's schema, that schema is the result.
 3. Each distinct schema is merged once, however many shards have it.
 """
 
@@ -22,7 +22,9 @@ _AT_HAND = 8
 
 
 class _Seen(Struct, eq=False):
-    """A distinct schema, the first shard that has it, and the first with samples that has it."""
+    """A distinct schema, the first shard that has it, and the first shard with samples
+    that has it.
+    """
 
     schema: pa.Schema
     shard: int
@@ -30,7 +32,7 @@ class _Seen(Struct, eq=False):
 
 
 class SharedSchema:
-    """Merges the schemas of shards, which are known by their numbers; errors have their urls."""
+    """Merges the schemas of shards. Shards are given by number; errors name their urls."""
 
     def __init__(self, url_of: Callable[[int], str]) -> None:
         self._url_of = url_of
@@ -69,8 +71,8 @@ class SharedSchema:
             raise mismatch_of(schema.field(0).name, marks[0], self._url_of)
 
     def merged(self) -> pa.Schema:
-        """The dataset's schema. Columns of which batches would differ from shard to shard are
-        marked. Shards without samples have no say, if others have.
+        """Return the dataset's schema. Columns whose batches would differ from shard to shard are
+        marked. Shards without samples count only if no shard has any.
 
         Raises:  SchemaMismatch: no column can be read from all shards.
         """
@@ -93,7 +95,8 @@ def _first_filled(seen: _Seen) -> int:
 
 class _Column(Struct, eq=False):
     """A column of the schemas merged so far: its field; the type that fits all of them, and a shard
-    that decided it; how many schemas in a row have it, from the first one on; and what differs.
+    that decided it; how many schemas in a row have it, from the first one on; and the difference,
+    if any.
     """
 
     field: pa.Field

@@ -1,8 +1,8 @@
-"""Work on a dataset before a job can be opened that may take long: how far it is, for the log, for
-the trainers that wait, and for `dataplane status`.
+"""Slow work on a dataset before a job can be opened. Its progress goes to the log, to the trainers
+that wait, and to `dataplane status`.
 
 Invariants:
-1. What is listed here is under way: whoever lists it takes it off the list, also when it fails.
+1. Work that is listed here is in progress: whoever adds it removes it, also when it fails.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _listing = threading.Lock()
 
 
 class LongWork:
-    """Work on the dataset with these urls, such as "indexing", in so many `units`. The log has a
-    line every ten seconds, the first one with the `advice`. Use it as a context, in which the work
-    is done; a `Progress`, too. Thread-safe.
+    """Work on the dataset with these urls, such as "indexing", counted in `units`. The log gets a
+    line every ten seconds, and the first one has the `advice`. Use it as a context around the work;
+    it also serves as a `Progress`. Thread-safe.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class LongWork:
             _listed.pop(id(self), None)
 
     def __call__(self, done: IndexProgress) -> None:
-        """So many shards, or groups of blocks, are done."""
+        """Note how many shards, or groups of blocks, are done."""
         self.advance(done.shards_done, done.shard_count)
 
     def advance(self, done: int, total: int) -> None:
-        """So much is done, or what was said before, if that is more."""
+        """Note the progress; it never goes back."""
         now = self._clock()
         self._done, self._total = max(done, self._done), total
         self._first = self._first or (now, done)
@@ -84,7 +84,7 @@ class LongWork:
 
     @property
     def now(self) -> NodeWork:
-        """How far it is."""
+        """Return the progress."""
         left_s, dataset = self._left_s(self._clock()), self._dataset[:_TEXT_MAX]
         return NodeWork(self.what, dataset, self._done, self._total, self._unit, left_s)
 
@@ -95,13 +95,15 @@ class LongWork:
 
 
 def work_on(urls: Collection[str]) -> NodeWork | None:
-    """The work on datasets that have one of these urls; the last that was begun."""
+    """Return the work on datasets with one of these urls; if there are several, the last that was
+    begun.
+    """
     with _listing:
         mine = [each for each in _listed.values() if not each.urls.isdisjoint(urls)]
     return mine[-1].now if mine else None
 
 
 def all_work() -> list[NodeWork]:
-    """All that this process does now."""
+    """Return all work that this process does now."""
     with _listing:
         return [each.now for each in _listed.values()]

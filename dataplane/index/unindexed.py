@@ -1,9 +1,9 @@
-"""Indexes shards from bytes that somebody else reads, and says which bytes are needed besides.
+"""Index shards from bytes that somebody else reads, and report which further bytes are needed.
 
 Invariants:
-1. A shard asks for more only a few times, never for the same bytes twice, and for a limited number
-   of bytes. One that cannot be indexed like this is left out.
-2. No errors are reported here. The node indexes a shard that is left out alone, later, and reports
+1. A shard requests more bytes only a few times, never the same bytes twice, and a limited number of
+   them. A shard that cannot be indexed within these limits is left out.
+2. No errors are reported here. The node later indexes a shard that is left out alone, and reports
    what is wrong with it.
 """
 
@@ -30,14 +30,14 @@ Take = Callable[[int, ShardIndex, PartsOfShard], None]
 
 
 class _Shard(Struct, eq=False):
-    """The parts that are there, and what was asked for."""
+    """The parts of a shard that were read, and those that were requested."""
 
     reader: PartsOfShard
     asked: set[Region]
 
 
 class Unindexed:
-    """Shards of one format that have no index yet, by their numbers; `take` gets each index."""
+    """Shards of one format without an index, by number; `take` gets each index."""
 
     def __init__(self, format_: Format, take: Take) -> None:
         self.unread_count = 0
@@ -47,19 +47,19 @@ class Unindexed:
         self._rounds = 0
 
     def append(self, number: int, reader: PartsOfShard) -> None:
-        """One more shard. What is read of it first, `first_reads`, was asked for already."""
+        """Add a shard, whose `first_reads` were requested already."""
         first = set(first_reads(self._format, reader.size_bytes))
         self._waiting[number] = _Shard(reader, first)
 
     def add(self, number: int, offset: int, content: bytes) -> None:
-        """These bytes of a shard were read."""
+        """Add bytes of a shard that were read."""
         shard = self._waiting.get(number)
         if shard is not None:
             shard.reader.parts.append((offset, content))
 
     def index(self) -> list[tuple[int, Region]]:
-        """Index the shards whose bytes are there. Returns what the others need: the number of a
-        shard and a place in it, for each.
+        """Index the shards whose bytes are here. Return what the others need: pairs of a shard's
+        number and a place in it.
 
         Raises:  MemoryError.
         """
@@ -79,8 +79,8 @@ class Unindexed:
         return missing
 
     def _try(self, number: int, shard: _Shard) -> tuple[Region, ...]:
-        """Index a shard. The result is what must be read first; nothing if there is an index, or
-        will be none.
+        """Index a shard. Return what must be read first; nothing if it has an index, or
+        never will.
         """
         try:
             self._take(number, self._format.index(shard.reader), shard.reader)
@@ -98,7 +98,7 @@ class Unindexed:
 
 
 def first_reads(format_: Format, size_bytes: int) -> tuple[Region, ...]:
-    """What is read of a shard of this size before it is parsed."""
+    """Return the ranges of a shard of this size that are read before it is parsed."""
     named = getattr(format_, "first_reads", None)
     places: tuple[Region, ...] = () if named is None else named(size_bytes)
     return tuple(place for place in places if place.length)

@@ -1,4 +1,4 @@
-"""The manifest of a view: the dataset's, with the rows of each block that the view has."""
+"""Make the manifest of a view: the dataset's, with the number of rows of each block in the view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dataplane.transforms.where_parser import canonical_where
 
 
 def canonical_view(view: View) -> View:
-    """The view in the form that equal views have.
+    """Return the form of the view that all equal views share.
 
     Raises:  ConfigError: its condition or its shares are wrong.
     """
@@ -43,8 +43,8 @@ def viewed(
     config: NodeConfig,
     progress: Progress | None = None,
 ) -> Manifest:
-    """The manifest with only the rows of the view. They are counted in processes, with the limits
-    of this configuration, unless the manifest or its cache folder has the counts.
+    """Return the manifest with only the rows of the view. They are counted in processes, with the
+    limits of this configuration, unless the manifest or its cache folder has the counts.
 
     Raises:  ConfigError: the view is wrong, or has no rows.  SchemaMismatch: shards differ in a
     column of its condition.  As `counted`.
@@ -68,7 +68,7 @@ def viewed(
 
 
 def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
-    """What is known about nulls in the rows of the view: its condition rules out some."""
+    """Return what is known about nulls in the rows of the view: its condition excludes some."""
     if manifest.nulls is None or not view.where:
         return manifest.nulls
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
@@ -78,7 +78,9 @@ def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
 
 
 def with_view(manifest: Manifest, of_view: Manifest, view: View) -> Manifest:
-    """The manifest of a whole dataset, with the counts of a view of it, which has no limit."""
+    """Return the manifest of a whole dataset, with the counts of a view of it, ignoring
+    the limit.
+    """
     counts = np.zeros(manifest.block_count, np.int64)
     counts[of_view.kept] = of_view.block_rows
     return manifest.with_view(view_name(canonical_view(view)), counts)
@@ -91,7 +93,10 @@ def _counts(
     config: NodeConfig,
     progress: Progress | None,
 ) -> Int64:
-    """Shapes:  result: int64[K], whatever the limit."""
+    """Count the rows of each block that belong to the view, ignoring its limit.
+
+    Shapes:  result: int64[K].
+    """
     found = manifest.view_counts.get(view_name(view))
     if found is not None:
         return found
@@ -103,7 +108,7 @@ def _counts(
 
 
 def _told(view: View) -> str:
-    """What the view asks for, as an error names it."""
+    """Describe the view in the words of an error."""
     parts = [f"where={view.where!r:.500}"] if view.where else []
     parts += [f"sample={view.sample / 2**32:.6g}"] if view.sample else []
     if view.split_to:
