@@ -1,7 +1,7 @@
-"""A coordinator in this process: the state machine, its journal, and the clock that moves them.
+"""A coordinator in this process: the state machine, its journal, and the clock that drives them.
 
-It decides nothing: every call becomes an event, and every decision becomes an answer and a write.
-The gRPC server calls it, and so does a node that is its own coordinator.
+This module decides nothing: every call becomes an event, and every decision becomes an answer and a
+write. The gRPC server calls it, and so does a node that is its own coordinator.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ LEASE_S_MIN = 0.1
 
 
 class CoordinatorConfig(Struct, frozen=True):
-    """One coordinator. A crash may lose progress that is younger than `progress_flush_s`, which the
-    next heartbeat restores; joins and leaves are never lost. `key_file` has the secret of the keys
-    of neighbours, and is created if it does not exist; "": a secret of this process.
+    """The settings of a coordinator. A crash may lose progress younger than `progress_flush_s`,
+    which the next heartbeat restores; joins and leaves are never lost. `key_file` stores the secret
+    for neighbours' keys, and is created if it does not exist; "": a secret of this process.
     """
 
     version: str
@@ -67,15 +67,17 @@ class CoordinatorConfig(Struct, frozen=True):
 
 
 def steady_wall_clock() -> Callable[[], float]:
-    """A clock that starts at the current seconds since 1970 and then runs evenly, even if the wall
-    clock is set.
+    """Return a clock that starts at the current seconds since 1970 and then runs evenly, even if
+    the wall clock is set.
     """
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
 
 class Coordinator:
-    """`Coordination` without a wire. Use: `await start()`, the calls, `await close()`."""
+    """An implementation of `Coordination` without a wire. Call `await start()`, use it, then `await
+    close()`.
+    """
 
     def __init__(self, config: CoordinatorConfig, clock: Callable[[], float] | None = None) -> None:
         if config.lease_s < LEASE_S_MIN:
@@ -132,27 +134,27 @@ class Coordinator:
         await self._journal.close()
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
-        """As `Coordination.register_node`."""
+        """Implement `Coordination.register_node`."""
         return await self._ask(request, RegisterNodeResponse)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        """As `Coordination.join`."""
+        """Implement `Coordination.join`."""
         answer = await self._ask(request, JoinResponse)
         return replace(answer, nodes=self._with_key(answer.nodes)) if answer.nodes else answer
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """As `Coordination.heartbeat`."""
+        """Implement `Coordination.heartbeat`."""
         answer = await self._ask(request, HeartbeatResponse)
         return (
             replace(answer, jobs=tuple(map(self._with_key, answer.jobs))) if answer.jobs else answer
         )
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """As `Coordination.leave`."""
+        """Implement `Coordination.leave`."""
         return await self._ask(request, LeaveResponse)
 
     async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
-        """As `Coordination.share_manifest`."""
+        """Implement `Coordination.share_manifest`."""
         if self._keyed is None:
             raise ClosedError("the coordinator is not running: call start() first")
         answer = self._manifests.decide(request, self._clock())
@@ -161,15 +163,15 @@ class Coordinator:
         return replace(answer, key=self._keyed.key(answer.line, answer.generation))
 
     async def status(self, request: StatusRequest) -> StatusResponse:
-        """As `Coordination.status`."""
+        """Implement `Coordination.status`."""
         return await self._ask(request, StatusResponse)
 
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
-        """As `Coordination.ledger`."""
+        """Implement `Coordination.ledger`."""
         return await self._ask(request, LedgerResponse)
 
     async def change(self, request: ChangeRequest) -> ChangeResponse:
-        """As `Coordination.change`."""
+        """Implement `Coordination.change`."""
         answer = await self._ask(request, ChangeResponse)
         if answer.entry is not None:
             made, job = answer.entry, request.job_id
@@ -177,7 +179,7 @@ class Coordinator:
         return answer
 
     async def tick(self) -> None:
-        """Let time pass: end expired leases, and write progress that has waited long enough."""
+        """End expired leases, and write progress that has waited long enough."""
         self._decide(Tick())
         now = self._clock()
         if now - self._flushed_at >= self.config.progress_flush_s:

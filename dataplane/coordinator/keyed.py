@@ -1,4 +1,4 @@
-"""Gives the nodes of a job, as the state machine tells them, their key."""
+"""Adds the key to the nodes of a job, before they are sent to a node."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _JOBS_MAX = 64
 
 
 class KeyedNodes:
-    """The same object for the same nodes, so that it is put on the wire once for all who get it.
-    Without `keys`, a secret of this process is made when it is needed: an embedded coordinator,
-    whose node has no neighbours, needs none and imports nothing for it.
+    """Nodes of jobs with their keys. The same nodes give the same object, so that it is serialized
+    once for all receivers. Without `keys`, a secret of this process is made when it is needed: an
+    embedded coordinator, whose node has no neighbours, needs none and imports nothing for it.
     """
 
     def __init__(self, keys: NeighbourKeys | None) -> None:
@@ -26,7 +26,7 @@ class KeyedNodes:
         self._made: OrderedDict[str, tuple[JobNodes, JobNodes]] = OrderedDict()
 
     def of(self, nodes: JobNodes) -> JobNodes:
-        """The nodes with their key, if there are any."""
+        """Return the nodes with their key, if there are any."""
         if not nodes.nodes:
             return nodes
         before = self._made.get(nodes.job_id)
@@ -41,7 +41,7 @@ class KeyedNodes:
         return keyed
 
     def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
-        """As `NeighbourKeys.key`."""
+        """Return the key; see `NeighbourKeys.key`."""
         if self._keys is None:
             from dataplane.security.neighbour_keys import own_keys
 

@@ -1,12 +1,12 @@
-"""Whether the ranks of a job fit together, and the table that shows who said what. Pure.
+"""Check that the ranks of a job fit together, and make the table that shows what each has declared.
+Pure.
 
-Invariants, for joined members that know their rank among all (others can only be counted by their
-dp rank):
+Invariants, for joined members that know their global rank (others are only counted by dp rank):
 1. All of them name one world size.
-2. A rank has one dp rank, whichever of its processes says so.
-3. A place, which is (dp_rank, pp_rank, cp_rank), has at most as many ranks as each place has if
-   all are equal: world_size / (dp_size * pp_size * cp_size). So if all ranks join, each dp rank is
-   there once in every replica group.
+2. A rank has one dp rank, whichever of its processes declares it.
+3. A place (dp_rank, pp_rank, cp_rank) has at most as many ranks as an equal division gives it:
+   world_size / (dp_size * pp_size * cp_size). So once all ranks have joined, each dp rank is there
+   once in every replica group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HostOf = Callable[[str], str]
 
 
 class Conflict(NamedTuple):
-    """Why a rank does not fit: the field, a sentence, and the members that it contradicts."""
+    """The reason why a rank does not fit: the field, a sentence, and the members that it
+    contradicts.
+    """
 
     field: str
     sentence: str
@@ -44,7 +46,7 @@ class Seats:
         self._ranks: dict[Place, dict[int, int]] = {}
 
     def add(self, member: Member) -> None:
-        """A member has joined; only once."""
+        """Add a member that has joined; called once for each."""
         topology = member.topology
         if _knows_its_rank(topology):
             self._at_rank.setdefault(topology.rank, {})[member.member_id] = topology
@@ -52,7 +54,7 @@ class Seats:
             ranks[topology.rank] = ranks.get(topology.rank, 0) + 1
 
     def remove(self, member: Member) -> None:
-        """The same member is gone."""
+        """Remove a member that is gone."""
         topology = member.topology
         if not _knows_its_rank(topology):
             return
@@ -67,7 +69,7 @@ class Seats:
             del self._ranks[_place(topology)]
 
     def conflict(self, asked: Topology) -> Conflict | None:
-        """Why a rank with this topology does not fit; None if it fits."""
+        """Return why a rank with this topology does not fit; None if it fits."""
         if not _knows_its_rank(asked):
             return None
         for member_id, topology in self._at_rank.get(asked.rank, {}).items():
@@ -115,7 +117,7 @@ def does_not_fit(
     members: Sequence[Member],
     table: str,
 ) -> SpecMismatch:
-    """The refusal of a rank that contradicts others."""
+    """Return the refusal of a rank that contradicts others."""
     field = conflict.field
     return SpecMismatch(
         f"job {request.job_id!r}: {conflict.sentence}. All ranks must find their places in the "
@@ -131,8 +133,8 @@ def does_not_fit(
 def who_said_what(
     request: JoinRequest, members: Iterable[Member], digest: str, host_of: HostOf, count: int
 ) -> str:
-    """A table of the newcomer and of some of the `count` members of its job, in this order. Members
-    have all joined with a spec of this joint digest.
+    """Return a table of the newcomer and of some of the `count` members of its job, in this order.
+    All of these members have joined with a spec of this joint digest.
     """
     rows: list[tuple[str, ...]] = [("host", "rank", "dp_rank", "spec", "place from")]
     rows.append(
@@ -154,7 +156,7 @@ def _row(host: str, at: Topology, digest: str, mark: str = "") -> tuple[str, ...
 
 
 def _knows_its_rank(at: Topology) -> bool:
-    """Whether the rank among all is known; with an explicit dp_rank and no launcher it is not."""
+    """Whether the global rank is known; with an explicit dp_rank and no launcher it is not."""
     return at.world_size > 1 and at.world_size >= at.dp_size
 
 

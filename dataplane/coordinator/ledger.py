@@ -1,12 +1,13 @@
 """The ledger of one job at its coordinator. Pure; the roster keeps it.
 
 Invariants:
-1. Entries are only appended. Their number is bounded: of too many, the oldest are left out that say
-   where launches started and ended, but not that of the open one, and which weights they had, of
-   which there are fewer, and nothing else ever is. Changes are refused beyond their own bounds, and
+1. Entries are only appended. Their number is bounded: beyond the bound, the oldest entries about
+   starts and ends of launches are left out, except those of the open launch, and the oldest entries
+   about weights. Nothing else is ever left out. Changes are refused beyond their own bound, and
    rows that cannot be decoded are not noted beyond theirs.
-2. A launch that reads has a start, and an end once its last member went, or a newer one took over.
-3. A generation has the changes that were there when it began, whatever was changed since.
+2. A launch that reads has a start; it has an end once its last member is gone, or a newer launch
+   has taken over.
+3. A generation has the changes that existed when it began, whatever is changed later.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class JobLedger:
     def reading(
         self, job: Job, progress: MemberProgress, known: LedgerPosition, by: str, now: float
     ) -> list[Write]:
-        """A member of the job's present generation, `known` to have come so far, reads: note the
-        start of its launch.
+        """Note the start of a launch when the first member of the present generation reads. `known`
+        is how far the member is known to have come.
         """
         if progress.began is None or self._open is not None:
             return []
@@ -94,7 +95,9 @@ class JobLedger:
         return writes
 
     def ended(self, job: Job, why: str, now: float) -> list[Write]:
-        """Nobody of the launch reads any more: note where the job is, if it ever began."""
+        """Note where the job is when nobody of the launch reads any more, if the launch
+        ever began.
+        """
         if self._open is None:
             return []
         begun, self._open = self._open.position, None
@@ -102,9 +105,7 @@ class JobLedger:
         return self._append("end", at, canonical({"why": why}), "coordinator", now)
 
     def weighted(self, before: Job, job: Job, by: str, now: float) -> list[Write]:
-        """Members read with weights that may be others than before: note them, unless they are
-        those that were noted last.
-        """
+        """Note the weights with which members read, unless they equal those noted last."""
         mixture = job.spec.mixture
         if mixture is None or job.mix is None or before.mix == job.mix:
             return []
@@ -119,7 +120,7 @@ class JobLedger:
     def quarantined(
         self, job: Job, rows: Iterable[ReplacedRow], by: str, now: float
     ) -> list[Write]:
-        """Rows cannot be decoded: note those that are not noted yet."""
+        """Note rows that cannot be decoded, unless they are noted already."""
         new: list[ReplacedRow] = []
         for each in itertools.islice(rows, _QUARANTINED_AT_ONCE):
             row = replace(each, url=each.url[:_TEXT_MAX], reason=each.reason[:_TEXT_MAX])
@@ -139,16 +140,18 @@ class JobLedger:
         return next(found, 0)
 
     def changes(self, job: Job) -> tuple[LedgerEntry, ...]:
-        """The changes that the job's present generation has."""
+        """Return the changes that apply to the job's present generation."""
         return in_force(self.entries, job.spec, dataset_of(job.spec, job.identity), job.last_change)
 
     def mixes(self, job: Job, after: int = 0) -> tuple[LedgerEntry, ...]:
-        """The entries of other weights that hold for the job, from the one behind `after` on."""
+        """Return the entries of changed weights that apply to the job, from the one after `after`
+        on.
+        """
         some = [entry for entry in self._mixes if entry.seq > after]
         return mixes_in_force(some, job.spec, dataset_of(job.spec, job.identity))
 
     def mix_of_request(self, request: str) -> LedgerEntry | None:
-        """The entry that was made for this request, if there is one."""
+        """Return the entry that was made for this request, if there is one."""
         some = reversed(self._mixes)
         return next((one for one in some if facts_of(one).get("request") == request), None)
 
@@ -156,12 +159,15 @@ class JobLedger:
         self, job: Job, request: str, weights: dict[str, float], at: LedgerPosition,
         by: str, now: float,
     ) -> list[Write]:  # fmt: skip
-        """Append other weights, from this place on."""
+        """Append a change of weights, from this place on."""
         dataset = dataset_of(job.spec, job.identity)
         return self._append(MIX, at, mix_payload(request, weights, job.spec, dataset), by, now)
 
     def check_may_change(self) -> None:
-        """Raises:  ConfigError: there were too many changes."""
+        """Check that the job may be changed once more.
+
+        Raises:  ConfigError: there were too many changes.
+        """
         count = sum(one.kind in _CHANGES for one in self.entries)
         if count >= CHANGES_MAX:
             raise ConfigError(
@@ -174,7 +180,8 @@ class JobLedger:
     def check_layout(self, job: Job) -> None:
         """Check that rows which were taken out stay out in a new generation.
 
-        Raises:  ConfigError: it reads another dataset, in which they have other names, or none.
+        Raises:  ConfigError: the job reads another dataset, in which they have other names, or
+        none.
         """
         dataset = dataset_of(job.spec, job.identity)
         taken = [one for one in self.entries if one.kind == TOMBSTONE]
@@ -191,9 +198,9 @@ class JobLedger:
     def change(
         self, job: Job, asked: ChangeRequest, now: float, *, is_idle: bool
     ) -> tuple[LedgerEntry, list[Write]]:
-        """Append a change, unless an equal one is there; it is returned in either case.
+        """Append a change, unless an equal one exists; return the entry in either case.
 
-        Raises:  ConfigError: it is not possible, or not any more; says why.
+        Raises:  ConfigError: the change is not possible, or not any more; says why.
         """
         dataset = dataset_of(job.spec, job.identity)
         if asked.mix is not None:
@@ -229,7 +236,7 @@ class JobLedger:
         return [Forget(LedgerRecord, self._job_id, str(entry.seq)) for entry in self.entries]
 
     def _taken(self, job: Job, asked: RowsTaken, dataset: DatasetIdentity) -> list[Tombstone]:
-        """The rows of a request, sorted, if they may be taken out.
+        """Return the rows of a request, sorted, if they may be taken out.
 
         Raises:  ConfigError: too many, or of another dataset.
         """
@@ -275,8 +282,8 @@ class JobLedger:
 
 
 def _rows_of(entries: Iterable[LedgerEntry]) -> set[tuple[str, int]]:
-    """The rows that entries say cannot be decoded; none of a damaged one, which must not keep a
-    coordinator from starting.
+    """Return the rows that entries report as not decodable. A damaged entry counts as none, since
+    it must not keep a coordinator from starting.
     """
     rows = set[tuple[str, int]]()
     for entry in entries:
@@ -299,7 +306,7 @@ def _launch(job: Job) -> str:
 
 
 def _skipped(job: Job, asked: StepsSkipped, *, is_idle: bool) -> Skip:
-    """The positions of these steps.
+    """Return the positions of these steps.
 
     Raises:  ConfigError: there are no such steps, or a running job has begun them.
     """

@@ -2,16 +2,16 @@
 them.
 
 Invariants:
-1. A maker has workers, a data address and no joined members of any job, and was heard of within a
-   lease. If its token is for one job, it makes slabs for that job alone; if it is for some urls,
-   the node is no maker.
+1. A maker has workers, a data address and no joined members of any job, and its last heartbeat is
+   at most a lease old. If its token is for one job, it makes slabs for that job alone. A node whose
+   token is for some urls is no maker.
 2. A job wants makers for a minute, or for a lease if that is longer, after one of its nodes was
-   last short of workers. A node with joined members is heard of within a lease, so a job with a
-   short node wants makers all the time.
-3. If there are many, makers are named anew once a second at most, so that a thousand that start
-   together change the nodes of a job a few times and not a thousand times. Until then the same
-   objects are named.
-4. An event costs no more than what it changes, except that makers are named anew.
+   last short of workers. A node with joined members sends heartbeats within a lease, so a job with
+   a short node wants makers all the time.
+3. Makers are assigned anew at most once a second if there are many, so that a thousand nodes that
+   start together change the nodes of a job a few times and not a thousand times. In between, the
+   same objects are returned.
+4. An event costs no more than what it changes, except when makers are assigned anew.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ FEW = 16
 
 
 class _Able(Struct, frozen=True):
-    """A node with workers and a data address, and when it was last heard of."""
+    """A node with workers and a data address, and the time of its last heartbeat."""
 
     node: RegisterNodeRequest
     heard_at: float
 
 
 class Makers:
-    """Times are lease time. `settle` makes what has happened count."""
+    """The makers and the jobs that want them. Times are lease time. Events take effect at the next
+    `settle`.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -53,7 +55,7 @@ class Makers:
         self._named_at = 0.0
 
     def heard(self, node: RegisterNodeRequest, clock: float) -> None:
-        """A node has registered, or sent a heartbeat."""
+        """Note that a node has registered, or sent a heartbeat."""
         before = self._able.pop(node.node_id, None)
         if node.worker_count and node.data_address and not node.only_under:
             self._able[node.node_id] = _Able(node, clock)
@@ -62,24 +64,26 @@ class Makers:
             self._changed(node.node_id, is_other=before is not None)
 
     def arrived(self, node_id: str) -> None:
-        """A node has got its first joined member of a job."""
+        """Note that a node has got its first joined member of a job."""
         self._jobs_at[node_id] += 1
         self._is_stale |= self._jobs_at[node_id] == 1 and node_id in self._able
 
     def departed(self, node_id: str) -> None:
-        """The last joined member of a job on this node is gone."""
+        """Note that the last joined member of a job on this node is gone."""
         self._jobs_at[node_id] -= 1
         if not self._jobs_at[node_id]:
             del self._jobs_at[node_id]
             self._is_stale |= node_id in self._able
 
     def wanted(self, job_id: str, clock: float) -> None:
-        """A node of this job is short of workers."""
+        """Note that a node of this job is short of workers."""
         self._wanted_at[job_id] = clock
         self._wanted_at.move_to_end(job_id)
 
     def settle(self, clock: float) -> None:
-        """Forget silent nodes and jobs that want no makers any more; name makers if it is time."""
+        """Forget silent nodes and jobs that no longer want makers; assign makers anew if it is
+        time.
+        """
         while self._able:
             node_id, able = next(iter(self._able.items()))
             if able.heard_at + self._lease_s > clock:
@@ -99,7 +103,7 @@ class Makers:
         return job_id in self._wanted_at
 
     def of(self, job_id: str) -> tuple[NeighbourNode, ...]:
-        """The makers of this job, by node_id, if it wants any; the same object until they
+        """Return the makers of this job, by node_id, if it wants any; the same object until they
         change.
         """
         if job_id not in self._wanted_at:
@@ -107,7 +111,7 @@ class Makers:
         return self._for_one.get(job_id, self._for_all)
 
     def jobs_of(self, node_id: str) -> Collection[str]:
-        """The jobs for which this node is a maker, or will be when makers are named next."""
+        """Return the jobs for which this node is a maker, or will be at the next assignment."""
         able = self._able.get(node_id)
         if able is None or node_id in self._jobs_at:
             return ()

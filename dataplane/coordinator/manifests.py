@@ -1,20 +1,23 @@
-"""Nodes that open the same dataset for one launch of a job: who makes the manifest, who has it, and
-who gets it from whom. Pure; the coordinator owns one, and stores none of it.
+"""Decides, for nodes that open the same dataset for one launch of a job, which node makes the
+manifest, and from which node each of the others gets it. Pure; the coordinator owns one, and stores
+nothing.
 
 Indexing 10^6 shards takes minutes and 10^6 requests, and counting the rows of a condition reads the
-dataset: one node does it, instead of each.
+dataset. So one node does it for all.
 
 Invariants:
-1. A manifest has at most one maker at a time. A maker that has not been heard of for a while is
-   none any more, and the next node that asks becomes it.
-2. All that is given to others has one fingerprint: a node that has made another one is told to
-   fetch theirs. If all who have it fail to give it, it may be made again, and be another.
-3. Nodes at loopback addresses and others do not reach each other, so they share nothing.
-4. A decision costs the same however many nodes wait, and however many have it.
-5. All that wait together ask no more than so often a second: there may be a thousand nodes, and
-   twenty sources of a mixture.
-6. Nodes that do not reach each other do not queue: when two in a row have made it and nobody gets
-   it from them, each makes its own.
+1. A manifest has at most one maker at a time. If a maker stays silent for a while, the next node
+   that asks becomes the maker.
+2. All nodes get a manifest of one fingerprint: a node that has made a different one is told to
+   fetch theirs. If all who have the manifest fail to give it, it may be made again, and may then
+   differ.
+3. Nodes at loopback addresses cannot be reached by others, nor reach them, so the two groups share
+   nothing.
+4. A decision costs the same however many nodes wait, and however many have the manifest.
+5. The number of requests per second of all waiting nodes together is limited: there may be a
+   thousand nodes, and twenty sources of a mixture.
+6. If two nodes in a row have made a manifest and nobody gets it from them, nodes do not reach each
+   other. Then each makes its own.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class _Holder(Struct, eq=False):
 
 
 class _Shared(Struct, eq=False):
-    """One manifest."""
+    """The state of one manifest."""
 
     line: str
     generation: int
@@ -85,7 +88,7 @@ class _Shared(Struct, eq=False):
 
 
 class ManifestTurns:
-    """Those of all jobs: the ones that were asked for last."""
+    """The manifests of all jobs; only the most recently requested are remembered."""
 
     def __init__(self, lease_s: float) -> None:
         self._maker_s = lease_s * MAKER_SHARE
@@ -94,8 +97,8 @@ class ManifestTurns:
         self._next_ask = 0.0
 
     def decide(self, request: ShareManifestRequest, now: float) -> ShareManifestResponse:
-        """The answer to a node, which may be repeated; without the key. `now` is in seconds since
-        1970.
+        """Return the answer to a node, without the key. A node may repeat its request. `now` is in
+        seconds since 1970.
 
         Raises:  ConfigError: the request is not what a node would send.
         """
@@ -173,7 +176,7 @@ class ManifestTurns:
         return self._make()
 
     def _holder(self, shared: _Shared, node_id: str, now: float) -> ShareManifestResponse:
-        """The next one that is not busy, in turns."""
+        """Return the next holder that is not busy, in turns."""
         for _ in range(len(shared.holders)):
             shared.holders.rotate(-1)
             one = shared.holders[-1]
@@ -188,7 +191,7 @@ class ManifestTurns:
     def _wait(
         self, node_id: str, pause_s: float, now: float, work: NodeWork | None = None
     ) -> ShareManifestResponse:
-        """Wait for this node, so long at least; longer if many wait."""
+        """Tell this node to wait this long at least, or longer if many wait."""
         # No longer, also if the clock was set back.
         self._next_ask = min(max(self._next_ask, now), now + _PACED_S_MAX) + 1 / ASKS_PER_S
         pause_s = max(pause_s, self._next_ask - now)
@@ -205,7 +208,10 @@ class ManifestTurns:
 
 
 def _check(request: ShareManifestRequest) -> None:
-    """Raises:  ConfigError: names the field."""
+    """Check a request's fields.
+
+    Raises:  ConfigError: names the field.
+    """
     check_name("node_id", request.node_id)
     check_name("job_id", request.job_id)
     check_name("incarnation", request.incarnation)

@@ -1,18 +1,18 @@
-"""Other weights of a mixture that somebody asks for while the job runs. Pure; the state machine is
-its only user.
+"""Changes of a mixture's weights that somebody requests while the job runs. Pure; only the state
+machine uses this module.
 
-    asked ──> proposed to all members ──all have promised──> entry of the ledger ──> all are told
+    requested ──> proposed to all members ──all promise──> entry of the ledger ──> sent to members
                        └─ a member cannot, or has passed the place, or time is up: refused
 
 Invariants:
-1. The weights come into force at the furthest place that a joined member has promised, and none
-   hands over anything beyond its promise before it knows the entry, or that there is none. So no
-   rank has read anything that would have to be of other weights.
-2. A promise is that of one join: when a member joins again, all have to promise again, under
-   another name of the proposal.
-3. A proposal is no part of what is stored: after a restart it is as if nobody had asked. The entry
-   is on disk before anybody hears of it. It ends with its launch, or when nobody is left to ask.
-4. A heartbeat costs the same whether or not there is a proposal: who is awaited is kept.
+1. The weights take effect at the furthest place that a joined member has promised. No member hands
+   over anything beyond its promise before it knows the entry, or knows that there is none. So no
+   rank has read samples that should have had other weights.
+2. A promise is valid for one join: when a member joins again, all members promise again, under a
+   new name of the proposal.
+3. A proposal is not stored: a restart forgets it. The entry is on disk before anybody learns of it.
+   A proposal ends with its launch, or when no member is left to promise.
+4. A heartbeat costs the same with and without a proposal, since the awaited members are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _SHOWN_MAX = 1000
 
 
 class Proposed(Struct, eq=False):
-    """One proposal, by whom, until when it lasts, what members have promised, and who has not."""
+    """One proposal: who made it, until when it lasts, what members have promised, and who has yet
+    to.
+    """
 
     asked: MixAsked
     by: str
@@ -55,16 +57,17 @@ class Mixing:
 
     @property
     def proposal(self) -> MixProposal | None:
-        """What members are told."""
+        """The proposal in the form that members get."""
         now = self.proposed
         return None if now is None or now.refusal is not None else now.proposal
 
     def propose(
         self, job: Job, asked: MixAsked, by: str, members: Iterable[str], now: float
     ) -> None:
-        """Ask these members, which are all, unless they are asked already.
+        """Propose to these members, who are all members of the job, unless the same proposal
+        exists.
 
-        Raises:  ConfigError: it was refused; or another one is not decided yet.
+        Raises:  ConfigError: it was refused; or another proposal is not decided yet.
         """
         known = self.proposed
         if known is not None and known.asked.request == asked.request:
@@ -82,14 +85,16 @@ class Mixing:
         self.proposed = Proposed(asked, by, proposal, now + PROPOSED_S, set(members), {})
 
     def heard(self, member_id: str, promise: MixPromise | None) -> None:
-        """What a member has promised."""
+        """Note a member's promise."""
         now = self.proposed
         if now is not None and promise is not None and promise.request == now.proposal.request:
             now.promises[member_id] = promise
             now.awaited.discard(member_id)
 
     def joined(self, member_id: str) -> None:
-        """A member joins, maybe again: what it has promised before may still be on its way."""
+        """Start again, since a member joins, perhaps not for the first time: its earlier promise
+        may still be on its way.
+        """
         now = self.proposed
         if now is None:
             return
@@ -101,7 +106,7 @@ class Mixing:
         now.awaited.add(member_id)
 
     def left(self, member_id: str) -> None:
-        """A member is gone."""
+        """Forget a member that is gone."""
         if self.proposed is not None:
             self.proposed.promises.pop(member_id, None)
             self.proposed.awaited.discard(member_id)
@@ -109,7 +114,7 @@ class Mixing:
     def decided(
         self, job: Job, members: Mapping[str, Member], now: float
     ) -> tuple[Proposed, LedgerPosition] | None:
-        """The proposal and its place, if all members have promised; it is over then."""
+        """Return the proposal and its place, and end it, if all members have promised."""
         at = self.proposed
         if at is None or at.refusal is not None:
             return None
@@ -125,15 +130,15 @@ class Mixing:
         return at, max(promise.position for promise in found.values())
 
     def awaited_ranks(self, members: Mapping[str, Member]) -> tuple[int, ...]:
-        """The ranks that have not promised."""
+        """Return the ranks that have not promised yet."""
         awaited = () if self.proposed is None else self.proposed.awaited
         return tuple(sorted({members[name].topology.rank for name in awaited}))
 
 
 def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
-    """The weights by name, in the order of the sources.
+    """Return the weights by name, in the order of the sources.
 
-    Raises:  ConfigError: the job mixes nothing, or these are no weights for it.
+    Raises:  ConfigError: the job mixes nothing, or these weights do not suit it.
     """
     check_name("request", asked.request)
     mixture = job.spec.mixture
@@ -150,7 +155,7 @@ def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
 
 
 def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
-    """The place that was asked for; None for the next possible one.
+    """Return the requested place; None for the next possible one.
 
     Raises:  ConfigError: no job comes so far.
     """
@@ -169,7 +174,7 @@ def asked_place(job: Job, asked: MixAsked) -> LedgerPosition | None:
 
 
 def tells_entries(answer: Answer) -> bool:
-    """Whether members are told of other weights, which have to be on disk first."""
+    """Whether this answer tells members of new weights, which must be on disk first."""
     told = answer.verdicts if isinstance(answer, HeartbeatResponse) else ()
     return any(one.entries for one in told)
 

@@ -1,18 +1,17 @@
-"""The nodes of a job that lend each other blocks, and its makers, as they are told. Pure; a roster
-owns one.
+"""The nodes of a job that lend each other blocks, and its makers, as the coordinator sends them to
+nodes. Pure; a roster owns one.
 
 Invariants:
-1. Told are the nodes that have joined members of the present generation and a data address, and
-   after them the job's makers, while it has joined members. A member is renewed by its node alone,
-   so a node without a lease has no joined members.
+1. The list has the nodes with a data address and joined members of the present generation, and
+   after them the job's makers while it has joined members. Only a member's node renews it, so a
+   node without a lease has no joined members.
 2. The version is a hash of the generation, of the nodes with their addresses and weights, of the
-   urls whose blocks they lend, and of a salt that stands for the secret of their keys: it changes
-   exactly when one of these does, and cannot be confused with that of another start of a
-   coordinator.
-3. What is told is made again only after such a change: a heartbeat costs a look at the version.
-4. If a member's node may read only some urls, the job's dataset, as it was declared when the
-   generation began, lies under these: otherwise the node is not told of. And then nodes lend only
-   what is under the urls of the dataset, until the generation ends.
+   urls whose blocks they lend, and of a salt that stands for the secret of their keys. It changes
+   exactly when one of these does, and differs from those of another start of a coordinator.
+3. The list is built again only after such a change: a heartbeat only compares the version.
+4. A node that may read only some urls is listed only if these contain the job's dataset, as it was
+   declared when the generation began. If there is such a node, nodes lend only blocks under the
+   urls of the dataset, until the generation ends.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _LOOPBACK = ("127.", "[::1]:")
 
 
 class JobNeighbours:
-    """How many joined members each node has, and what follows from that. `makers` hears which nodes
-    have any.
+    """The number of joined members on each node, and the neighbours that follow from it. `makers`
+    is notified of nodes that get their first member or lose their last.
     """
 
     def __init__(self, makers: Makers) -> None:
@@ -48,14 +47,14 @@ class JobNeighbours:
         """Whether a node with joined members was not known when `told` was asked last."""
 
     def add(self, node_id: str) -> None:
-        """A member of this node is joined."""
+        """Add a joined member of this node."""
         self._members[node_id] += 1
         if self._members[node_id] == 1:
             self._told = None
             self._everywhere.arrived(node_id)
 
     def remove(self, node_id: str) -> None:
-        """One of them is gone."""
+        """Remove a joined member of this node."""
         self._members[node_id] -= 1
         if not self._members[node_id]:
             del self._members[node_id]
@@ -63,7 +62,7 @@ class JobNeighbours:
             self._everywhere.departed(node_id)
 
     def clear(self) -> None:
-        """All of them are gone."""
+        """Remove all members."""
         for node_id in self._members:
             self._everywhere.departed(node_id)
         self._members.clear()
@@ -71,16 +70,16 @@ class JobNeighbours:
         self._only_under = ()
 
     def changed(self, node_id: str) -> None:
-        """A node has another address or weight, or was not known before."""
+        """Note that a node is new, or has another address or weight."""
         if node_id in self._members:
             self._told = None
 
     def has_one_of(self, node_id: str) -> bool:
-        """Whether this node has one joined member, and not several."""
+        """Whether this node has exactly one joined member."""
         return self._members[node_id] == 1
 
     def has_maker(self, node_id: str) -> bool:
-        """Whether this node was a maker when `told` was asked last."""
+        """Whether this node was a maker at the last call of `told`."""
         return node_id in self._maker_ids
 
     def told(
@@ -90,8 +89,8 @@ class JobNeighbours:
         makers: tuple[NeighbourNode, ...],
         salt: bytes,
     ) -> JobNodes:
-        """The nodes of this job. The same object until something changes, or `makers` are another
-        object.
+        """Return the nodes of this job; the same object until something changes, or `makers` is
+        another object.
         """
         if self._told is None or makers is not self._makers:
             self._makers = makers
@@ -122,7 +121,7 @@ class JobNeighbours:
     def _limits_that_fit(
         self, job: Job, limits: Collection[tuple[str, ...]]
     ) -> Collection[tuple[str, ...]]:
-        """Those of the prefixes of nodes below which the job's dataset lies."""
+        """Select the prefixes of nodes that contain the job's dataset."""
         if not any(limits):
             return ()
         from dataplane.security.urls import are_under, roots  # not for a single host

@@ -1,17 +1,17 @@
-"""The nodes that were heard of, and what each is told of the others. Pure; the state machine owns
-them.
+"""The nodes that the coordinator knows, and what it sends each of them about the others. Pure; the
+state machine owns them.
 
 Invariants:
-1. A node is told of the jobs whose members it has just renewed, or whose maker it is, and of no
-   others.
-2. For a lease after a restart, the nodes of a job are told only once all that have members have
-   been heard of: until then, nodes keep what they know. If the job wants makers and had members
-   before the restart, they are told only a third of a lease after it, since every node sends a
-   heartbeat within that time: otherwise makers would go, and come back one by one.
-3. There are at most `_COUNT_MAX` nodes, and `_OF_JOB_MAX` whose tokens are for the same job: a new
-   one takes the place of one that was silent for a lease, or is refused.
-4. For a lease after a restart, no node is told that it has left a job: those that want makers are
-   not known yet.
+1. A node gets news about jobs whose members it has just renewed, or for which it is a maker, and
+   about no others.
+2. For a lease after a restart, a job's nodes are sent only once all nodes with members have sent a
+   heartbeat; until then, nodes keep what they know. If the job wants makers and had members before
+   the restart, they are sent only a third of a lease after it, since every node sends a heartbeat
+   within that time. Otherwise makers would disappear, and come back one by one.
+3. There are at most `_COUNT_MAX` nodes, and at most `_OF_JOB_MAX` whose tokens are for the same
+   job. A new node takes the place of one that was silent for a lease, or is refused.
+4. For a lease after a restart, no node is told that it has left a job, since the jobs that want
+   makers are not known yet.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _COUNT_MAX, _OF_JOB_MAX = 16384, 4096
 
 
 class Nodes:
-    """Those of all jobs. Times are lease time, except for `now`."""
+    """The nodes of all jobs. Times are lease time, except for `now`."""
 
     def __init__(
         self, rosters: Mapping[str, Roster], makers: Makers, salt: bytes, lease_s: float
     ) -> None:
-        """`rosters` are those of the store; the same mapping is read later, too."""
+        """Create the table. `rosters` are those of the store; the same mapping is read
+        later, too.
+        """
         self.records: dict[str, NodeRecord] = {}
         # Those of each job that a token is for, and of "" for the others; the longest silent first.
         self._of_token: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
@@ -49,7 +51,7 @@ class Nodes:
         }
 
     def heard(self, node: NodeRecord, clock: float) -> None:
-        """A node has registered, or sent a heartbeat.
+        """Note that a node has registered, or sent a heartbeat.
 
         Raises:  ConfigError: there are too many.
         """
@@ -67,13 +69,13 @@ class Nodes:
             self._changed(node_id)
 
     def forget_silent(self, now: float) -> None:
-        """Forget nodes that were last heard of a day ago."""
+        """Forget nodes whose last heartbeat is a day old."""
         for node_id, node in list(self.records.items()):
             if now - node.seen_at > NODE_KEPT_S:
                 self._forget(node_id)
 
     def _make_room(self, only_job: str, now: float) -> None:
-        """For another node, whose token is for this job."""
+        """Make room for another node, whose token is for this job."""
         of_job = self._of_token[only_job]
         if only_job and len(of_job) >= _OF_JOB_MAX:
             self._replace(of_job, now, f"with tokens for the job {only_job!r} ({_OF_JOB_MAX})")
@@ -95,19 +97,23 @@ class Nodes:
         self._changed(node_id)
 
     def host_of(self, node_id: str) -> str:
-        """Its host, or else its id."""
+        """Return a node's host, or else its id."""
         node = self.records.get(node_id)
         return node.request.host or node_id if node is not None else node_id
 
     def want_makers(self, node_id: str, job_ids: Collection[str], clock: float) -> None:
-        """A node has members of these jobs; they want makers if it is short of workers."""
+        """Note that a node has members of these jobs; they want makers if the node is short of
+        workers.
+        """
         node = self.records.get(node_id)
         if node is not None and node.is_short:
             for job_id in job_ids:
                 self._makers.wanted(job_id, clock)
 
     def of(self, roster: Roster, clock: float) -> JobNodes | None:
-        """The nodes of this job as they are told, without their key; None if it is too early."""
+        """Return the nodes of this job in the form that is sent, without their key; None if it is
+        too early.
+        """
         job, neighbours = roster.job, roster.neighbours
         makers = self._makers.of(job.job_id)
         told = neighbours.told(job, self.records, makers, self._salt)
@@ -122,8 +128,8 @@ class Nodes:
     def news(
         self, request: HeartbeatRequest, renewed: Collection[str], clock: float
     ) -> tuple[tuple[JobNodes, ...], tuple[str, ...]]:
-        """For a node that has renewed members of these jobs: the nodes of its jobs where they
-        differ from what it knows, and the jobs that it knows and has left.
+        """Return the news for a node that has renewed members of these jobs: the nodes of its jobs
+        where they differ from those it knows, and the jobs that it knows but has left.
         """
         node_id = request.node.node_id
         known = {one.job_id: one.version for one in request.known}

@@ -38,9 +38,9 @@ from dataplane.weights import MixHistory
 class Phase(enum.StrEnum):
     """The state of a member.
 
-    JOINED   it has its place, for as long as its lease is renewed
-    LEFT     it went on purpose; its rank does not count as missing
-    EXPIRED  its lease was not renewed in time, or its process ended; it may join again
+    JOINED   the member has its place, for as long as its lease is renewed LEFT     the member left
+    on purpose; its rank does not count as missing EXPIRED  its lease was not renewed in time, or
+    its process ended; it may join again
     """
 
     JOINED = "joined"
@@ -50,12 +50,12 @@ class Phase(enum.StrEnum):
 
 class Job(Struct, frozen=True):
     """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
-    this generation has reported; `active_at` is when a member last came or went. `pixels` names the
+    this generation has reported. `active_at` is when a member last came or went. `pixels` names the
     software that decodes images on every node of the job, "" without images. `urls`, `format` and
-    `identity` are the dataset as the first member declared it. `mix` are the weights of a mixture
-    as members read with them from `mix_from` on: the furthest place that any has told. The
-    generation has those changes of its ledger whose number is `last_change` or less; the ledger had
-    come to `mark` when it began.
+    `identity` are the dataset as the first member declared it. `mix` has the weights of a mixture
+    with which members read from `mix_from` on, the furthest place that any member has reported. The
+    generation has the ledger's changes with numbers up to `last_change`; `mark` is the length of
+    the ledger when the generation began.
     """
 
     job_id: str
@@ -78,8 +78,9 @@ class Job(Struct, frozen=True):
     mark: LedgerMark | None = None
 
     def has_other_weights(self, progress: MemberProgress) -> bool:
-        """Whether a member reads with weights that come after these: the others follow when they
-        come there. At one place, more changes are later ones, so that members do not take turns.
+        """Whether a member reads with weights that come after these; the others will follow when
+        they reach that place. At one place, the longer list of changes is the later one, so that
+        members do not alternate.
         """
         if progress.mix is None or progress.mix_from is None or progress.mix == self.mix:
             return False
@@ -92,7 +93,7 @@ class Job(Struct, frozen=True):
 
     @property
     def present_spec(self) -> JobSpec:
-        """Its spec, with the weights that its members read with."""
+        """The job's spec, with the weights with which its members read."""
         mixture = self.spec.mixture
         if mixture is None or self.mix is None:
             return self.spec
@@ -145,7 +146,7 @@ class LedgerRecord(Struct, frozen=True):
 
 
 class NodeRecord(Struct, frozen=True):
-    """A node as it registered, when it was last heard from, and what it reported then. If it
+    """A node as it registered, the time of its last heartbeat, and its content. If the node
     `is_short`, its jobs want makers.
     """
 
@@ -183,7 +184,9 @@ Key = tuple[type[Record], str, str]
 
 
 def key_of(write: Write) -> Key:
-    """The record that a write changes; of two writes with one key, only the later counts."""
+    """Return the key of the record that a write changes; of two writes with one key, only the later
+    counts.
+    """
     if isinstance(write, Forget):
         return (write.cls, write.job_id, write.name)
     match write.record:
@@ -198,7 +201,7 @@ def key_of(write: Write) -> Key:
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed; nothing else happened."""
+    """An event that says only that time has passed."""
 
 
 Event = (
@@ -225,7 +228,7 @@ Answer = (
 
 
 class Claim(Struct, frozen=True):
-    """What a node said of a member that has joined through another node, and was not heeded."""
+    """A node's refused claim about a member that has joined through another node."""
 
     node_id: str
     member: Member
@@ -233,7 +236,7 @@ class Claim(Struct, frozen=True):
 
 class Decision(Struct, frozen=True):
     """The result of an event. If `durable`, the answer may be sent only when every write up to and
-    including these is on disk; other writes may wait and be merged. `claims` were refused.
+    including these is on disk; other writes may wait and be merged. `claims` lists refused claims.
     """
 
     answer: Answer

@@ -54,7 +54,7 @@ def check_join(request: JoinRequest) -> None:
 
 
 def crowded(job: Job, most: int) -> ConfigError:
-    """The refusal of a member of a job that has as many as it may have."""
+    """Return the refusal of a member of a job that has its maximum of members."""
     return ConfigError(
         f"job {job.job_id!r} has {most} joined members, the most for dp_size {job.dp_size}: end "
         "processes that are no longer needed, or use fewer DataLoader workers",
@@ -187,7 +187,7 @@ def spec_mismatch(
 
 
 def superseded(job: Job, member_id: str) -> LeaseFenced:
-    """A process of an older launch."""
+    """Return the refusal of a process of an older launch."""
     return LeaseFenced(
         f"job {job.job_id!r}: a newer launch has taken over (generation {job.generation}): "
         f"member {member_id} belongs to an older one and must stop",
@@ -198,7 +198,7 @@ def superseded(job: Job, member_id: str) -> LeaseFenced:
 
 
 def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
-    """Two ranks under one member_id."""
+    """Return the refusal of a second rank with the same member_id."""
     return ConfigError(
         f"job {job.job_id!r}: member {member.member_id} is rank {member.topology.rank} "
         f"(dp_rank {member.topology.dp_rank}) and also asks to be rank {request.topology.rank} "
@@ -208,7 +208,7 @@ def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
 
 
 def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
-    """A member without a place."""
+    """Return the error for a member without a place."""
     return LeaseExpired(
         f"job {job_id!r}: member {member_id} has no lease (it left, or was silent for "
         f"{lease_s:g} s): join again",
@@ -218,7 +218,9 @@ def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
 
 
 def of_another_node(member: Member) -> LeaseExpired:
-    """A node speaks for a member that has joined through another one since."""
+    """Return the refusal of a node's claim about a member that has since joined through another
+    node.
+    """
     return LeaseExpired(
         f"job {member.job_id!r}: member {member.member_id} is on node {member.node_id} now: only "
         "that node renews it. Join again to move it",
@@ -257,7 +259,9 @@ def _shown(value: str) -> str:
 
 
 def differences(job: Job, request: JoinRequest) -> list[Difference]:
-    """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
+    """Return (field, the job's value, the newcomer's); a new launch may have another world and
+    batch.
+    """
     found = list(job.spec.differences(request.spec))
     # A job stored by an older version does not have it.
     if job.pixels and request.pixels and job.pixels != request.pixels:

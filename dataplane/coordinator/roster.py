@@ -1,12 +1,12 @@
-"""One job and the members of its present generation. Pure; the state machine is its only user.
+"""One job and the members of its present generation. Pure; only the state machine uses this module.
 
 Invariants:
-1. A place (dp_rank, rank) has any number of members, each with a lease of its own: a rank and its
+1. A place (dp_rank, rank) has any number of members, each with its own lease: a rank and its
    DataLoader workers, or a process and the one that replaces it. A member never changes its place.
 2. A dp rank is missing while none of its members is joined, unless the last one to go left on
    purpose.
-3. The number of members that are gone is bounded: the oldest are forgotten first, but never the
-   last one to go of a dp rank, which 2 needs. There are at most `joined_max` joined members.
+3. The number of remembered members that are gone is bounded: the oldest are forgotten first, but
+   never the last one of a dp rank, which 2 needs. There are at most `joined_max` joined members.
 """
 
 from __future__ import annotations
@@ -99,18 +99,18 @@ class Roster:
         return (self.members[member_id] for member_id in self._joined)
 
     def joined_first(self, count: int) -> Iterator[Member]:
-        """The joined members that came first, at most so many."""
+        """Return the members that joined first, at most `count`."""
         return itertools.islice(self.joined(), count)
 
     def some(self, count: int) -> list[Member]:
-        """At most so many members, by rank: joined ones first, then those that went last."""
+        """Return at most `count` members, by rank: joined ones first, then those that went last."""
         shown = itertools.islice(itertools.chain(self._joined, reversed(self._gone)), count)
         members = (self.members[member_id] for member_id in shown)
         return sorted(members, key=lambda one: (one.topology.rank, one.order))
 
     def ended(self, clock: float) -> list[Member]:
-        """The joined members whose lease has ended. As long as none can have ended, since leases
-        only grow longer, it looks at no member: each join asks.
+        """Return the joined members whose lease has ended. Every join calls this, so it examines no
+        member until the earliest lease can have ended; leases only grow longer.
         """
         if clock < self._no_end_before:
             return []
@@ -152,8 +152,8 @@ class Roster:
         return older and not self.is_idle
 
     def is_reopened_by(self, request: JoinRequest, holder: Member) -> bool:
-        """Whether this dp rank has left the present generation, or the ones before, of the same
-        launch, and another rank is the holder.
+        """Whether this dp rank has left the present generation, or an earlier one of the same
+        launch, and the holder is another rank.
         """
         if request.incarnation != self.job.incarnation:
             return False
@@ -193,7 +193,7 @@ class Roster:
         return writes
 
     def move(self, member: Member, phase: Phase, now: float) -> list[Write]:
-        """A member comes or goes."""
+        """Note that a member comes or goes."""
         self._order += 1
         moved = replace(member, phase=phase, order=self._order)
         self._put(moved, now)
@@ -223,10 +223,10 @@ class Roster:
         self.members[member.member_id] = member
 
     def mix(self, asked: MixAsked, by: str, now: float) -> tuple[ChangeResponse, list[Write]]:
-        """Other weights of a mixture: at once if nobody reads the job, and otherwise when all of
-        its members agree.
+        """Change the weights of a mixture: at once if nobody reads the job, otherwise when all
+        members agree.
 
-        Raises:  ConfigError: these are no weights for it, or it has passed the place.
+        Raises:  ConfigError: the weights do not suit the job, or it has passed the place.
         """
         job, entry = self.job, self.ledger.mix_of_request(asked.request)
         weights, writes = checked_weights(job, asked), list[Write]()
@@ -302,7 +302,7 @@ class Roster:
 
 
 def first_generation(request: JoinRequest, now: float) -> Job:
-    """The job that this join begins, if it is not known yet."""
+    """Return the job that this join begins, if it is not known yet."""
     return Job(
         job_id=request.job_id,
         dataset=request.dataset[:_DATASET_LENGTH_MAX],
@@ -322,7 +322,9 @@ def first_generation(request: JoinRequest, now: float) -> Job:
 def restored(
     records: Iterable[Record], now: float, deadline: float, makers: Makers
 ) -> dict[str, Roster]:
-    """The jobs of a store. Every member with a place keeps it until `deadline`, in lease time."""
+    """Rebuild the jobs of a store. Every member with a place keeps it until `deadline`, in lease
+    time.
+    """
     jobs: dict[str, Job] = {}
     members: dict[str, list[Member]] = {}
     incarnations: dict[str, list[Incarnation]] = {}

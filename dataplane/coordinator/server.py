@@ -1,4 +1,4 @@
-"""The coordinator behind gRPC. It decides nothing: it loads, binds, answers and stops."""
+"""The coordinator behind gRPC. This module decides nothing: it loads, binds, answers and stops."""
 
 from __future__ import annotations
 

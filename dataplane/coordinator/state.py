@@ -97,7 +97,9 @@ class CoordinatorState:
         records: Iterable[Record] = (),
         salt: bytes = b"",
     ) -> None:
-        """`salt` is in the versions of the nodes of jobs; up to 64 bytes, no secret."""
+        """Create the state. `salt` goes into the versions of jobs' nodes: up to 64 bytes, not
+        secret.
+        """
         self._coordinator_id = coordinator_id
         self._version = version
         self._protocol = protocol
@@ -111,7 +113,7 @@ class CoordinatorState:
         self._claims: list[Claim] = []
 
     def decide(self, event: Event, now: float) -> Decision:
-        """The decision for this event at this time: an answer or a refusal, and what to store."""
+        """Decide an event at this time: an answer or a refusal, and the records to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
         self._now = now
         self._makers.settle(self._clock)
@@ -238,7 +240,7 @@ class CoordinatorState:
         roster.mixing.joined(request.member_id)
 
     def _who_said_what(self, roster: Roster, request: JoinRequest, first: Sequence[Member]) -> str:
-        """A table of places, from those of `first` on."""
+        """Return a table of places, starting with the members of `first`."""
         shown = {one.member_id: one for one in (*first, *roster.joined_first(layout.ROWS_MAX))}
         members = list(shown.values())[: layout.ROWS_MAX]
         digest = roster.job.spec.joint_digest
@@ -297,8 +299,8 @@ class CoordinatorState:
         )  # fmt: skip
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
-        """The member with this progress, unless it was further already; the job's progress
-        follows.
+        """Return the member with this progress, unless it was further already; update the job's
+        progress.
         """
         reported = (progress.epoch, progress.cursor)
         if reported > (roster.job.epoch, roster.job.cursor):
@@ -328,7 +330,7 @@ class CoordinatorState:
     def _refusal(
         self, roster: Roster | None, progress: MemberProgress, node_id: str
     ) -> DataplaneError | None:
-        """Why this member is not renewed by this node, or None."""
+        """Return why this node cannot renew this member, or None."""
         known = roster.members.get(progress.member_id) if roster is not None else None
         if roster is not None and known is not None and known.phase is Phase.JOINED:
             if known.deadline <= self._clock:

@@ -1,8 +1,9 @@
 """The coordinator's memory on disk: SQLite, one connection, one writer.
 
-It uses one connection and a rollback journal, since SQLite before 3.51.3 can corrupt a WAL database
-with two connections. The file is locked as long as it is open: a second coordinator on the same
-file is refused. After a SIGKILL, the kernel drops the lock and SQLite rolls back incomplete writes.
+SQLite before 3.51.3 can corrupt a WAL database with two connections, so the store uses one
+connection and a rollback journal. The file is locked as long as it is open: a second coordinator on
+the same file is refused. After a SIGKILL, the kernel drops the lock and SQLite rolls back
+incomplete writes.
 
 Calls block, so journal.py makes them from a thread.
 """
@@ -97,7 +98,7 @@ class JobStore:
             raise
 
     def load(self) -> list[Record]:
-        """Everything that was written.
+        """Return all stored records.
 
         Raises:  ConfigError: the database is damaged, or a newer version has written to it.
         """
@@ -111,7 +112,10 @@ class JobStore:
         return records
 
     def _record(self, cls: type[Record], table: str, name: str, body: Any) -> Record:
-        """Raises:  ConfigError: it cannot be read."""
+        """Decode a stored record.
+
+        Raises:  ConfigError: it cannot be read.
+        """
         try:
             return _read(cls, body)
         except Exception as error:  # whatever is wrong with what was stored
@@ -280,15 +284,15 @@ def _read(cls: type[Record], body: str) -> Record:
 
 
 def _gather_column_options(spec: dict[str, Any]) -> None:
-    """In rows of older versions each option of columns is a field of the spec."""
+    """Move column options into one object: older versions stored each as a field of the spec."""
     if "column_options" not in spec:
         names = set(ColumnOptions.__struct_fields__).intersection(spec)
         spec["column_options"] = {name: spec.pop(name) for name in names}
 
 
 def _restored(hint: Any, plain: Any) -> Any:
-    """The value of this type, from its JSON form `plain`: Structs and dataclasses are objects,
-    tuples lists, and enums their values.
+    """Return a value of this type from its JSON form `plain`: Structs and dataclasses are objects,
+    tuples are lists, and enums are their values.
     """
     if isinstance(hint, types.UnionType):  # a value or None
         return None if plain is None else _restored(typing.get_args(hint)[0], plain)

@@ -1,4 +1,4 @@
-"""The coordinator's memory as shown to people."""
+"""The coordinator's memory, in the form shown to people."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def status(
     clock: float,
     now: float,
 ) -> StatusResponse:
-    """One job (or for "" those that run and were active last, sorted by name) and the nodes that
-    were heard of last.
+    """Return one job (or for "" the running and the most recently active ones, sorted by name) and
+    the nodes with the most recent heartbeats.
 
     Raises:  ConfigError: no job has that name.
     """
@@ -70,8 +70,8 @@ def _active(rosters: Mapping[str, Roster]) -> list[Roster]:
 
 
 def _shares(counts: Sequence[int]) -> list[int]:
-    """How many of each are shown: what a small job leaves goes to larger ones, so that no job hides
-    another.
+    """Return how many members of each job are shown: small jobs leave their unused share to larger
+    ones, so no job hides another.
     """
     shares, left = [0] * len(counts), _OF_JOBS_MAX
     for place, at in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
@@ -94,7 +94,7 @@ def ledger(job_id: str, rosters: Mapping[str, Roster]) -> LedgerResponse:
 
 
 def named(job_id: str, rosters: Mapping[str, Roster]) -> Roster:
-    """The job of this name.
+    """Return the job of this name.
 
     Raises:  ConfigError: there is none.
     """
