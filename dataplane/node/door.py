@@ -7,6 +7,7 @@ Invariants:
    the one that has been silent longest is closed at once. So idle connections keep no trainer out.
 3. If descriptors run short anyway, no connection is accepted for a second, so that the loop does
    not spin.
+4. The end of a connection is seen at once, also while nothing is read from it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
 import time
 from collections import Counter, OrderedDict
@@ -36,8 +38,14 @@ _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNAB
 class Visitor(Protocol):
     """An accepted connection. It reports its Hello and its end to the door."""
 
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+
     def close(self) -> None:
         """Hang up."""
+
+    def hung_up(self) -> None:
+        """Close: the peer is gone."""
 
 
 class Door:
@@ -58,20 +66,30 @@ class Door:
         self._silent_of: Counter[int] = Counter()
         self._greeted_of: Counter[int] = Counter()
         self._pausing: asyncio.TimerHandle | None = None
+        self._ends = select.epoll()
+        """Watches all connections for nothing but their end, which the kernel always reports."""
+        self._visitor_of: dict[int, Visitor] = {}
 
     def open(self) -> None:
         """Start accepting connections."""
         self._pausing = None
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.fileno(), self._on_connection)
+        loop.add_reader(self._ends.fileno(), self._on_end)
 
     def close(self) -> None:
-        """Stop accepting connections; open ones stay. May be called twice."""
+        """Stop accepting connections. Open ones stay, but their ends are no longer reported. May be
+        called twice.
+        """
         if self._pausing is not None:
             self._pausing.cancel()
+        loop = asyncio.get_running_loop()
         if self._listener.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        if not self._ends.closed:
+            loop.remove_reader(self._ends.fileno())
+        self._ends.close()
 
     def look(self, now: float | None = None) -> None:
         """Close connections that have been silent for too long, and tell how many lines about
@@ -107,10 +125,13 @@ class Door:
         self._greeted_of[pid] += 1
 
     def left(self, visitor: Visitor) -> None:
-        """The visitor is gone."""
+        """The visitor is gone. Its socket must still be open."""
         pid = self._pids.pop(visitor, None)
         if pid is None:
             return
+        del self._visitor_of[visitor.fileno()]
+        if not self._ends.closed:
+            self._ends.unregister(visitor.fileno())
         if visitor in self._silent:
             self._forget_silence(visitor, pid)
         else:
@@ -141,6 +162,13 @@ class Door:
         visitor = self._admit(sock)
         self._pids[visitor], self._silent[visitor] = pid, time.monotonic()
         self._silent_of[pid] += 1
+        self._visitor_of[visitor.fileno()] = visitor
+        self._ends.register(visitor.fileno(), 0)
+
+    def _on_end(self) -> None:
+        """Close one connection that has ended. There may be more, each with many last messages."""
+        for fd, _ in self._ends.poll(0, 1):
+            self._visitor_of[fd].hung_up()
 
     def _refusal(self, pid: int) -> str:
         """Why another connection of this process is refused, or ""."""

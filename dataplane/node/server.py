@@ -144,8 +144,6 @@ class TrainerConnection:
         self._process.connection_count -= 1
         self._pace()
         self._loop.remove_writer(self._sock.fileno())
-        # In a thread: the kernel may have to free a gigabyte that nobody has read.
-        self._loop.run_in_executor(None, self._sock.close)
         for task in self._tasks:
             task.cancel()
         for member in self._members.values():
@@ -155,6 +153,8 @@ class TrainerConnection:
                 self._server.jobs.leave(member, lost=True)
         self._members.clear()
         self._server.forget(self)
+        # In a thread: the kernel may have to free a gigabyte that nobody has read.
+        self._loop.run_in_executor(None, self._sock.close)
 
     def _flush(self) -> None:
         while self._outbox:
@@ -168,7 +168,7 @@ class TrainerConnection:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
             except PeerLost:
-                self._hung_up()
+                self.hung_up()
                 return
             except ConfigError as error:
                 self._outbox[0] = (request_id, encode(messages.FromNode(request_id, error)), ())
@@ -202,7 +202,7 @@ class TrainerConnection:
             except BlockingIOError:
                 return
             except PeerLost:
-                self._hung_up()
+                self.hung_up()
                 return
             except DataplaneError as error:
                 self._end_session(error)
@@ -231,7 +231,11 @@ class TrainerConnection:
         self._server.trace.failed("session", error=error)
         self.close()
 
-    def _hung_up(self) -> None:
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    def hung_up(self) -> None:
         """The trainer is gone. Process its last messages: that it leaves, and its position."""
         self._outbox.clear()
         for message in local.last_messages(self._sock, messages.ToNode, _SHORT_BYTES):

@@ -20,6 +20,7 @@ from raw_trainer import Node, Trainer
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError, PeerLost
 from dataplane.model import Topology
+from dataplane.node.door import Door
 from dataplane.node.server import (
     _MESSAGES_A_TURN,
     _REQUESTS_MAX,
@@ -27,7 +28,7 @@ from dataplane.node.server import (
     TrainerConnection,
     _Process,
 )
-from dataplane.rpc import local, messages
+from dataplane.rpc import local, messages, sockets
 from dataplane.trace import Trace
 
 HELLO = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
@@ -292,3 +293,35 @@ def test_a_trainer_that_asks_and_hangs_up_at_once_leaves_nothing_that_was_never_
 
     asyncio.run(hung_up())
     assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
+
+
+def test_a_connection_that_is_gone_is_closed_although_its_requests_wait() -> None:
+    async def play() -> None:
+        closed, waits = asyncio.Event(), asyncio.Event()
+        server = fake_server(closed)
+
+        async def wait(_: str) -> None:
+            waits.set()
+            await asyncio.Event().wait()
+
+        server.draining, server.heartbeat.wait_registered = False, wait
+        name = f"dp-gone-{os.getpid()}"
+
+        def admit(sock: socket.socket) -> TrainerConnection:
+            return TrainerConnection(cast("Any", server), sock)
+
+        server.door = Door(sockets.listen(name), admit, Trace("node"))
+        server.door.open()
+        async with asyncio.timeout(60):
+            with sockets.connect(name, 60.0) as theirs:
+                assert await greeted(theirs)
+                source = messages.DatasetSource(("x",))
+                body = messages.OpenJob("j", "i", "m", source, Topology(), global_batch=1)
+                for number in range(2, 100):  # more than are read
+                    local.send(theirs, messages.ToNode(number, body))
+                await waits.wait()
+                assert not closed.is_set()
+            await closed.wait()
+        server.door.close()
+
+    asyncio.run(play())

@@ -23,10 +23,17 @@ class Visitor:
     def __init__(self, party: Party, sock: socket.socket) -> None:
         self.party, self.sock = party, sock
 
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
     def close(self) -> None:
-        self.sock.close()
         self.party.inside.remove(self)
         self.party.door.left(self)
+        self.sock.close()
+
+    def hung_up(self) -> None:
+        self.party.gone.append(self)
+        self.close()
 
 
 class Party:
@@ -35,6 +42,7 @@ class Party:
     def __init__(self, count_max: int) -> None:
         self.name = f"dp-door-{os.getpid()}-{time.monotonic_ns()}"
         self.inside: list[Visitor] = []
+        self.gone: list[Visitor] = []
         self.door = Door(sockets.listen(self.name), self._admit, Trace("test"), count_max)
         self.door.open()
 
@@ -77,6 +85,30 @@ def test_silent_connections_are_closed_and_greeted_ones_stay() -> None:
             assert made.inside == [silent, polite]
             made.door.look(time.monotonic() + 1000)
             assert made.inside == [polite]
+
+    asyncio.run(play())
+
+
+def test_a_connection_that_ends_is_reported_at_once_though_nothing_of_it_is_read() -> None:
+    async def play() -> None:
+        async with party(8) as (made, stack):
+            socks = [await made.comes(stack) for _ in range(4)]
+            first, second, third, fourth = made.inside
+            socks[1].send(b"unread")
+            await turns()
+            assert not made.gone
+            socks[1].close()
+            await turns()
+            assert made.gone == [second]
+            third.close()  # by the node itself
+            socks[2].close()
+            await made.comes(stack)  # takes the descriptor of one that has gone
+            assert made.gone == [second]
+            socks[0].close()
+            await turns()
+            assert made.gone == [second, first]
+            assert made.inside[0] is fourth
+            assert len(made.inside) == 2
 
     asyncio.run(play())
 
