@@ -304,7 +304,12 @@ def test_a_connection_that_is_gone_is_closed_although_its_requests_wait() -> Non
             waits.set()
             await asyncio.Event().wait()
 
+        def forget(connection: TrainerConnection) -> None:
+            server.door.left(connection)
+            closed.set()
+
         server.draining, server.heartbeat.wait_registered = False, wait
+        server.forget = forget
         name = f"dp-gone-{os.getpid()}"
 
         def admit(sock: socket.socket) -> TrainerConnection:
