@@ -8,10 +8,8 @@ settings only through this file.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -292,6 +290,8 @@ def read_file(path: Path) -> ConfigFile:
 
     Raises:  ConfigError: not readable, not TOML, an unknown key, a bad value; file, key, allowed.
     """
+    import tomllib
+
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -299,6 +299,8 @@ def read_file(path: Path) -> ConfigFile:
     values = {}
     for key, given in table.items():
         if key not in BY_NAME:
+            import difflib
+
             near = difflib.get_close_matches(key, BY_NAME, n=1)
             advice = f"did you mean {near[0]}?" if near else "`dataplane config show` lists them"
             raise ConfigError(
@@ -328,6 +330,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     Raises:  ConfigError: one is unknown; says which is meant.
     """
     for name in unknown_variables(environ):
+        import difflib
+
         known = [one.removeprefix(units.PREFIX) for one in _known_variables()]
         near = difflib.get_close_matches(name.removeprefix(units.PREFIX), known, n=1)
         meant = f"did you mean {units.PREFIX}{near[0]}?" if near else "it limits nothing."

@@ -27,7 +27,6 @@ from dataplane.errors import ConfigError
 from dataplane.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import HeartbeatResponse, MixAsked, MixPromise, MixProposal
-from dataplane.transforms.mixture_options import weights_of
 
 PROPOSED_S = 60.0
 _NAMED_MAX = 8
@@ -148,6 +147,8 @@ def checked_weights(job: Job, asked: MixAsked) -> dict[str, float]:
         )
     if len(asked.sources) != len(asked.weights) or len(set(asked.sources)) < len(asked.sources):
         raise ConfigError("give each source one weight: NAME=WEIGHT", field="mix")
+    from dataplane.transforms.mixture_options import weights_of
+
     names = [source.name for source in mixture.sources]
     given = dict(zip(asked.sources, asked.weights, strict=True))
     weights = weights_of(names, given, f"job {job.job_id!r}")

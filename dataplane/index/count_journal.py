@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -95,6 +94,8 @@ class CountJournal:
                 path.unlink(missing_ok=True)
             views = sorted(self._folder.parent.iterdir(), key=written_at, reverse=True)
             for folder in views[VIEWS_KEPT:]:
+                import shutil
+
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ from dataplane.errors import CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.source import read_in_threads
-from dataplane.index.block_counts import counts_of
 from dataplane.index.journal import encode_index
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -186,6 +185,9 @@ def _outcome(
 ) -> Iterator[tasks.FromIndexerBody]:
     try:
         if isinstance(order, tasks.CountRows):
+            # A late import: most indexing processes count no rows.
+            from dataplane.index.block_counts import counts_of
+
             wire = counts_of(shard, order)
         else:
             wire = encode_index(registry.by_name(order.format).index(shard))

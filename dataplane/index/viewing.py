@@ -20,11 +20,8 @@ from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.shard import named
 from dataplane.plan.views import check_shares, limited, rows_only
-from dataplane.transforms.condition import Outcomes
-from dataplane.transforms.conditions import Condition
 from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns
-from dataplane.transforms.where_parser import canonical_where
 
 
 def canonical_view(view: View) -> View:
@@ -33,7 +30,12 @@ def canonical_view(view: View) -> View:
     Raises:  ConfigError: its condition or its shares are wrong.
     """
     check_shares(view)
-    return structs.replace(view, where=canonical_where(view.where or None))
+    if not view.where:
+        return structs.replace(view, where="")
+    # Late imports, here and below: most views have no condition.
+    from dataplane.transforms.where_parser import canonical_where
+
+    return structs.replace(view, where=canonical_where(view.where))
 
 
 def viewed(
@@ -72,6 +74,9 @@ def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
     if manifest.nulls is None or not view.where:
         return manifest.nulls
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    from dataplane.transforms.condition import Outcomes
+    from dataplane.transforms.conditions import Condition
+
     known = Condition.of(view.where, schema).test.known(Outcomes.TRUE)
     nodes = [leaf.row_nodes for leaf in leaves_of(schema) if leaf.name in known]
     return manifest.nulls.without([node for some in nodes for node in some])

@@ -1,6 +1,8 @@
 """The processes of a node, started by exec: an embedded node, or its fork server.
 
 python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket;
+                         --embedded          ends with its last trainer
+                         --stderr-fd N       becomes stderr once the node serves
                          --opening-fd N      a file that names the dataset that it opens first
                          --bytecode FOLDER   keep the bytecode of all modules there
 python -m dataplane.node --fork-server-fd N  forks workers and processes that index shards
@@ -8,19 +10,18 @@ python -m dataplane.node --fork-server-fd N  forks workers and processes that in
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import getopt
 import os
 import signal
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 from dataplane import bytecode
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from dataplane.config import NodeConfig
     from dataplane.node.early import EarlyOpening
@@ -33,21 +34,16 @@ _LOOK_S = 0.5
 
 def main() -> int:
     """Exit status 0: it ended normally."""
-    parser = argparse.ArgumentParser(prog="python -m dataplane.node")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--listener-fd", type=int)
-    which.add_argument("--fork-server-fd", type=int)
-    parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
-    parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
-    parser.add_argument("--opening-fd", type=int)
-    parser.add_argument("--bytecode")
-    given = parser.parse_args()
-    if given.bytecode:
-        bytecode.keep_in(given.bytecode)
+    names = ["listener-fd=", "fork-server-fd=", "stderr-fd=", "opening-fd=", "bytecode="]
+    # Not argparse: that takes 8 ms, while a trainer waits for its first batch.
+    given = dict(getopt.getopt(sys.argv[1:], "", [*names, "embedded"])[0])
+    if folder := given.get("--bytecode"):
+        bytecode.keep_in(folder)
     from dataplane import collector
 
     collector.start()
-    ahead = None if given.opening_fd is None else _opening(given.opening_fd)
+    opening_fd, stderr_fd = _number(given, "--opening-fd"), _number(given, "--stderr-fd")
+    ahead = None if opening_fd is None else _opening(opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
     # Before anything imports numpy or pyarrow.
@@ -55,18 +51,29 @@ def main() -> int:
         os.environ.setdefault(name, value)
     if ahead is not None:
         ahead.start()
-    from dataplane.node.fork_server import main as be_fork_server
-
-    if given.fork_server_fd is not None:
-        be_fork_server(given.fork_server_fd, has_time=True)
+    fork_server_fd = _number(given, "--fork-server-fd")
+    if fork_server_fd is not None:
+        _be_fork_server(fork_server_fd, has_time=True)
         return 0
-    # All that it imports, a node imports too.
+    from dataplane.index import indexing  # noqa: F401 - numpy and pyarrow, once for both processes
+
     is_remote = ahead is not None and ahead.scout is not None
-    fork_server.acquire(given.stderr_fd, partial(be_fork_server, is_remote=is_remote))
+    fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, is_remote=is_remote))
     import asyncio
 
-    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd, ahead))
+    asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, ahead))
     return 0
+
+
+def _number(given: Mapping[str, str], name: str) -> int | None:
+    return int(given[name]) if name in given else None
+
+
+def _be_fork_server(descriptor: int, *, is_remote: bool = False, has_time: bool = False) -> None:
+    """Imports what workers need: beside the node, which has its own imports."""
+    from dataplane.node.fork_server import main
+
+    main(descriptor, is_remote=is_remote, has_time=has_time)
 
 
 def _opening(descriptor: int) -> IndexAhead:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from bisect import bisect_right
 from collections import deque
@@ -248,6 +247,8 @@ def _matching(pattern: str, stores: Connect) -> _Found:
 
 def _near(pattern: str, urls: Sequence[str]) -> str:
     """A guess at what was meant: the pattern with another suffix, else existing names."""
+    import difflib
+
     stem, dot, ending = pattern.rpartition(".")
     if dot and "/" not in ending:
         endings = {url.rpartition(".")[2] for url in urls if "." in url.rpartition("/")[2]}
@@ -266,6 +267,8 @@ def _near_file(url: str) -> str:
     folder = path if url.endswith("/") else path.parent
     while not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir() raises if it is too long
         path, folder = folder, folder.parent
+    import difflib
+
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
     # The text before a wildcard is a prefix.
     starts = {name[: len(path.name) + 1]: name for name in reversed(names)}

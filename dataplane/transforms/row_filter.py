@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from dataplane.model import View
 from dataplane.plan.subsets import chosen, has_shares
-from dataplane.transforms.condition import Bounds, Outcomes
-from dataplane.transforms.conditions import Condition
 from dataplane.transforms.plain import objects
+
+if TYPE_CHECKING:
+    from dataplane.transforms.condition import Bounds
+    from dataplane.transforms.conditions import Condition
 
 Bools = NDArray[np.bool_]
 
@@ -43,6 +45,9 @@ class RowFilter(Struct, frozen=True):
         """
         if not view.where:
             return cls(view, None) if has_shares(view) else None
+        # A late import: most views have no condition, and a node starts faster without it.
+        from dataplane.transforms.conditions import Condition
+
         return cls(view, Condition.of(view.where, schema))
 
     @property
@@ -66,6 +71,8 @@ class RowFilter(Struct, frozen=True):
         """How many rows are left of a block with these bounds of columns; None if its values
         decide that.
         """
+        from dataplane.transforms.condition import Outcomes
+
         outcomes = Outcomes.TRUE
         if self.condition is not None:
             outcomes = self.condition.test.outcomes(bounds)

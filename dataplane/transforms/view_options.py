@@ -12,7 +12,6 @@ from typing import Final
 
 from dataplane.errors import ConfigError
 from dataplane.model import View
-from dataplane.transforms.where_parser import canonical_where
 from dataplane.units import whole
 
 _WHOLE = 1 << 32
@@ -38,12 +37,19 @@ def view_of(
     """
     lower, upper = (0, 0) if split is None else _split(split)
     return View(
-        where=canonical_where(where),
+        where="" if where is None else _canonical(where),
         sample=_sample(sample),
         split_from=lower,
         split_to=upper,
         limit=_limit(limit),
     )
+
+
+def _canonical(where: str) -> str:
+    # A late import: a loader starts its node sooner without it.
+    from dataplane.transforms.where_parser import canonical_where
+
+    return canonical_where(where)
 
 
 VIEW_ARGUMENTS: Final = tuple(inspect.signature(view_of).parameters)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +46,22 @@ def test_urls_without_a_known_suffix_have_no_format() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="parquet, arrow, tfrecord, tar, jsonl"):
         registry.by_name("lance")
+
+
+def test_formats_of_packages_are_looked_for_only_where_one_declares_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "absent"), str(tmp_path)])
+    points = tmp_path / "odd-1.dist-info" / "entry_points.txt"
+    points.parent.mkdir()
+    assert not registry._is_declared(registry.GROUP)
+    points.write_text("[console_scripts]\nodd = odd:main\n")
+    assert not registry._is_declared(registry.GROUP)
+    points.write_text("[dataplane.formats]\nodd = odd:Odd\n")
+    assert registry._is_declared(registry.GROUP)
+    (tmp_path / "packages.zip").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages.zip")])
+    assert registry._is_declared(registry.GROUP)
 
 
 def test_a_dataset_has_one_format() -> None:
