@@ -32,7 +32,7 @@ setup: $(READY) ## install everything that other targets need into .venv (quick 
 	@:
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
-# This compiles the C sources; if it fails, the last line says what is missing.
+# This compiles the C sources; if it fails, the last line says what is missing. Without a C compiler, PyPI has one.
 $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
@@ -43,6 +43,9 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || "$(PYTHON)" -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) -r requirements.lock
+	@zig="$$($(PY) -c 'from dataplane.build_kernels import ZIG, has_compiler as has; print("" if has() else ZIG)')"; \
+	[ -z "$$zig" ] || { echo "make setup: there is no C compiler; installing $$zig"; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) "$$zig"; }
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(PY) -m dataplane.build_kernels
 	$(if $(PYTHONDONTWRITEBYTECODE),@$(PY) -m compileall -q dataplane loaders)

@@ -1,4 +1,4 @@
-"""How close to memory speed is gathering a slab? The kernel, numpy and two bounds, on one core.
+"""How close to memory speed is gathering a slab? The kernel and two bounds, on one core.
 
     python benchmarks/gather.py [--json]
 
@@ -28,7 +28,6 @@ from dataplane.transforms.columns import ColumnPlan, plan_columns
 from dataplane.worker.columns import BlockColumns, RowIndex, RowLayout, open_block
 from dataplane.worker.gather import Gather
 from dataplane.worker.row_layout import open_stored, plan_row_layout, store, stored_bytes
-from dataplane.worker.rows import NumpyRows, Open, rows_of
 
 ROUNDS = 7
 SLAB_BYTES = 4 << 20
@@ -82,7 +81,6 @@ class GatherSpeed:
 
     name: str
     bar: float
-    numpy_gb_s: float
     kernel_gb_s: float
     packed_gb_s: float
     pack_gb_s: float
@@ -121,7 +119,7 @@ class Slabs:
             for _ in range(SLABS)
         ]
         self.slab = np.zeros(2 * SLAB_BYTES, np.uint8)
-        self.bytes_used = self.gather(rows_of, self.indexes[0])
+        self.bytes_used = self.gather(self.indexes[0])
         # For np.take: each column as one array, in 4-byte words, with rows of the mean length.
         words = max(first.nbytes // case.block_rows // len(self.plan.specs) // 4, 1)
         self._columns = [
@@ -133,10 +131,10 @@ class Slabs:
         self.bytes_taken = self._taken.nbytes * len(self._columns)
         self._region = memoryview(bytearray(stored_bytes(self.blocks[0].batch, self.packing)))
 
-    def gather(self, how: Open, index: RowIndex, *, packed: bool = False) -> int:
+    def gather(self, index: RowIndex, *, packed: bool = False) -> int:
         """Make one slab; return its size in bytes."""
         blocks = self._packed if packed else self.blocks
-        gather = Gather(self.plan.specs, blocks, index, self.batches, how)
+        gather = Gather(self.plan.specs, blocks, index, self.batches)
         done = gather.into(self.slab.data)
         assert done.batch_count == len(self.batches)
         return done.bytes_used
@@ -162,9 +160,8 @@ def measure(case: GatherCase) -> GatherSpeed:
     slabs = Slabs(case)
     packing, nothing = slabs.packing, lambda _: None
     calls: tuple[Callable[[int], object], ...] = (
-        lambda i: slabs.gather(NumpyRows, slabs.indexes[i]),
-        lambda i: slabs.gather(rows_of, slabs.indexes[i]),
-        (lambda i: slabs.gather(rows_of, slabs.indexes[i], packed=True)) if packing else nothing,
+        lambda i: slabs.gather(slabs.indexes[i]),
+        (lambda i: slabs.gather(slabs.indexes[i], packed=True)) if packing else nothing,
         (lambda i: slabs.pack(i, packing)) if packing else nothing,
         slabs.take,
         slabs.copy,
@@ -177,7 +174,7 @@ def measure(case: GatherCase) -> GatherSpeed:
                 call(number)
             best[which] = min(best[which], time.thread_time() - began)
     used, block = slabs.bytes_used, slabs.blocks[0].batch.nbytes
-    sizes = (used, used, used * bool(packing), block * bool(packing), slabs.bytes_taken, used)
+    sizes = (used, used * bool(packing), block * bool(packing), slabs.bytes_taken, used)
     speeds = [size * SLABS / seconds / 1e9 for size, seconds in zip(sizes, best, strict=True)]
     return GatherSpeed(case.name, case.bar, *speeds)
 
@@ -196,7 +193,7 @@ def main() -> int:
             print(json.dumps(asdict(found)))
         else:
             print(
-                f"{found.name}: numpy {found.numpy_gb_s:.2f} GB/s, kernel {found.kernel_gb_s:.2f}, "
+                f"{found.name}: kernel {found.kernel_gb_s:.2f} GB/s, "
                 f"packed {found.packed_gb_s:.2f} (packing {found.pack_gb_s:.2f}), "
                 f"np.take {found.take_gb_s:.2f}, memcpy {found.memcpy_gb_s:.2f}; "
                 f"kernel / np.take {found.share:.2f} (at least {found.bar})",

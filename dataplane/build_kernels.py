@@ -1,14 +1,15 @@
 """Compiles the C sources when the project is installed or built: a build hook of hatchling.
 
-Nothing imports this module but hatchling, `make setup` and tests. If something cannot be compiled,
-the build goes on without it: numpy sorts and gathers, Python reads Parquet's footers, and Pillow
-makes images.
+Nothing imports this module but hatchling, `make setup` and tests. A machine without a C compiler
+gets the one that PyPI's ziglang contains. Only libpixels.so may be missing, since it needs
+libjpeg-turbo: the build goes on without it, and Pillow makes images.
 """
 
 # No annotations from __future__: hatchling does not run this file as a module, and a dataclass
 # cannot look up annotations that are text then.
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +26,9 @@ _FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-Wall", "-Wextra"),
 )
+ZIG = "ziglang==0.17.1"
+# Not the processor of this machine, which is what it compiles for otherwise.
+_ZIG_CC = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,12 @@ class Package:
 @dataclass(frozen=True, slots=True)
 class Library:
     """One of our libraries. `sources` is a C file with its header, or a folder of C files that make
-    one library; all include compiler.h of the folder above. `instead` says what replaces it if it
-    cannot be compiled.
+    one library; all include compiler.h of the folder above. Only one that needs a package may be
+    missing.
     """
 
     sources: Path
     path: Path
-    instead: str
     needs: Package | None = None
 
     def sources_in(self, root: Path) -> tuple[Path, ...]:
@@ -75,18 +78,11 @@ LIBJPEG = Package(
         f"{sys.base_prefix}/share/doc/libjpeg-turbo/LICENSE*",
     ),
 )
-KERNEL = Library(Path("dataplane/worker/kernel.c"), Path("dataplane/worker/libkernel.so"), "numpy")
-PIXELS = Library(
-    Path("dataplane/transforms"),
-    Path("dataplane/transforms/libpixels.so"),
-    "Pillow",
-    LIBJPEG,
-)
-LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so"), "numpy")
+KERNEL = Library(Path("dataplane/worker/kernel.c"), Path("dataplane/worker/libkernel.so"))
+PIXELS = Library(Path("dataplane/transforms"), Path("dataplane/transforms/libpixels.so"), LIBJPEG)
+LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so"))
 FOOTER = Library(
-    Path("dataplane/formats/parquet_facts.c"),
-    Path("dataplane/formats/libparquet_facts.so"),
-    "Python",
+    Path("dataplane/formats/parquet_facts.c"), Path("dataplane/formats/libparquet_facts.so")
 )
 LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER)
 
@@ -102,6 +98,10 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
     and the licences of the packages that it contains.
     """
 
+    def dependencies(self) -> list[str]:
+        """Called by hatchling: what pip installs for the build."""
+        return [] if has_compiler() else [ZIG]
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before each build."""
         del version
@@ -113,9 +113,9 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
                 compile_library(library, root)
             except NotCompiled as fault:
                 path.unlink(missing_ok=True)
-                if is_portable:
-                    self.app.abort(_told(library, fault))
-                self.app.display_warning(_told(library, fault))
+                if is_portable or library.needs is None:
+                    self.app.abort(_message(library, fault))
+                self.app.display_warning(_message(library, fault))
                 continue
             if is_portable and library.needs is not None:
                 place = f"{library.path.parent}/{library.needs.name}.LICENSE"
@@ -139,18 +139,28 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
 
 
 def main() -> None:
-    """Compile the missing libraries, and report failures on stderr."""
-    root = Path(__file__).resolve().parents[1]
+    """Compile the missing libraries, and report failures on stderr. Exit status 1: one is missing
+    that Dataplane needs.
+    """
+    root, missing = Path(__file__).resolve().parents[1], False
     for library in LIBRARIES:
         if not (root / library.path).exists():
             try:
                 compile_library(library, root)
             except NotCompiled as fault:
-                sys.stderr.write(f"{_told(library, fault)}; then run make -B setup\n")
+                missing = missing or library.needs is None
+                sys.stderr.write(f"{_message(library, fault)}; then run make -B setup\n")
+    sys.exit(missing)
 
 
-def _told(library: Library, fault: NotCompiled) -> str:
-    return f"{library.sources} is not compiled; {library.instead} is used instead: {fault}"
+def _message(library: Library, fault: NotCompiled) -> str:
+    outcome = "Dataplane needs it" if library.needs is None else "Pillow makes images instead"
+    return f"{library.sources} is not compiled, and {outcome}: {fault}"
+
+
+def has_compiler() -> bool:
+    """Whether the machine has a C compiler, `CC` or cc."""
+    return bool(os.environ.get("CC") or shutil.which("cc"))
 
 
 def compile_library(library: Library, root: Path) -> None:
@@ -161,7 +171,7 @@ def compile_library(library: Library, root: Path) -> None:
     Raises:  NotCompiled: the compiler or a package is missing, or the compiler failed.
     """
     sources, path = library.sources_in(root), root / library.path
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc") if has_compiler() else [*_ZIG_CC]
     search, link = _flags_for(library.needs) if library.needs else ([], [])
     crc = f"-DSOURCE_CRC={zlib.crc32(b''.join(source.read_bytes() for source in sources))}u"
     compiled = [source for source in sources if source.suffix == ".c"]
@@ -209,6 +219,8 @@ def _reason(stderr: str, package: Package | None) -> str:
         word in stderr for word in (package.header, package.link, "#error")
     ):
         return package.install
+    if "No module named ziglang" in stderr:
+        return f"install a C compiler, or the one of PyPI: pip install {ZIG}"
     errors = [line for line in stderr.splitlines() if "error" in line]
     return (errors or stderr.splitlines() or ["the compiler failed"])[0].strip()
 

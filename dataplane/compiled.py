@@ -7,34 +7,46 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec import Struct
+from dataplane.errors import ConfigError
 
 SHARED = "compiler.h"
 """The header in the folder above, which all C files include."""
-INSTALL_AGAIN = "install a C compiler, then reinstall Dataplane"
+_INSTALL_AGAIN = (
+    "install Dataplane again, from a wheel, or from its sources with pip install or make -B setup, "
+    "which compile it"
+)
 
 Signature = tuple[type | None, tuple[type, ...]]
 """The type that a function returns, and the types of its arguments."""
 
 
-class Compiled(Struct, frozen=True):
-    """A library, or why there is none."""
-
-    library: ctypes.CDLL | None
-    missing: str = ""
-
-    def __str__(self) -> str:
-        return f"numpy ({self.missing})" if self.library is None else "the compiled kernel"
+class Unusable(Exception):
+    """A library cannot be used here. One line: why not."""
 
 
 def load(
     path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
-) -> Compiled:
+) -> ctypes.CDLL:
+    """Load a library that Dataplane cannot do without.
+
+    Raises:  ConfigError: as `load_if_usable`; says what to do.
+    """
+    try:
+        return load_if_usable(path, sources, crc_function, signatures)
+    except Unusable as fault:
+        raise ConfigError(f"{fault}: {_INSTALL_AGAIN}", path=str(path)) from fault
+
+
+def load_if_usable(
+    path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
+) -> ctypes.CDLL:
     """Load a library, if it exists and `crc_function` returns the checksum of these sources: a C
     file with its header, or all C files in a folder.
+
+    Raises:  Unusable: it is missing, of other sources, or cannot be loaded.
     """
     if not path.exists():
-        return Compiled(None, f"{path.name} could not be compiled when Dataplane was installed")
+        raise Unusable(f"{path} is missing, since it could not be compiled")
     try:
         library = ctypes.CDLL(str(path))
         crc = getattr(library, crc_function)
@@ -44,11 +56,11 @@ def load(
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as fault:
-        return Compiled(None, f"{path.name} cannot be loaded: {fault}")
+        raise Unusable(f"{path.name} cannot be loaded: {fault}") from fault
     if made_from != crc_of(sources):
         name = f"{sources.name}/" if sources.is_dir() else sources.name
-        return Compiled(None, f"{path.name} was compiled from a different {name}")
-    return Compiled(library)
+        raise Unusable(f"{path} was compiled from a different {name}")
+    return library
 
 
 def sources_of(sources: Path) -> tuple[Path, ...]:

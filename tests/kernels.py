@@ -1,18 +1,19 @@
-"""The two ways to take rows, which must give the same bytes."""
+"""The kernel and its oracle, which must give the same bytes."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import pytest
+from oracles import packs
+from oracles.rows import NumpyRows
 
-from dataplane.plan.loops import loops
+from dataplane.worker import drawn_packs, gather, packing
 from dataplane.worker.columns import BlockColumns, RowIndex
-from dataplane.worker.kernel import kernel
-from dataplane.worker.rows import CompiledRows, NumpyRows, Rows
+from dataplane.worker.rows import Rows
 
 
 def without(missing: str) -> NoReturn:
@@ -23,20 +24,16 @@ def without(missing: str) -> NoReturn:
     pytest.skip(told)
 
 
-def compiled_rows(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
-    """With the compiled kernel, which CI must have."""
-    found = kernel()
-    if found.library is None:
-        without(found.missing)
-    return CompiledRows(found.library, blocks, row_index)
+Open = Callable[[Sequence[BlockColumns], RowIndex], Any]
+BOTH: tuple[Open, ...] = (Rows, NumpyRows)
 
 
-def loops_library() -> ctypes.CDLL:
-    """The compiled loops of plans, which CI must have."""
-    found = loops()
-    if found.library is None:
-        without(found.missing)
-    return found.library
-
-
-BOTH = (compiled_rows, NumpyRows)
+@contextmanager
+def rows_by(how: Open) -> Iterator[None]:
+    """Slabs that are begun meanwhile take their rows from one of `BOTH`."""
+    write_packs = drawn_packs.write_packs if how is Rows else packs.write_packs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "Rows", how)
+        patch.setattr(packing, "Rows", how)
+        patch.setattr(packing, "write_packs", write_packs)
+        yield

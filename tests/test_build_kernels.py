@@ -1,4 +1,4 @@
-"""The C sources compile, are found again, and are replaced where they cannot be compiled."""
+"""The C sources compile and are found again, and what cannot be compiled says what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,21 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin.utils import load_plugin_from_script
 from kernels import without
 
+from dataplane import compiled
 from dataplane.build_kernels import (
     FOOTER,
     KERNEL,
     LIBRARIES,
     LOOPS,
     PIXELS,
+    ZIG,
     BuildKernels,
     Library,
     NotCompiled,
     compile_library,
 )
+from dataplane.compiled import Signature
+from dataplane.errors import ConfigError
 from dataplane.formats import parquet_facts
 from dataplane.plan import loops
 from dataplane.transforms import pixels_library
@@ -45,11 +49,28 @@ class Loaded:
     another: str
 
 
+def _needed(crc_function: str, signatures: Mapping[str, Signature]) -> Callable[[Path, Path], str]:
+    """As a library without which nothing works is loaded: the error says what to do."""
+
+    def load(path: Path, sources: Path) -> str:
+        try:
+            compiled.load(path, sources, crc_function, signatures)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return load
+
+
 ALL = (
-    Loaded(KERNEL, lambda path, at: kernel.load(path, at).missing, "kernel.c"),
+    Loaded(KERNEL, _needed("gather_source_crc", kernel._SIGNATURES), "kernel.c"),
     Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "transforms/"),
-    Loaded(LOOPS, lambda path, at: loops.load(path, at).missing, "loops.c"),
-    Loaded(FOOTER, lambda path, at: parquet_facts.load(path, at).missing, "parquet_facts.c"),
+    Loaded(LOOPS, _needed("loops_source_crc", loops._SIGNATURES), "loops.c"),
+    Loaded(
+        FOOTER,
+        _needed("parquet_facts_source_crc", parquet_facts._SIGNATURES),
+        "parquet_facts.c",
+    ),
 )
 
 
@@ -111,9 +132,13 @@ def test_a_library_of_other_sources_is_not_used(
 @pytest.mark.parametrize("which", ALL)
 def test_what_is_no_library_is_not_used(project: Path, which: Loaded) -> None:
     path, sources = project / which.library.path, project / which.library.sources
-    assert "could not be compiled" in which.load(path, sources)
+    assert f"{path} is missing" in which.load(path, sources)
     path.write_bytes(b"something else")
-    assert which.load(path, sources).startswith(f"{path.name} cannot be loaded")
+    message = which.load(path, sources)
+    assert message.startswith(f"{path.name} cannot be loaded")
+    if which.library is not PIXELS:
+        for way in (": install Dataplane again", "wheel", "pip install", "make -B setup"):
+            assert way in message
 
 
 @pytest.mark.usefixtures("compiler")
@@ -134,23 +159,49 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
 
 
 @pytest.mark.parametrize("compiler_name", ["false", "no-such-compiler-anywhere"])
-def test_a_build_without_a_compiler_says_so_and_has_no_library(
+def test_a_build_without_a_compiler_fails_and_says_why(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     compiler_name: str,
 ) -> None:
     monkeypatch.setenv("CC", compiler_name)
-    for library in LIBRARIES:
-        (project / library.path).write_bytes(b"of an older build")
+    (project / KERNEL.path).write_bytes(b"of an older build")
+    with pytest.raises(SystemExit):
+        _hook(project).initialize("standard", {"artifacts": []})
+    assert not (project / KERNEL.path).exists()
+    message = f"{KERNEL.sources} is not compiled, and Dataplane needs it"
+    assert message.replace(" ", "") in "".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_build_without_libjpeg_goes_on_and_says_that_pillow_makes_images(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CFLAGS", "-O0")
+    (project / PIXELS.sources / "csrc" / "jpeg.h").write_text('#error "no jpeglib.h"\n')
     build: dict[str, Any] = {"artifacts": []}
     _hook(project).initialize("standard", build)
-    assert build == {"artifacts": []}
-    assert not any((project / library.path).exists() for library in LIBRARIES)
-    told = "".join("".join(capsys.readouterr()).split())
-    for library in LIBRARIES:
-        said = f"{library.sources} is not compiled; {library.instead} is used instead"
-        assert said.replace(" ", "") in told
+    needed = [str(library.path) for library in LIBRARIES if library is not PIXELS]
+    assert build["artifacts"] == needed
+    assert "Pillowmakesimages" in "".join("".join(capsys.readouterr()).split())
+
+
+def test_without_a_compiler_the_one_of_ziglang_is_installed_and_taken(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is not installed, which says how to."""
+    monkeypatch.setenv("PATH", str(project))
+    monkeypatch.delenv("CC", raising=False)
+    hook = _hook(project)
+    assert hook.dependencies() == [ZIG]
+    monkeypatch.setattr(sys.modules[compile_library.__module__], "_ZIG_CC", (
+        sys.executable, "-I", "-S", "-m", "ziglang", "cc",
+    ))  # fmt: skip
+    with pytest.raises(NotCompiled, match=f"install a C compiler.*pip install {ZIG}"):
+        compile_library(KERNEL, project)
+    monkeypatch.setenv("CC", "mine")
+    assert hook.dependencies() == []
 
 
 # A compiler that finds no header of a library, and one that finds a wrong header.
@@ -216,11 +267,13 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
     compiler.write_text(_NO_HEADER)
     compiler.chmod(0o755)
     environment = os.environ | {"CC": str(compiler), "PYTHONPATH": str(tmp_path)}
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-m", "dataplane.build_kernels"],
-        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
-    ).stderr  # fmt: skip
-    (line,) = [one for one in told.splitlines() if "Pillow is used instead" in one]
+        cwd=tmp_path, env=environment, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stderr.count("Dataplane needs it") == 3
+    (line,) = [one for one in ran.stderr.splitlines() if "Pillow makes images instead" in one]
     assert "libjpeg-dev" in line
     assert "make -B setup" in line
     assert not list(package.rglob("*.so"))

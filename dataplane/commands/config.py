@@ -8,12 +8,9 @@ import click
 
 from dataplane.commands.options import Settings, json_option, setting_options
 from dataplane.commands.output import warn, write_json, write_table
-from dataplane.compiled import INSTALL_AGAIN
-from dataplane.plan.loops import loops
 from dataplane.settings import BY_NAME, unknown_variables
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
-from dataplane.worker.kernel import kernel
 
 
 @click.group()
@@ -55,12 +52,7 @@ def show(settings: Settings, *, as_json: bool) -> None:
                 for name, one in settings.items()
             ),
         )
-    for slowly, missing, advice in (
-        ("rows are gathered with numpy", kernel().missing, INSTALL_AGAIN),
-        ("epochs are planned with numpy", loops().missing, INSTALL_AGAIN),
-        ("images are made by Pillow", maker().missing, INSTALL_LIBJPEG),
-    ):
-        if missing:
-            warn(f"{slowly}, which is several times slower: {missing}; {advice}")
+    if missing := maker().missing:
+        warn(f"images are made by Pillow, several times slower: {missing}; {INSTALL_LIBJPEG}")
     for name in unknown_variables(os.environ):
         warn(f"{name} is set in the environment, but is not a setting; it is ignored")

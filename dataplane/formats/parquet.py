@@ -51,7 +51,6 @@ from dataplane.formats.parquet_facts import (
     FooterFacts,
     Int64,
     read_footer,
-    reader,
 )
 from dataplane.formats.parquet_footers import MAGIC, Footers, parsed
 from dataplane.formats.parquet_nulls import NullCounter
@@ -86,7 +85,7 @@ class Parquet:
         """Implement `Format.index`: read the footer and nothing else."""
         footer, raw = _footer(shard)
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
-            facts = read_footer(memoryview(raw)[:-8], reader().library)
+            facts = read_footer(memoryview(raw)[:-8])
             tree = schema_tree(facts.elements)
             counter = NullCounter(tree.level_max)
             metadata = parsed(raw).metadata

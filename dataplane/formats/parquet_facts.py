@@ -1,9 +1,8 @@
-"""The parts of a Parquet footer that an index needs, as tables of numbers: read in C, or in Python
-if the C reader is not compiled.
+"""The parts of a Parquet footer that an index needs, as tables of numbers: the functions of
+parquet_facts.c.
 
 pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++ exception
-crosses Python), and costs a Python object a column. Both readers here give the same tables, and
-refuse the same footers; the one in C takes a hundredth of the time.
+crosses Python), and costs a Python object a column.
 
 Source:  https://github.com/apache/parquet-format (FileMetaData in parquet.thrift)
 """
@@ -12,16 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane import compiled
-from dataplane.formats.thrift import Shape, struct
 
 SOURCE = Path(__file__).with_name("parquet_facts.c")
 LIBRARY = Path(__file__).with_name("libparquet_facts.so")
@@ -43,16 +39,7 @@ FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
 """The numeric fields of ColumnMetaData, by their field ids in parquet.thrift."""
 
 _WIDTHS = (4, 2, 9)
-_BOUNDS = (1, 2, 5, 6)
-_STATISTICS: Shape = dict.fromkeys((*_BOUNDS, 3))
-_METADATA: Shape = {**dict.fromkeys(FIELDS.values()), 12: _STATISTICS, 16: {3: None}}
-_FOOTER: Shape = {
-    2: {1: None, 2: None, 3: None, 5: None},
-    3: None,
-    4: {1: {1: None, 3: _METADATA, 8: None}, 3: None},
-    8: None,
-}
-# The faults of the C reader, by number; the second is about a field or a kind.
+# The faults of the C code, by number; the second is about a field or a kind.
 _FAULTS = (
     "",
     "the message is cut off",
@@ -117,7 +104,7 @@ class FooterCuts(Struct, frozen=True, eq=False):
         return b"".join(parts)
 
 
-def cut_footer(content: memoryview, library: ctypes.CDLL) -> FooterCuts:
+def cut_footer(content: memoryview) -> FooterCuts:
     """Where the row groups of this FileMetaData lie. Does not read their content.
 
     Raises:  ValueError: it is not a FileMetaData.
@@ -125,7 +112,7 @@ def cut_footer(content: memoryview, library: ctypes.CDLL) -> FooterCuts:
     given, room = np.frombuffer(content, np.uint8), _CUT_GROUPS
     while True:
         counts, groups = np.array((room, 0, 0, 0), np.int64), np.empty((room, 2), np.int64)
-        fault = library.cut_parquet_footer(
+        fault = reader().cut_parquet_footer(
             given.ctypes.data, len(given), groups.ctypes.data, counts.ctypes.data
         )
         if fault != _NO_ROOM:
@@ -139,24 +126,17 @@ def cut_footer(content: memoryview, library: ctypes.CDLL) -> FooterCuts:
 
 
 @functools.cache
-def reader() -> compiled.Compiled:
+def reader() -> ctypes.CDLL:
     """The library, loaded once."""
-    return load(LIBRARY, SOURCE)
+    return compiled.load(LIBRARY, SOURCE, "parquet_facts_source_crc", _SIGNATURES)
 
 
-def load(path: Path, source: Path) -> compiled.Compiled:
-    """A library, if it exists and was compiled from this source."""
-    return compiled.load(path, source, "parquet_facts_source_crc", _SIGNATURES)
-
-
-def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> FooterFacts:
+def read_footer(content: bytes | memoryview) -> FooterFacts:
     """The FileMetaData that `content` starts with. Its tables take at most 72 bytes for each byte
     of it.
 
     Raises:  ValueError: it is not a FileMetaData.
     """
-    if library is None:
-        return _from_fields(struct(bytes(content), _FOOTER))
     counts = np.zeros(7, np.int64)
     given = np.frombuffer(content, np.uint8)
     tables: list[Int64] = []
@@ -165,7 +145,7 @@ def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> Foo
             shapes = zip(counts[:4].tolist(), (*_WIDTHS, 1), strict=True)
             tables = [np.empty(shape, np.int64) for shape in shapes]
         places = np.array([table.ctypes.data for table in tables], np.uintp)
-        fault = library.read_parquet_facts(
+        fault = reader().read_parquet_facts(
             given.ctypes.data,
             len(given),
             places.ctypes.data if is_counted else None,
@@ -177,79 +157,3 @@ def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> Foo
     return FooterFacts(
         int(counts[4]), bool(counts[5]), elements, groups, columns, levels.reshape(-1)
     )
-
-
-def _from_fields(fields: Mapping[int, Any]) -> FooterFacts:
-    """The same from thrift.py's structs, if nothing is compiled."""
-    elements = [
-        (_whole(one, 1, -1), _whole(one, 2), _whole(one, 3), _whole(one, 5))
-        for one in _structs(fields, 2)
-    ]
-    rows = _whole(fields, 3, None)
-    groups, columns, levels = [], list[tuple[int, ...]](), list[int]()
-    for group in _structs(fields, 4):
-        found = _structs(group, 1)
-        groups.append((_whole(group, 3, None), len(found)))
-        for column in found:
-            columns.append(_column(column, levels))
-    return FooterFacts(
-        rows,
-        8 in fields,
-        np.array(elements, np.int64).reshape(len(elements), _WIDTHS[0]),
-        np.array(groups, np.int64).reshape(len(groups), _WIDTHS[1]),
-        np.array(columns, np.int64).reshape(len(columns), _WIDTHS[2]),
-        np.array(levels, np.int64),
-    )
-
-
-def _column(column: Mapping[int, Any], levels: list[int]) -> tuple[int, ...]:
-    """One row of the table of columns; its levels are added to those of others."""
-    metadata = _struct(column, 3)
-    statistics, counted = _struct(metadata, 12), _struct(metadata, 16).get(3, [])
-    if not isinstance(counted, list) or not all(isinstance(each, int) for each in counted):
-        raise _other_type(3)
-    levels += counted
-    flags = (OTHER_FILE if _length(column, 1) else 0) | (METADATA if 3 in column else 0)
-    flags |= ENCRYPTED if 8 in column else 0
-    flags |= sum(flag for at, flag in TOLD.items() if FIELDS[at] in metadata)
-    numbers = (_whole(metadata, field) for field in FIELDS.values())
-    longest = max(_length(statistics, bound) for bound in _BOUNDS)
-    return (flags, *numbers, longest, _whole(statistics, 3, -1), len(counted))
-
-
-def _whole(fields: Mapping[int, Any], field: int, otherwise: int | None = 0) -> int:
-    found = fields.get(field, otherwise)
-    if isinstance(found, int):
-        return found
-    raise _missing(field) if field not in fields else _other_type(field)
-
-
-def _length(fields: Mapping[int, Any], field: int) -> int:
-    found = fields.get(field, b"")
-    if isinstance(found, bytes):
-        return len(found)
-    raise _other_type(field)
-
-
-def _struct(fields: Mapping[int, Any], field: int) -> Mapping[int, Any]:
-    found = fields.get(field, {})
-    if isinstance(found, dict):
-        return found
-    raise _other_type(field)
-
-
-def _structs(fields: Mapping[int, Any], field: int) -> Sequence[Mapping[int, Any]]:
-    if field not in fields:
-        raise _missing(field)
-    found = fields[field]
-    if isinstance(found, list) and all(isinstance(one, dict) for one in found):
-        return found
-    raise _other_type(field)
-
-
-def _missing(field: int) -> ValueError:
-    return ValueError(f"field {field} of a structure is missing")
-
-
-def _other_type(field: int) -> ValueError:
-    return ValueError(f"field {field} of a structure has another type")

@@ -23,7 +23,7 @@ from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.formats.base import RawBlock
-from dataplane.formats.parquet_facts import FooterCuts, cut_footer, reader
+from dataplane.formats.parquet_facts import FooterCuts, cut_footer
 
 MAGIC = b"PAR1"
 BYTES_MAX = 16 << 20
@@ -75,7 +75,7 @@ class Footers:
         with self._lock:
             footer = self._remembered((block.url, whole.size), whole, number)
             is_cut = footer is None and whole.size > SMALL_BYTES and not self._has_room(whole.size)
-        if is_cut and reader().library is not None:
+        if is_cut:
             content = block.preamble[:-_TAIL_BYTES]
             own = self._cuts_of(content, number).footer_of(content, block.index)
             return parsed(b"".join((own, len(own).to_bytes(4, "little"), MAGIC))).metadata, 0
@@ -130,9 +130,7 @@ class Footers:
             if known is not None:
                 self._cuts.move_to_end(number)
                 return known
-        library = reader().library
-        assert library is not None
-        cuts = cut_footer(content, library)
+        cuts = cut_footer(content)
         with self._lock:
             if number:
                 self._cuts[number] = cuts

@@ -98,8 +98,7 @@ class WorkerPool:
         if self._loop is None:
             fork_server.acquire(self._stderr_fd)
             self._loop = asyncio.get_running_loop()
-            if kernel().library is None:
-                self._trace.noted("gather", by=kernel())
+            kernel()  # without it, each slab would fail
         wanted = self._worker_count if count is None else min(count, self._worker_count)
         while len(self._workers) < wanted:
             self._spawn()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.plan.loops import loops, sort_rows
+from dataplane.plan.loops import sort_rows
 from dataplane.plan.permute import GAMMA, Domain, Words, key, mix_in_place
 
 Int64 = NDArray[np.int64]
@@ -71,6 +71,6 @@ def _sorted(words: Words) -> Words:
     mask = np.uint64((1 << (length - 1).bit_length()) - 1)
     words &= ~mask
     words |= np.arange(length, dtype=np.uint64)
-    sort_rows(words, loops().library)
+    sort_rows(words)
     words &= mask
     return words

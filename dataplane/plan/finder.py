@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.plan.loops import find_places, loops
+from dataplane.plan.loops import find_places
 
 Int64 = NDArray[np.int64]
 
@@ -23,14 +23,15 @@ _PARTS_NEAR = 1 << 15
 class Finder:
     """Intervals that lie one after the other: the i-th is [starts[i], starts[i + 1]).
 
-    Shapes:  starts: int64[n + 1], rising, from 0.
+    Shapes:  starts: int64[n + 1], rising, from 0; n < 2**31.
     """
 
-    __slots__ = ("_first", "_library", "_shift", "_starts")
+    __slots__ = ("_first", "_shift", "_starts")
 
     def __init__(self, starts: Int64) -> None:
         self._starts = starts
         count, end = len(starts) - 1, int(starts[-1])
+        assert count <= np.iinfo(np.int32).max
         parts = max(min(_PARTS_A_INTERVAL * count, _PARTS_NEAR), count)
         self._shift = (end // parts).bit_length()
         edges = np.arange((end >> self._shift) + 2, dtype=np.int64) << self._shift
@@ -38,11 +39,10 @@ class Finder:
         first = np.searchsorted(starts, edges, side="right")
         first -= 1
         self._first = first.astype(np.int32)
-        self._library = loops().library if count <= np.iinfo(np.int32).max else None
 
     def find(self, places: Int64) -> tuple[Int64, Int64]:
         """The interval of each place, and the place within it.
 
         Shapes:  places: int64[m], each in an interval.   result: int64[m], int64[m].
         """
-        return find_places(places, self._first, self._shift, self._starts, self._library)
+        return find_places(places, self._first, self._shift, self._starts)

@@ -1,15 +1,9 @@
-"""The inner loops of a plan, over all of its samples: in C, or in numpy if the C code is not
-compiled.
-
-Both give the same results: sorted numbers, and the interval of a place, are unique.
-"""
+"""The inner loops of a plan, over all of its samples: the functions of loops.c."""
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import functools
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,45 +35,32 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 
 
 @functools.cache
-def loops() -> compiled.Compiled:
+def loops() -> ctypes.CDLL:
     """The library, loaded once."""
-    return load(LIBRARY, SOURCE)
+    return compiled.load(LIBRARY, SOURCE, "loops_source_crc", _SIGNATURES)
 
 
-def load(path: Path, source: Path) -> compiled.Compiled:
-    """The library, if it exists and was compiled from this source."""
-    return compiled.load(path, source, "loops_source_crc", _SIGNATURES)
-
-
-def sort_rows(words: NDArray[np.uint64], library: ctypes.CDLL | None) -> None:
+def sort_rows(words: NDArray[np.uint64]) -> None:
     """Sort each row by itself, in place.
 
     Shapes:  words: uint64[m, n], contiguous.
     """
-    if library is None:
-        words.sort(axis=1)
-        return
     assert words.flags.c_contiguous
     scratch = np.empty(words.shape[1], np.uint64)
-    library.sort_words(words.ctypes.data, *words.shape, scratch.ctypes.data)
+    loops().sort_words(words.ctypes.data, *words.shape, scratch.ctypes.data)
 
 
-def find_places(
-    places: Int64, first: Int32, shift: int, starts: Int64, library: ctypes.CDLL | None
-) -> tuple[Int64, Int64]:
+def find_places(places: Int64, first: Int32, shift: int, starts: Int64) -> tuple[Int64, Int64]:
     """The interval of each place, and the place within it. `first[p]` is the interval of the place
     p << shift, or that of the last place if p << shift is beyond it.
 
     Shapes:  places: int64[m], each in an interval.   starts: int64[n + 1], rising, from 0.
     first: int32[p + 2], where p is the part of the last place.   result: int64[m], int64[m].
     """
-    if library is None:
-        found = np.searchsorted(starts, places, side="right") - 1
-        return found, places - starts[found]
     places, starts = (np.ascontiguousarray(one, np.int64) for one in (places, starts))
     first = np.ascontiguousarray(first, np.int32)
     found, within = np.empty_like(places), np.empty_like(places)
-    library.find_places(
+    loops().find_places(
         places.ctypes.data, len(places), first.ctypes.data, shift, starts.ctypes.data,
         found.ctypes.data, within.ctypes.data,
     )  # fmt: skip
@@ -87,82 +68,54 @@ def find_places(
 
 
 def lay_records(
-    contents: Sequence[Bytes],
-    starts: Sequence[Int64],
-    lengths: Sequence[Int64],
-    library: ctypes.CDLL | None,
+    contents: Sequence[Bytes], starts: Sequence[Int64], lengths: Sequence[Int64]
 ) -> Bytes:
     """Concatenate all pieces of record 0, then of record 1, … Piece p of record i is the
     lengths[p][i] bytes of contents[p] from starts[p][i] on, which must exist.
 
     Shapes:  starts, lengths: int64[n] each.   result: uint8[sum of all lengths].
     """
-    if library is None:
-        views = [np.ascontiguousarray(content).data for content in contents]
-        places = [zip(at.tolist(), size.tolist(), strict=True)
-                  for at, size in zip(starts, lengths, strict=True)]  # fmt: skip
-        found = b"".join(
-            view[at : at + length]
-            for record in zip(*places, strict=True)
-            for view, (at, length) in zip(views, record, strict=True)
-        )
-        return np.frombuffer(found, np.uint8)
     made = np.empty(int(sum(each.sum() for each in lengths)), np.uint8)
     kept = [[np.ascontiguousarray(one) for one in each] for each in (contents, starts, lengths)]
     tables = [(_POINTER * len(each))(*(one.ctypes.data for one in each)) for each in kept]
-    library.lay_records(made.ctypes.data, len(starts[0]), len(contents), *tables)
+    loops().lay_records(made.ctypes.data, len(starts[0]), len(contents), *tables)
     return made
 
 
-def number_values(
-    values: Int64, lowest: int, span: int, library: ctypes.CDLL | None
-) -> tuple[Int64, Int64]:
+def number_values(values: Int64, lowest: int, span: int) -> tuple[Int64, Int64]:
     """The distinct values in rising order, and where among them each value is.
 
     Shapes:  values: int64[n], in [lowest, lowest + span).   result: int64[m], int64[n].
     """
-    if library is None:
-        seen = np.zeros(span, np.bool_)
-        seen[values - lowest] = True
-        distinct = np.flatnonzero(seen)
-        numbers = np.empty(span, np.int64)
-        numbers[distinct] = np.arange(len(distinct))
-        return distinct + lowest, numbers[values - lowest]
     values = np.ascontiguousarray(values, np.int64)
     memory, distinct, found = np.zeros(span, np.int64), np.empty(span, np.int64), values.copy()
-    count = library.number_values(
+    count = loops().number_values(
         values.ctypes.data, len(values), lowest, span, memory.ctypes.data, distinct.ctypes.data,
         found.ctypes.data,
     )  # fmt: skip
     return distinct[:count], found
 
 
-def best_fit_count(lengths: Int64, room: int, most: int, library: ctypes.CDLL | None) -> int:
+def best_fit_count(lengths: Int64, room: int, most: int) -> int:
     """How many packs `best_fit` makes of these rows, whatever their order."""
-    if library is None:
-        return len(best_fit(lengths, np.arange(len(lengths)), room, most, None)[1]) - 1
     lengths, scratch = _to_fit(lengths, room)
-    count: int = library.best_fit(
+    count: int = loops().best_fit(
         lengths.ctypes.data, None, len(lengths), room, most, scratch.ctypes.data, None, None
     )
     return count
 
 
-def best_fit(
-    lengths: Int64, ranked: Int64, room: int, most: int, library: ctypes.CDLL | None
-) -> tuple[Int64, Int64]:
+def best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64, Int64]:
     """Put rows into packs of `room`, best fit, longest rows first, rows of equal length in the
     order `ranked`. loops.h says how.
 
     Shapes:  lengths, ranked: int64[n], lengths in [0, room].   result: the rows, pack after pack,
     int64[m], without those of length 0, and where each pack begins, int64[packs + 1].
     """
-    if library is None:
-        return _best_fit(lengths, ranked, room, most)
     lengths, scratch = _to_fit(lengths, room)
     ranked = np.ascontiguousarray(ranked, np.int64)
     placed, starts = np.empty_like(lengths), np.empty(len(lengths) + 1, np.int64)
-    count = library.best_fit(
+    count = loops().best_fit(
         lengths.ctypes.data, ranked.ctypes.data, len(lengths), room, most, scratch.ctypes.data,
         placed.ctypes.data, starts.ctypes.data,
     )  # fmt: skip
@@ -175,33 +128,3 @@ def _to_fit(lengths: Int64, room: int) -> tuple[Int64, Int64]:
     assert not len(lengths) or 0 <= lengths.min() <= lengths.max() <= room
     scratch = np.empty(4 * len(lengths) + 4 * room + 64, np.int64)
     return np.ascontiguousarray(lengths, np.int64), scratch
-
-
-def _best_fit(lengths: Int64, ranked: Int64, room: int, most: int) -> tuple[Int64, Int64]:
-    order = ranked[np.argsort(-lengths[ranked], kind="stable")].tolist()
-    packs: list[list[int]] = []
-    # The packs that have some room, the one that has had it the longest first; and those rooms.
-    waiting: dict[int, deque[int]] = {}
-    rooms: list[int] = []
-    for row in order:
-        length = int(lengths[row])
-        if not length:
-            break
-        at = bisect.bisect_left(rooms, length)
-        if at < len(rooms):
-            left = rooms[at]
-            pack = waiting[left].popleft()
-            if not waiting[left]:
-                del waiting[left], rooms[at]
-        else:
-            left, pack = room, len(packs)
-            packs.append([])
-        packs[pack].append(row)
-        left -= length
-        if left and len(packs[pack]) < most:
-            if left not in waiting:
-                waiting[left] = deque()
-                bisect.insort(rooms, left)
-            waiting[left].append(pack)
-    starts = np.cumsum([0, *map(len, packs)], dtype=np.int64)
-    return np.array([row for pack in packs for row in pack], np.int64), starts

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.balance import numbered
-from dataplane.plan.loops import best_fit, best_fit_count, loops
+from dataplane.plan.loops import best_fit, best_fit_count
 from dataplane.plan.permute import permutation
 
 Int32 = NDArray[np.int32]
@@ -88,7 +88,7 @@ def pack_count(lengths: Int64, pack: PackSpec) -> int:
     if pack.policy is PackPolicy.PAD:
         fitted = len(_batch_starts(_falling(taken), pack.length, most)) - 1
     else:
-        fitted = best_fit_count(taken, pack.length, most, loops().library)
+        fitted = best_fit_count(taken, pack.length, most)
     return int(whole.sum()) + fitted
 
 
@@ -163,7 +163,7 @@ def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
         placed, fitted = _batched(taken, ranked, pack.length, most)
         rooms = np.repeat(taken[placed[fitted[:-1]]], np.diff(fitted))
     else:
-        placed, fitted = best_fit(taken, ranked, pack.length, most, loops().library)
+        placed, fitted = best_fit(taken, ranked, pack.length, most)
         rooms = taken[placed]
     # Whole packs of long documents come first.
     full = np.repeat(ranked, whole[ranked])

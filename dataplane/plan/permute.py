@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
-from dataplane.plan.loops import loops, sort_rows
+from dataplane.plan.loops import sort_rows
 
 Words = NDArray[np.uint64]
 
@@ -137,7 +137,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
         mix_in_place(some)
         some &= ~index_mask
         some |= index
-    sort_rows(words, loops().library)
+    sort_rows(words)
     words &= index_mask
     return words
 

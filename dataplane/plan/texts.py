@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.plan.loops import lay_records, loops
+from dataplane.plan.loops import lay_records
 
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
@@ -159,7 +159,7 @@ def records(numbers: Sequence[NDArray[Any]], pieces: Sequence[Piece]) -> Iterato
             contents.append(each.content.view(np.uint8))
             starts.append(each.starts[some] * size)
             lengths.append((each.stops[some] - each.starts[some]) * size)
-        yield lay_records(contents, starts, lengths, loops().library)
+        yield lay_records(contents, starts, lengths)
 
 
 def _is_one(values: NDArray[Any]) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.plan.balance import Turns
-from dataplane.plan.loops import loops, number_values
+from dataplane.plan.loops import number_values
 from dataplane.plan.permute import GAMMA, Domain, extended, key, permutations
 
 Int64 = NDArray[np.int64]
@@ -56,7 +56,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
         numbers = np.empty(len(values), np.intp)
         numbers[order] = np.cumsum(is_new) - 1
         return ordered[is_new], numbers
-    return number_values(values, int(low), span, loops().library)
+    return number_values(values, int(low), span)
 
 
 class Windows:

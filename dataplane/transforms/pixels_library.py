@@ -80,10 +80,10 @@ def pillow_maker(missing: str = "chosen") -> Maker:
 def load(path: Path, sources: Path) -> Maker:
     """The library at this path, if it was compiled from these sources and its libjpeg works."""
     changes = {kind.c_function: _CHANGE for kind in registry.STEPS if kind.in_c}
-    found = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES | changes)
-    library = found.library
-    if library is None:
-        return pillow_maker(found.missing)
+    try:
+        library = compiled.load_if_usable(path, sources, "pixels_source_crc", _SIGNATURES | changes)
+    except compiled.Unusable as fault:
+        return pillow_maker(str(fault))
     where = ctypes.create_string_buffer(_PATH_BYTES)
     reason = ctypes.create_string_buffer(REASON_BYTES)
     if not library.pixels_open(where, reason):

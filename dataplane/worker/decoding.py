@@ -91,9 +91,10 @@ def canonical_batch(
         batch = _viewed(dataset, batch, raw)
     if dataset.mapping is not None:
         batch = dataset.mapping.applied(batch, raw)
-    places = placed_columns(batch) if dataset.plan.is_plain else None
-    if places is not None and not may_have_nulls(places):
-        return batch, places
+    if dataset.plan.is_plain:
+        places = placed_columns(batch)
+        if not may_have_nulls(places):
+            return batch, places
     return canonical_stacked(batch, dataset.plan, raw.url), None
 
 

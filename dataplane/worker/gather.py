@@ -25,7 +25,7 @@ from dataplane.worker.columns import (
     by_block,
     row_sizes,
 )
-from dataplane.worker.rows import Open, Rows, rows_of
+from dataplane.worker.rows import Rows
 
 if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
@@ -68,7 +68,6 @@ class Gather:
         blocks: Sequence[BlockColumns],
         row_index: RowIndex,
         batches: Sequence[Batch],
-        open_rows: Open = rows_of,
         slab_images: SlabImages | None = None,
         lists: Mapping[int, ListForm] | None = None,
         part: slice = slice(None),
@@ -83,11 +82,11 @@ class Gather:
         row_index = np.array(row_index, np.int32, order="C")
         self._part, own = part, row_index[part]
         self._index = own
-        self._rows = open_rows(blocks, own)
+        self._rows = Rows(blocks, own)
         # Of all rows the sizes must be known, so that each part finds its place.
         is_sized = any(spec.kind is not Kind.FIXED for spec in specs)
         is_whole = len(own) == len(row_index) or not is_sized
-        self._all_rows = self._rows if is_whole else open_rows(blocks, row_index)
+        self._all_rows = self._rows if is_whole else Rows(blocks, row_index)
         self._pieces = [
             self._streams(spec, blocks, row_index)
             if spec.kind is Kind.OBJECT

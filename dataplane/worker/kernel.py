@@ -36,11 +36,6 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 
 
 @functools.cache
-def kernel() -> compiled.Compiled:
-    """The library compiled from this kernel.c, loaded once; without it, numpy is used instead."""
-    return load(LIBRARY, SOURCE)
-
-
-def load(path: Path, source: Path) -> compiled.Compiled:
-    """The library, if it exists and was compiled from this source."""
-    return compiled.load(path, source, "gather_source_crc", _SIGNATURES)
+def kernel() -> ctypes.CDLL:
+    """The library, loaded once."""
+    return compiled.load(LIBRARY, SOURCE, "gather_source_crc", _SIGNATURES)

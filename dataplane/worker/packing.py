@@ -9,7 +9,6 @@ which the batch takes the first rows * width values.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,11 +24,10 @@ from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch, Column
 from dataplane.transforms.packing import LENGTHS
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, by_block
-from dataplane.worker.drawn_packs import write_packs, write_packs_fast
+from dataplane.worker.drawn_packs import write_packs
 from dataplane.worker.gather import Gathered
-from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import PackBlock, PackForm, document_lengths
-from dataplane.worker.rows import Open, rows_of
+from dataplane.worker.rows import Rows
 
 _NO_PACKING = astuple(Packing(0, 0, 0, 0, 0))
 
@@ -47,17 +45,13 @@ class PackGather:
         blocks: Sequence[PackBlock],
         row_index: RowIndex,
         batches: Sequence[Batch],
-        open_rows: Open = rows_of,
-        library: ctypes.CDLL | None = None,
         *,
         as_rows: bool = False,
         part: slice = slice(None),
     ) -> None:
         self._part = part
         self._has_shapes = form.pads and not as_rows
-        self._form, self._blocks, self._open = form, blocks, open_rows
-        self._library = kernel().library if open_rows is rows_of else library
-        self._batches = batches
+        self._form, self._blocks, self._batches = form, blocks, batches
         # A copy, since the trainer can write to the memory of the index.
         self._index = np.array(row_index, np.int32, order="C")
 
@@ -82,16 +76,13 @@ class PackGather:
             index, places = index[~copied], places[~copied]
         if not len(places):
             return
-        if self._library is None:
-            write_packs(self._form, self._blocks, index, places, columns)
-        else:
-            write_packs_fast(self._form, self._blocks, index, places, columns, self._library)
+        write_packs(self._form, self._blocks, index, places, columns)
 
     def _copy_excerpt(
         self, block: BlockColumns, rows: Ints, places: Ints, columns: Sequence[Bytes]
     ) -> None:
         index = np.stack([np.zeros(len(rows), np.int32), rows.astype(np.int32)], axis=1)
-        opened = self._open([block], index)
+        opened = Rows([block], index)
         for at, (spec, out) in enumerate(zip(self._form.specs, columns, strict=True)):
             size = row_bytes(spec)
             some = np.empty(len(rows) * size, np.uint8)

@@ -11,7 +11,6 @@ import ctypes
 import numpy as np
 import pyarrow as pa
 
-from dataplane.compiled import Compiled
 from dataplane.worker.columns import Ints
 from dataplane.worker.kernel import kernel
 
@@ -21,19 +20,15 @@ _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 _LENGTH, NULLS, OFFSET, VALUES = range(4)
 
 
-def placed_columns(batch: pa.RecordBatch, how: Compiled | None = None) -> Ints | None:
+def placed_columns(batch: pa.RecordBatch) -> Ints:
     """For each column: its length, its null count (-1 if not counted), the offset in rows of its
     first value, and the address of its values, 0 if it has none. Valid as long as the batch lives.
-    None without the compiled kernel.
 
     Shapes:  result: int64[columns, 4].
     """
-    library = (how or kernel()).library
-    if library is None:
-        return None
     places = np.zeros((batch.num_columns, 4), np.int64)
     _, exported = batch.__arrow_c_array__()
-    library.place_columns(_pointer_in(exported, b"arrow_array"), places.ctypes.data)
+    kernel().place_columns(_pointer_in(exported, b"arrow_array"), places.ctypes.data)
     return places
 
 

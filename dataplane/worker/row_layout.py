@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.arena.slab_layout import TEXTS
-from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 from dataplane.worker.columns import (
@@ -28,8 +27,7 @@ from dataplane.worker.columns import (
 )
 from dataplane.worker.kernel import kernel
 from dataplane.worker.placed import OFFSET, VALUES, placed_columns
-from dataplane.worker.rows import fields_of
-from dataplane.worker.rows import rows_of as rows_from
+from dataplane.worker.rows import Rows, fields_of
 
 _LINE_BYTES = 64
 _SMALL_BYTES = 32
@@ -78,11 +76,9 @@ def store(
     specs: Sequence[ColumnSpec],
     row_layout: RowLayout | None,
     region: memoryview,
-    how: Compiled | None = None,
     places: Ints | None = None,
 ) -> None:
-    """Write a canonical block, with the kernel of this installation if no other is given. `places`
-    are those of `placed_columns`, if they are known.
+    """Write a canonical block. `places` are those of `placed_columns`, if they are known.
 
     Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
@@ -96,7 +92,7 @@ def store(
     if row_layout is not None and batch.num_rows:
         start = len(region) - _packed_bytes(batch, row_layout)
         length = batch.num_rows * row_layout.row_bytes
-        pack(batch, specs, row_layout, np.frombuffer(region, np.uint8, length, start), how, places)
+        pack(batch, specs, row_layout, np.frombuffer(region, np.uint8, length, start), places)
 
 
 def rows_of_block(
@@ -108,7 +104,7 @@ def rows_of_block(
     Raises:  RowOutOfBounds: there is no such row, or it is not among the values of its column.
     """
     index = np.stack([np.zeros(len(rows), np.int32), rows.astype(np.int32)], axis=1)
-    opened = rows_from([columns], index)
+    opened = Rows([columns], index)
     batch, layout = columns.batch, columns.row_layout
     for at, spec in enumerate(specs):
         if spec.kind not in {Kind.FIXED, Kind.OBJECT}:
@@ -207,7 +203,6 @@ def pack(
     specs: Sequence[ColumnSpec],
     row_layout: RowLayout,
     out: Bytes,
-    how: Compiled | None = None,
     places: Ints | None = None,
 ) -> None:
     """Write the packed rows of a canonical block; `places` as `store` has them.
@@ -215,20 +210,11 @@ def pack(
     Shapes:  out: uint8[rows * row_bytes], of one row at least; padding keeps what it holds.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
-    library = (how or kernel()).library
-    if library is not None:
-        places = placed_columns(batch, how) if places is None else places
-        assert places is not None
-        fields = fields_of(row_layout, _addresses(batch, specs, row_layout, places))
-        library.pack_rows(
-            fields.ctypes.data, len(fields), batch.num_rows, row_layout.row_bytes, out.ctypes.data
-        )
-        return
-    chosen = [specs[at] for at in row_layout.columns]
-    columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
-    rows = out.reshape(-1, row_layout.row_bytes)
-    for (at, size), column in zip(row_layout.fields.tolist(), columns, strict=True):
-        rows[:, at : at + size] = column.view.reshape(-1, size)
+    places = placed_columns(batch) if places is None else places
+    fields = fields_of(row_layout, _addresses(batch, specs, row_layout, places))
+    kernel().pack_rows(
+        fields.ctypes.data, len(fields), batch.num_rows, row_layout.row_bytes, out.ctypes.data
+    )
 
 
 def _addresses(

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.compiled import Compiled
 from dataplane.errors import ConfigError
 from dataplane.formats.arrays import record_batch
 from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
@@ -89,12 +88,7 @@ def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:
         yield StackSpec(is_null_name(stack.name), masks)
 
 
-def canonical_stacked(
-    batch: pa.RecordBatch,
-    plan: StackedPlan,
-    url: str,
-    how: Compiled | None = None,
-) -> pa.RecordBatch:
+def canonical_stacked(batch: pa.RecordBatch, plan: StackedPlan, url: str) -> pa.RecordBatch:
     """As `canonical`, with the columns of stacks side by side.
 
     Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
@@ -109,13 +103,13 @@ def canonical_stacked(
         arrays.append(
             leaves.column(spec.name)
             if stack is None
-            else _side_by_side(leaves.select(stack.columns), spec, field.type, how, url)
+            else _side_by_side(leaves.select(stack.columns), spec, field.type, url)
         )
     return record_batch(arrays, plan.schema)
 
 
 def _side_by_side(
-    members: pa.RecordBatch, spec: ColumnSpec, target: pa.DataType, how: Compiled | None, url: str
+    members: pa.RecordBatch, spec: ColumnSpec, target: pa.DataType, url: str
 ) -> pa.Array:
     width, rows = len(members.columns), members.num_rows
     size = np.dtype(spec.dtype).itemsize
@@ -131,7 +125,7 @@ def _side_by_side(
         fields = np.array([(at * size, size) for at in range(width)], np.int64)
         rows_of = RowLayout(tuple(range(width)), fields, width * size)
         specs = [ColumnSpec(name, spec.kind, spec.dtype) for name in alike.schema.names]
-        row_layout.pack(alike, specs, rows_of, out, how)
+        row_layout.pack(alike, specs, rows_of, out)
     values = pa.Array.from_buffers(target.value_type, rows * width, [None, pa.py_buffer(out)])
     return pa.FixedSizeListArray.from_arrays(values, type=target)
 

@@ -1,4 +1,4 @@
-"""C and Python read the same from Parquet's footers, and refuse the same ones."""
+"""What is read from Parquet's footers, and refused, is what the oracle reads and refuses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernels import without
 from msgspec import structs
+from oracles import parquet_facts as oracle
 from shards import MemoryShard, parquet_bytes
 
 import dataplane
 from dataplane.formats import parquet
 from dataplane.formats.parquet import Parquet
-from dataplane.formats.parquet_facts import FooterFacts, read_footer, reader
+from dataplane.formats.parquet_facts import FooterFacts, read_footer
 
 BOOL, BYTE, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT, UUID = 1, 3, 6, 7, 8, 9, 10, 11, 12, 13
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 200)
@@ -33,14 +33,11 @@ Value = tuple[int, bytes]
 
 
 def check(content: bytes) -> FooterFacts | None:
-    """The result of both readers for a footer; None if both refuse it."""
-    library = reader().library
-    if library is None:
-        without(reader().missing)
+    """The result for a footer, which is that of the oracle; None if both refuse it."""
     found: list[FooterFacts | str] = []
-    for way in (library, None):
+    for read in (read_footer, oracle.read_footer):
         try:
-            found.append(read_footer(content, way))
+            found.append(read(content))
         except ValueError as fault:
             assert str(fault)  # noqa: PT017
             found.append(str(fault))
@@ -283,22 +280,18 @@ def test_the_tables_agree_with_pyarrow() -> None:
     assert len(found.levels) == found.columns[:, 8].sum()
 
 
-@pytest.mark.parametrize("way", ["compiled", "Python"])
-def test_a_shard_has_one_index_however_its_footer_is_read(
-    way: str, monkeypatch: pytest.MonkeyPatch
+def test_a_shard_has_the_index_that_follows_from_the_oracle(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = pa.table({"x": [1, None] * 20, "l": [[1], None] * 20, "s": [{"a": 1, "b": None}] * 40})
     shard = MemoryShard(parquet_bytes(table, row_group_size=9))
-    expected = Parquet().index(shard)
-    library = reader().library if way == "compiled" else None
-    monkeypatch.setattr(parquet, "read_footer", lambda content, _: read_footer(content, library))
-    assert Parquet().index(shard) == expected
-    assert len(expected.blocks) == 5
+    found = Parquet().index(shard)
+    monkeypatch.setattr(parquet, "read_footer", oracle.read_footer)
+    assert Parquet().index(shard) == found
+    assert len(found.blocks) == 5
 
 
 def test_no_column_of_a_wide_table_costs_a_call_while_its_footer_is_read() -> None:
-    if reader().library is None:
-        without(reader().missing)
     narrow, wide = (_calls(width) for width in (20, 420))
     assert narrow == wide
 

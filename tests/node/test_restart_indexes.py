@@ -29,7 +29,7 @@ from dataplane.transforms.pixels_library import maker
 from dataplane.transforms.restart_indexes import places, restart_index_bytes
 from dataplane.worker.columns import open_block
 from dataplane.worker.image_decoding import SlabImages
-from dataplane.worker.rows import rows_of
+from dataplane.worker.rows import Rows
 
 BLOCK_BYTES = 1 << 20
 COUNT = 8
@@ -88,7 +88,7 @@ def test_crops_use_restart_indexes_of_other_epochs_and_columns() -> None:
         pictures = SlabImages(render, specs, origins, restart_indexes, index[:, 1])
         out = np.zeros((2, rows * 16 * 16 * 3), np.uint8)
         for at in range(2):
-            pictures.write(at, [block], index, rows_of([block], index), out[at])
+            pictures.write(at, [block], index, Rows([block], index), out[at])
         return [bytes(each) for each in out]
 
     alone = [drawn_in(epoch, [None]) for epoch in range(4)]

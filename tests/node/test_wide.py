@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kernels import without
 from raw_trainer import Node, Trainer
 
 from dataplane.config import JobSpec
@@ -27,7 +26,6 @@ from dataplane.node.datasets import Datasets
 from dataplane.plan.manifest import Manifest
 from dataplane.settings import default_node_config
 from dataplane.transforms.columns import plan_columns
-from dataplane.worker.kernel import kernel
 from dataplane.worker.placed import may_have_nulls, placed_columns
 from dataplane.worker.row_layout import open_stored, plan_row_layout, store, stored_bytes
 
@@ -132,7 +130,6 @@ def test_a_block_of_numbers_is_decoded_without_work_per_column(tmp_path: Path, f
         def decoded() -> memoryview:
             batch = chosen.decode(block, schema, plan.leaves.top_level)
             places = placed_columns(batch)
-            assert places is not None
             assert plan.is_plain
             assert not may_have_nulls(places)
             region = memoryview(bytearray(stored_bytes(batch, row_layout)))
@@ -144,8 +141,6 @@ def test_a_block_of_numbers_is_decoded_without_work_per_column(tmp_path: Path, f
         assert (values == np.arange(8)[:, None]).all()
         return decoded
 
-    if kernel().library is None:
-        without(kernel().missing)
     stored(FEW)()  # what is done once in a process
     # pyarrow itself asks for the path and the pages of each column of a Parquet file.
     own = 12 * 3 * FEW if form == "parquet" else FEW
@@ -164,13 +159,10 @@ def test_indexing_a_shard_of_numbers_takes_two_calls_for_each_column_at_most(
 
 
 def test_places_of_columns_are_those_that_pyarrow_reports() -> None:
-    if kernel().library is None:
-        without(kernel().missing)
     plain, some = pa.array([1.0, 2.0, 3.0, 4.0]), pa.array([1, None, 3, None], pa.int32())
     batch = pa.record_batch({"a": plain, "b": some, "c": pa.nulls(4)})
     for part in (batch, batch.slice(1, 2)):
         places = placed_columns(part)
-        assert places is not None
         assert places[:, :3].tolist() == [
             [len(array), places[at, 1], array.offset] for at, array in enumerate(part.columns)
         ]

@@ -1,4 +1,4 @@
-"""The loops in C and in numpy give the same results."""
+"""The loops in C give the results of numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import loops_library
 
 from dataplane.plan.loops import find_places, number_values, sort_rows
 
@@ -18,7 +17,7 @@ WORDS = st.integers(0, 2**64 - 1) | st.integers(0, 5) | st.integers(2**64 - 5, 2
 def _check(rows: Sequence[Sequence[int]]) -> None:
     words = np.array(rows, np.uint64).reshape(len(rows), -1)
     expected = np.sort(words, axis=1)
-    sort_rows(words, loops_library())
+    sort_rows(words)
     assert (words == expected).all()
 
 
@@ -49,10 +48,9 @@ def test_colliding_words_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.ui
 @given(st.lists(st.integers(-5, 60), min_size=1, max_size=50))
 def test_distinct_values_are_numbered_in_rising_order(drawn: list[int]) -> None:
     values = np.array(drawn, np.int64)
-    for library in (loops_library(), None):
-        distinct, numbers = number_values(values, -5, 66, library)
-        assert distinct.tolist() == sorted(set(drawn))
-        assert distinct[numbers].tolist() == drawn
+    distinct, numbers = number_values(values, -5, 66)
+    assert distinct.tolist() == sorted(set(drawn))
+    assert distinct[numbers].tolist() == drawn
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(0, 4), st.data())
@@ -65,7 +63,6 @@ def test_positions_are_found_from_any_part(
     edges = np.minimum(np.arange(((end - 1) >> shift) + 2) << shift, end - 1)
     first = (np.searchsorted(starts, edges, side="right") - 1).astype(np.int32)
     expected = np.searchsorted(starts, places, side="right") - 1
-    for library in (loops_library(), None):
-        found, within = find_places(places, first, shift, starts, library)
-        assert found.tolist() == expected.tolist()
-        assert (starts[found] + within).tolist() == places.tolist()
+    found, within = find_places(places, first, shift, starts)
+    assert found.tolist() == expected.tolist()
+    assert (starts[found] + within).tolist() == places.tolist()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import loops_library
 from msgspec.structs import replace
+from oracles import best_fit as oracle
 from plan import golden, plain
 
 from dataplane.changes import TakenDocument
@@ -71,16 +71,16 @@ def test_packs_are_those_of_the_specification(
 
 
 @given(LENGTHS, forms(), KEYS)
-def test_packs_without_the_compiled_loops_are_the_same(
+def test_packs_are_those_of_the_oracle(
     lengths: list[int], form: PackSpec, keyed: int | None
 ) -> None:
     array = np.array(lengths, np.int64)
     rests, order = array % form.length, np.random.default_rng(len(lengths)).permutation(len(array))
     most = documents_max(form)
-    both = [best_fit(rests, order, form.length, most, one) for one in (loops_library(), None)]
-    for compiled, python in zip(*both, strict=True):
-        assert compiled.tolist() == python.tolist()
-    assert best_fit_count(rests, form.length, most, None) == len(both[0][1]) - 1
+    expected = oracle.best_fit(rests, order, form.length, most)
+    for found, wanted in zip(best_fit(rests, order, form.length, most), expected, strict=True):
+        assert found.tolist() == wanted.tolist()
+    assert best_fit_count(rests, form.length, most) == len(expected[1]) - 1
 
 
 @given(LENGTHS, forms(), KEYS, st.randoms(use_true_random=False))

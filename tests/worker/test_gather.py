@@ -11,7 +11,7 @@ import pytest
 from arrow_columns import Leaf, canonical_values, comparable
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import BOTH, compiled_rows
+from kernels import BOTH, Open, rows_by
 from slabs import batch_values
 
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
@@ -21,7 +21,7 @@ from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.worker.columns import BlockColumns, open_block
 from dataplane.worker.gather import Gather
-from dataplane.worker.rows import Open
+from dataplane.worker.rows import Rows
 
 FILL = 3.0
 GUARD = 64
@@ -75,12 +75,13 @@ class Case:
     def gather(
         self,
         batch_count: int | None = None,
-        how: Open = compiled_rows,
+        how: Open = Rows,
         part: slice = slice(None),
     ) -> Gather:
         batches = self.batches[:batch_count]
         rows = sum(batch.rows for batch in batches)
-        return Gather(self.specs, self.blocks, self.row_index[:rows], batches, how, part=part)
+        with rows_by(how):
+            return Gather(self.specs, self.blocks, self.row_index[:rows], batches, part=part)
 
     def check(self, slab: memoryview, result: Assembled) -> None:
         done = self.batches[: result.batch_count]
@@ -201,7 +202,8 @@ def test_long_rows_and_rows_in_one_piece_are_copied_right(how: Open) -> None:
         batches = [Batch(0, 2, 2), Batch(1, len(chosen) - 2, len(chosen) - 2)]
         index = np.stack([chosen // 10, chosen % 10], 1).astype(np.int32)
         slab = memoryview(bytearray(1 << 20))
-        result = Gather(plan.specs, blocks, index, batches, how).into(slab)
+        with rows_by(how):
+            result = Gather(plan.specs, blocks, index, batches).into(slab)
         found = [
             [v for i in (0, 1) for v in batch_values(slab, spec, column, batches, i)]
             for spec, column in zip(plan.specs, result.columns, strict=True)

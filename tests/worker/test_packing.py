@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import BOTH
+from kernels import BOTH, rows_by
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from plan import plain
@@ -30,7 +30,6 @@ from dataplane.worker.apart import OpenBlock
 from dataplane.worker.columns import BlockColumns, open_block
 from dataplane.worker.excerpts import open_excerpt, places_of, write_packs
 from dataplane.worker.gather import Gathered
-from dataplane.worker.kernel import kernel
 from dataplane.worker.pack_blocks import KnownPacks, PackBlock, PackForm
 from dataplane.worker.packing import CountGather, PackGather
 
@@ -205,13 +204,13 @@ def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     if pads:
         rows = [1] * cut + [0] + [1] * (len(chosen) - cut)
     batches = [Batch(step, count, count) for step, count in enumerate(rows)]
-    for open_rows in BOTH:
+    for how in BOTH:
         slab = bytearray(b"\xaa" * (1 << 17))
-        library = kernel().library if open_rows is BOTH[0] else None
-        args = form, blocks, places_of(index, numbers), batches, open_rows, library
-        told = PackGather(*args).into(memoryview(slab))
+        args = form, blocks, places_of(index, numbers), batches
+        with rows_by(how):
+            told = PackGather(*args).into(memoryview(slab))
+            assert pads or made_in_parts(args, cut, told) == slab
         assert told.batch_count == len(rows)
-        assert pads or made_in_parts(args, cut, told) == slab
         if pads:
             made = [read_padded(bytes(slab), form, told.columns, at) for at in range(len(rows))]
             assert [each.shape for each in made.pop(cut).values()] == [(0, 0)] * 2 + [(0,), (0, 0)]

@@ -12,11 +12,11 @@ import pytest
 from arrow_columns import Leaf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import BOTH, compiled_rows
+from kernels import BOTH, Open, rows_by
 from msgspec.structs import replace
+from oracles import rows as oracle
 
 from dataplane.arena.slab_layout import row_bytes
-from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import RowOutOfBounds
 from dataplane.index.indexing import open_dataset
@@ -29,7 +29,7 @@ from dataplane.transforms.columns import plan_columns
 from dataplane.worker import row_layout
 from dataplane.worker.columns import BlockColumns, RowLayout, open_block
 from dataplane.worker.gather import Gather
-from dataplane.worker.rows import Open
+from dataplane.worker.rows import Rows
 
 DTYPES = ("bool", "int8", "uint16", "float32", "int64")
 UNTOUCHED = 0xAA
@@ -52,7 +52,8 @@ def slab_of(
     how: Open,
 ) -> tuple[bytes, object]:
     slab = bytearray([UNTOUCHED]) * (1 << 18)
-    told = Gather(specs, blocks, index, batches, how).into(memoryview(slab))
+    with rows_by(how):
+        told = Gather(specs, blocks, index, batches).into(memoryview(slab))
     return bytes(slab), told
 
 
@@ -94,7 +95,7 @@ def test_any_block_gives_the_same_slab_packed_or_not(
     batches = [Batch(i, n, n) for i, n in enumerate((first, len(chosen) - first))]
     plain = [open_block(part, plan.specs) for part in parts]
     packed = [packed_block(part, plan.specs, how) for part in parts]
-    expected = slab_of(plan.specs, plain, index.astype(np.int32), batches, compiled_rows)
+    expected = slab_of(plan.specs, plain, index.astype(np.int32), batches, Rows)
     for rows_how in BOTH:
         found = slab_of(plan.specs, packed, index.astype(np.int32), batches, rows_how)
         assert found == expected
@@ -124,12 +125,10 @@ def test_numpy_packs_the_same_bytes(rows: int) -> None:
     plan = plan_columns(batch.schema)
     block, packed_as = canonical(batch, plan, ""), row_layout.plan_row_layout(plan.specs)
     assert packed_as is not None
-    stored = []
-    for how in (None, Compiled(None, "chosen")):
-        region = memoryview(bytearray(row_layout.stored_bytes(block, packed_as)))
-        row_layout.store(block, plan.specs, packed_as, region, how)
-        stored.append(bytes(region))
-    assert stored[0] == stored[1]
+    found, expected = np.zeros((2, rows * packed_as.row_bytes), np.uint8)
+    row_layout.pack(block, plan.specs, packed_as, found)
+    oracle.pack(block, plan.specs, packed_as, expected)
+    assert found.tobytes() == expected.tobytes()
 
 
 @given(st.lists(st.sampled_from(["int8", "bool", "int16", "float32", "int64"]), max_size=9),
@@ -163,8 +162,8 @@ def test_a_row_outside_of_a_packed_block_is_refused(how: Open, wrong: tuple[int,
     assert packed_as is not None
     block = packed_block(canonical(batch, plan, ""), plan.specs, packed_as)
     index = np.array([(0, 4), wrong], np.int32)
-    with pytest.raises(RowOutOfBounds) as caught:
-        Gather(plan.specs, [block], index, [Batch(0, 2, 2)], how)
+    with rows_by(how), pytest.raises(RowOutOfBounds) as caught:
+        Gather(plan.specs, [block], index, [Batch(0, 2, 2)])
     assert caught.value.row == 1
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Kind, StackSpec
@@ -19,7 +18,6 @@ from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.stacks import Stack, stack_specs
 from dataplane.worker.stacking import canonical_stacked, plan_stacked
 
-NUMPY = Compiled(None, "chosen")
 FLOATS = ("float16", "float32", "float64")
 numbers = st.sampled_from(
     ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", *FLOATS]
@@ -44,9 +42,7 @@ def table(dtypes: list[str], rows: int, seed: int, *, nulls: bool) -> pa.RecordB
     target=st.sampled_from(["", *FLOATS]),
     data=st.data(),
 )
-def test_a_stack_is_its_columns_side_by_side_with_and_without_the_kernel(
-    dtypes, rows, seed, target, data
-):
+def test_a_stack_is_its_columns_side_by_side(dtypes, rows, seed, target, data):
     dtypes = dtypes if target else [dtypes[0]] * len(dtypes)
     batch = table(["int64", *dtypes, "float32"], rows, seed, nulls=True)
     members = data.draw(st.permutations([f"c{i + 1}" for i in range(len(dtypes))]))
@@ -62,13 +58,11 @@ def test_a_stack_is_its_columns_side_by_side_with_and_without_the_kernel(
     )
     plain = canonical(batch, plan_columns(batch.schema), "")
     wanted = [plain.column(name).to_numpy().astype(spec.dtype) for name in members]
-    for how in (None, NUMPY):
-        found = canonical_stacked(batch, plan, "", how)
-        assert found.schema == plan.schema
-        assert found.column("c0").equals(plain.column("c0"))
-        lists = found.column("x")
-        values = lists.values.to_numpy().reshape(rows, len(dtypes))
-        np.testing.assert_array_equal(values, np.stack(wanted, 1))
+    found = canonical_stacked(batch, plan, "")
+    assert found.schema == plan.schema
+    assert found.column("c0").equals(plain.column("c0"))
+    values = found.column("x").values.to_numpy().reshape(rows, len(dtypes))
+    np.testing.assert_array_equal(values, np.stack(wanted, 1))
 
 
 @settings(max_examples=40)

@@ -18,17 +18,14 @@ from dataplane.arena import pages
 from dataplane.client.environments import from_environment
 from dataplane.commands import output
 from dataplane.commands.stores import STORES
-from dataplane.compiled import INSTALL_AGAIN
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
 from dataplane.machine import this_machine
-from dataplane.plan.loops import loops
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
-from dataplane.worker.kernel import kernel
 
 MORE = 4
 _PROBE_BYTES_MAX = 32 << 20
@@ -72,7 +69,7 @@ def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
         _processors(config),
         _memory(config),
         huge_pages(pages.shared_huge_pages()),
-        *_compiled(),
+        _images(),
         _descriptors(manifest),
         _ranks(),
     ]
@@ -126,17 +123,10 @@ def huge_pages(mode: str) -> Check:
     )
 
 
-def _compiled() -> list[Check]:
-    found = []
-    for name, missing, instead in (
-        ("rows in C", kernel().missing, "numpy, several times slower"),
-        ("order in C", loops().missing, "numpy, several times slower"),
-    ):
-        advice = f"{instead}: {INSTALL_AGAIN}" if missing else ""
-        found.append(Check(name, missing or "yes", advice))
+def _images() -> Check:
     made = maker()
     advice = f"Pillow, several times slower: {INSTALL_LIBJPEG}" if made.missing else ""
-    return [*found, Check("images in C, with libjpeg", made.missing or made.name, advice)]
+    return Check("images in C, with libjpeg", made.missing or made.name, advice)
 
 
 def _descriptors(manifest: Manifest) -> Check:

@@ -1,8 +1,5 @@
 """Thrift's compact protocol, as far as a Parquet footer needs it, with every bound checked.
 
-pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++ exception
-crosses Python), so an index reads the fields that it needs here.
-
 Source:  https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 """
 
