@@ -1,6 +1,7 @@
 """Many histories of the scheduler, on all processors: `python tests/scheduler_histories.py`.
 
 Exit status 1 means that an invariant did not hold: the command that repeats the history is printed.
+With --workers, the histories are those of hosts whose trainer waits, and no worker may be idle.
 """
 
 from __future__ import annotations
@@ -11,23 +12,28 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 
+import scheduler_workers
 from scheduler_scenes import history
 
 _TOGETHER = 20
 
 
-def failure(seed: int) -> str:
+def failure(seed: int, *, of_workers: bool = False) -> str:
     """The traceback of the history of this seed, or "" if it holds."""
     try:
-        history(seed)
+        if of_workers:
+            scheduler_workers.history(seed)
+        else:
+            history(seed)
     except Exception:  # noqa: BLE001 - whatever goes wrong is what is looked for
         return traceback.format_exc()
     return ""
 
 
-def _failures(seeds: range) -> tuple[int, list[tuple[int, str]]]:
-    found = [(seed, failure(seed)) for seed in seeds]
+def _failures(seeds: range, *, of_workers: bool) -> tuple[int, list[tuple[int, str]]]:
+    found = [(seed, failure(seed, of_workers=of_workers)) for seed in seeds]
     return len(found), [(seed, what) for seed, what in found if what]
 
 
@@ -41,7 +47,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="how many histories")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first one")
     parser.add_argument("--seed", type=int, help="only this one, in this process")
+    parser.add_argument("--workers", action="store_true", help="hosts whose trainer waits")
     args = parser.parse_args()
+    if args.seed is not None and args.workers:
+        sys.stdout.write(f"seed {args.seed}: {scheduler_workers.history(args.seed)}, no failure\n")
+        return 0
     if args.seed is not None:
         run = history(args.seed)
         consumers = len(run.consumers)
@@ -49,13 +59,14 @@ def main() -> int:
         return 0
     begin, done, failed = time.monotonic(), 0, 0
     with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
-        for count, found in pool.imap_unordered(_failures, _parts(args.first, args.count)):
+        failures = partial(_failures, of_workers=args.workers)
+        for count, found in pool.imap_unordered(failures, _parts(args.first, args.count)):
             done += count
             failed += len(found)
             for seed, what in found:
-                sys.stdout.write(
-                    f"\n{what}again: python tests/scheduler_histories.py --seed {seed}\n"
-                )
+                which = "--workers " if args.workers else ""
+                again = f"python tests/scheduler_histories.py {which}--seed {seed}"
+                sys.stdout.write(f"\n{what}again: {again}\n")
             took = time.monotonic() - begin
             line = f"\r{done} of {args.count} histories, {failed} failed, {took:.0f} s"
             sys.stderr.write(line)
