@@ -22,7 +22,8 @@ class FirstBatch(Struct, frozen=True):
     its shards were listed and indexed, or their saved index was read. `plan_s`: columns, the place
     in the job, memory. `connect_s`: everything else until the job was open. Then the wait for the
     first slab, as in Statistics: `fetch_s`, `decode_s`, `room_s`, `queue_s`, `assemble_s`, and
-    `hand_over_s`, which has the plan of its rows and the messages.
+    `hand_over_s`, which has the plan of its rows and the messages. `queue_s` is the wait for a
+    worker: the start of its process, and all that it is told before the slab, are in it.
     """
 
     node_s: float = 0.0

@@ -316,7 +316,7 @@ class Engine:
                 self._fetcher.let_go(key)
             else:
                 self._holder = key, task.worker
-        self._tell(events.BlockDecoded(key, result, task.started))
+        self._tell(events.BlockDecoded(key, result, task.began))
         self._holder = (0, 0)
 
     def _clear_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
@@ -353,7 +353,7 @@ class Engine:
             dataset=dataset.message,
             arenas=((tasks.BLOCK_ARENA, self._arena.fd),),
             source=lambda _: source,
-            report=lambda result: self._tell(events.RowsExtracted(number, result, task.started)),
+            report=lambda result: self._tell(events.RowsExtracted(number, result, task.began)),
             place=partial(dataset.place, block.index),
         )
         self._pool.submit(task, _ASSEMBLE_URGENCY)
@@ -436,7 +436,7 @@ class Engine:
         delivery = self._deliveries[effect.delivery_id]
 
         def report(result: tasks.ResultBody) -> None:
-            ended(_Ended(result, task.started, time.monotonic() - task.started))
+            ended(_Ended(result, task.began, time.monotonic() - task.began))
 
         task = PoolTask(
             body=body,

@@ -276,6 +276,8 @@ class WorkerPool:
             return
         worker.waiting = True
         body, descriptors = worker.packets[0]
+        if worker.task is not None and body is worker.task.body:
+            worker.task.sent = time.monotonic()
         try:
             local.send(worker.process.sock, tasks.Task(body), descriptors)
         except PeerLost:

@@ -56,13 +56,22 @@ class PoolTask(Struct, eq=False):
     ends: list[ProcessEnd] = field(default_factory=list)
     """How workers ended during this task."""
     started: float = 0.0
-    """When a worker started the task."""
+    """When a worker was chosen for the task."""
+    sent: float = 0.0
+    """When that worker had started up, knew all that the task needs, and got it; 0.0: not yet."""
     worker: int = 0
     """The number of the worker that has it, had it last, or should get it if it is idle."""
     numa_node: int | None = None
     """Where the trainer runs that gets the result; None if that does not matter."""
     unwanted_since: float | None = None
     """When the last one who wanted the result went; None if somebody wants it."""
+
+    @property
+    def began(self) -> float:
+        """When its worker began with the task itself: a wait for a process that starts, or for
+        what comes before the task, is a wait for a worker.
+        """
+        return self.sent or time.monotonic()
 
     @property
     def calls_function(self) -> bool:
@@ -146,6 +155,7 @@ class PoolWorker(Struct, eq=False):
     def prepare(self, task: PoolTask) -> None:
         """Queue the packets that prepare a task, and then the task."""
         self.task, self.reading, task.started = task, None, time.monotonic()
+        task.sent = 0.0
         task.worker = self.number
         for arena_id, fd in task.arenas:
             if arena_id not in self.arenas:

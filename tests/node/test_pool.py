@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
         assert bench.values(SLAB, 2) == [7, 4]
 
     on_bench(arrow_shards(tmp_path, 2), scene)
+
+
+def test_a_task_begins_when_its_worker_knows_all_that_it_needs(tmp_path: Path) -> None:
+    """What comes before, such as the start of the process, is a wait for a worker."""
+
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM)
+        (worker,) = bench.pool._workers
+        os.kill(bench.pool.pids[0], signal.SIGSTOP)
+        result = bench.assemble((bench.decoded(ROOM),), [(0, 3), (0, 0)], SLAB)
+        task = worker.task
+        assert task is not None
+        assert task.sent == 0.0
+        assert task.started > 0.0
+        before = time.monotonic()
+        os.kill(bench.pool.pids[0], signal.SIGCONT)
+        assert isinstance(await result, tasks.Assembled)
+        assert task.began == task.sent >= before
+
+    on_bench(arrow_shards(tmp_path, 1), scene)
 
 
 def test_tasks_go_to_workers_whose_process_ids_are_not_known_yet(
