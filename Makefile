@@ -67,7 +67,7 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 	cp "$$fresh/lock" requirements.lock
 
 test: setup ## run every test, three at a time (JOBS=1: one): they wait a third of their time
-	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(TEST_ARGS)
 
 # Runs in a copy of the tree, whose libraries end the process at the first invalid access.
 # Python's own memory comes from malloc, so that the sanitizers check its bounds, too.

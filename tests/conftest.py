@@ -19,9 +19,10 @@ import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
 from servers import awry, careless_s3_server, port_of_nobody, s3_server
-from warm import SERVICE, warm_python
+from warm import SERVICE, TRAINER, WarmPython, warm_python
 
 from dataplane import trace
+from dataplane.client import launch
 from dataplane.log_limits import LogLimits
 from dataplane.security.environment import without_secrets
 from dataplane.worker import forking
@@ -45,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Two runs of one commit test the same examples. `HYPOTHESIS_PROFILE=explore` looks further.
 settings.register_profile(
     "fixed",
+    max_examples=70,
     derandomize=True,
     deadline=None,
     database=None,
@@ -108,16 +110,42 @@ def warm_services(run_mark: str) -> Iterator[None]:
         if (sys.executable, forking._MODULE) != usual or not python.fits(os.environ):
             return executed(sock, stderr_fd)
         return python.run_module(
-            "dataplane.node", "--fork-server-fd", "FD",
+            "dataplane.node", "--fork-server-fd", str(sock.fileno()),
             environ={**forking.ENVIRONMENT, **without_secrets(os.environ)},
-            stderr=2 if stderr_fd is None else stderr_fd, inherits=sock.fileno(),
+            stderr=2 if stderr_fd is None else stderr_fd, inherits=[sock.fileno()],
+        )  # fmt: skip
+
+    executed_node, usual_node = launch._executed, launch.node_command()
+
+    @functools.wraps(executed_node)
+    def forked_node(command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int) -> Any:
+        given, rest = command[: -len(usual_node)], command[-len(usual_node) :]
+        # Commands start theirs by `env NAME=VALUE ...`.
+        if rest != usual_node or given[:1] not in {(), ("env",)} or not python.fits(os.environ):
+            return executed_node(command, handed_down, log_fd)
+        listener, stderr, opening = map(str, handed_down)
+        return python.run_module(
+            "dataplane.node", "--embedded", "--listener-fd", listener, "--stderr-fd", stderr,
+            "--opening-fd", opening,
+            environ={**launch._environment(), **dict(one.split("=", 1) for one in given[1:])},
+            stderr=log_fd, inherits=handed_down,
         )  # fmt: skip
 
     with warm_python(*SERVICE) as python, pytest.MonkeyPatch.context() as patch:
         fleet.WARM_SERVICES.append(python)
         patch.setattr(forking, "_executed", forked)
+        patch.setattr(launch, "_executed", forked_node)
         yield
         fleet.WARM_SERVICES.remove(python)
+
+
+@pytest.fixture(scope="session")
+def warm_torch(run_mark: str) -> Iterator[WarmPython]:
+    """What trainers are forked from, those of `fleet.Run` among them: one for all tests."""
+    with warm_python(*TRAINER) as python:
+        fleet.WARM.append(python)
+        yield python
+        fleet.WARM.remove(python)
 
 
 @pytest.fixture(autouse=True)

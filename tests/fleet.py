@@ -224,6 +224,21 @@ def node_processes(launch: str) -> list[psutil.Process]:
     return [process for process, parent in found.values() if parent not in found]
 
 
+def own_nodes() -> list[psutil.Process]:
+    """The live nodes that loaders of this process have started, by exec or as forks."""
+    below = [*psutil.Process().children()]
+    for python in WARM_SERVICES:
+        below += psutil.Process(python.pid).children(recursive=True)
+    found = []
+    for process in below:
+        with contextlib.suppress(psutil.Error):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and "--listener-fd" in process.cmdline():
+                found.append((process, process.ppid()))
+    pids = {process.pid for process, _ in found}
+    return [process for process, parent in found if parent not in pids]
+
+
 def worker_processes(node: psutil.Process) -> list[psutil.Process]:
     """The workers of a node."""
     found = []

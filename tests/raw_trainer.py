@@ -42,8 +42,8 @@ class Node:
         self.errors = folder / "node.log"
         with self.errors.open("ab") as log:
             self.process = WARM_SERVICES[0].run_module(
-                "dataplane.node", "--embedded", "--listener-fd", "FD",
-                environ={**os.environ, **told}, stderr=log.fileno(), inherits=listener.fileno(),
+                "dataplane.node", "--embedded", "--listener-fd", str(listener.fileno()),
+                environ={**os.environ, **told}, stderr=log.fileno(), inherits=[listener.fileno()],
             )  # fmt: skip
         listener.close()
 

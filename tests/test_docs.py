@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import upstream
-from warm import WarmPython, warm_python
+from warm import WarmPython
 
 from dataplane.config import VERSION
 
@@ -41,12 +41,6 @@ def programs(page: Path) -> Iterator[tuple[str, list[str]]]:
     for language, group in itertools.groupby(examples(page), key=lambda one: one[0]):
         texts = [text for _, text in group]
         yield from [(language, texts)] if language == "python" else [("sh", [t]) for t in texts]
-
-
-@pytest.fixture(scope="module")
-def python(run_mark: str) -> Iterator[WarmPython]:
-    with warm_python("dataplane_torch") as made:
-        yield made
 
 
 def run_python(python: WarmPython, folder: Path, environ: dict[str, str], texts: list[str]) -> str:
@@ -86,7 +80,7 @@ def title(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
-def test_the_examples_of_a_page_run(page, tmp_path, request, python):
+def test_the_examples_of_a_page_run(page, tmp_path, request, warm_torch):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
@@ -99,7 +93,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, request, python):
     environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other would take turns
     for language, texts in programs(page):
         if language == "python":
-            failure = run_python(python, tmp_path, environ, texts)
+            failure = run_python(warm_torch, tmp_path, environ, texts)
         else:
             failure = run_shell(tmp_path, environ, texts[0])
         if failure:

@@ -9,6 +9,7 @@ from has run no other code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +36,11 @@ SERVICE = (
     "dataplane.formats.tfrecord", "pyarrow.compute",
 )  # fmt: skip
 """What a service, a node and a fork server import."""
+TRAINER = (
+    "dataplane_torch", "torch._dynamo", "torch.distributed", "dataplane_bench.trial.process",
+    "bench_loaders",
+)  # fmt: skip
+"""What trainers import, and the processes of a trial of the benchmark."""
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
@@ -49,6 +56,7 @@ class WarmProcess:
         self.stdin, self.stdout = stdin, stdout
         self.returncode: int | None = None
         self._told = told
+        self._waiting = threading.Lock()
         self.pid = int(told.readline())
 
     def poll(self) -> int | None:
@@ -57,12 +65,19 @@ class WarmProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            self.returncode = int(self._told.readline())
-            self._told.close()
-        return self.returncode
+        late = subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        # Another thread may wait without a timeout.
+        if not self._waiting.acquire(timeout=-1 if timeout is None else timeout):
+            raise late
+        try:
+            if self.returncode is None:
+                if not select.select([self._told], [], [], timeout)[0]:
+                    raise late
+                self.returncode = int(self._told.readline() or -signal.SIGKILL)
+                self._told.close()
+            return self.returncode
+        finally:
+            self._waiting.release()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -92,25 +107,36 @@ class WarmPython:
         """Whether this environment has what Python itself reads at its start, as this one had it."""
         return _of_python(environ) == self._python
 
-    def run(self, script: Sequence[str], environ: Mapping[str, str], stderr: int) -> WarmProcess:
-        """Run a script with its arguments."""
+    def run(
+        self,
+        script: Sequence[str],
+        environ: Mapping[str, str],
+        stderr: int,
+        folder: Path | None = None,
+    ) -> WarmProcess:
+        """Run a script with its arguments, in the folder of this process or in another one."""
         stdin, to_stdin = os.pipe()
         from_stdout, stdout = os.pipe()
-        order = {"script": list(script), "environ": dict(environ)}
+        order = {
+            "script": list(script), "environ": dict(environ), "folder": str(folder or Path.cwd()),
+        }  # fmt: skip
         told = self._send(order, [stdin, stdout, stderr], closed=(stdin, stdout))
         return WarmProcess(told, os.fdopen(to_stdin, "w"), os.fdopen(from_stdout))
 
     def run_module(
-        self, *command: str, environ: Mapping[str, str], stderr: int, inherits: int | None = None
+        self, *command: str, environ: Mapping[str, str], stderr: int, inherits: Sequence[int] = ()
     ) -> WarmProcess:
         """Run a module with its arguments, as `python -m` does, in the folder of this process. It
-        has no stdin. If it inherits a descriptor, "FD" stands for its number in the arguments, and
-        its stdout is its stderr.
+        has no stdin. If it inherits descriptors, whose numbers are among its arguments, it has a
+        session of its own, and no stdout.
         """
-        order = {"module": command, "environ": dict(environ), "folder": str(Path.cwd())}
-        stdin = os.open(os.devnull, os.O_RDONLY)
-        if inherits is not None:
-            streams = [stdin, stderr, stderr, inherits]
+        order = {
+            "module": command, "environ": dict(environ), "folder": str(Path.cwd()),
+            "inherits": [*map(str, inherits)],
+        }  # fmt: skip
+        stdin = os.open(os.devnull, os.O_RDWR)
+        if inherits:
+            streams = [stdin, stdin, stderr, *inherits]
             return WarmProcess(self._send(order, streams, closed=(stdin,)), None, None)
         from_stdout, stdout = os.pipe()
         told = self._send(order, [stdin, stdout, stderr], closed=(stdin, stdout))
@@ -157,7 +183,7 @@ def _orders(ours: socket.socket) -> dict[str, Any] | None:
     """Fork a process for every order; in that process, the order. None when there are no more."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        order, fds, _, _ = socket.recv_fds(ours, ORDER_BYTES, 5)
+        order, fds, _, _ = socket.recv_fds(ours, ORDER_BYTES, 7)
         if not order:
             return None
         if not os.fork():
@@ -170,7 +196,7 @@ def _orders(ours: socket.socket) -> dict[str, Any] | None:
             for place, fd in enumerate(streams[:3]):
                 os.dup2(fd, place)
                 os.close(fd)
-            return {**json.loads(order), "inherits": streams[3:]}
+            return {**json.loads(order), "inherited": streams[3:]}
         for fd in fds:
             os.close(fd)
 
@@ -185,6 +211,13 @@ def _wait_for(pid: int, streams: list[int], tell: int) -> None:
     os._exit(0)
 
 
+def show(command: Sequence[str]) -> None:
+    """Have others see this command as that of this process, as far as there is room."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    told = b"\0".join(map(os.fsencode, command))[: end - start]
+    ctypes.memmove(start, told.ljust(end - start, b"\0"), end - start)
+
+
 def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
@@ -195,11 +228,14 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     tempfile.tempdir = None
+    os.chdir(order["folder"])
     if "module" in order:
-        os.chdir(order["folder"])
+        numbers = dict(zip(order["inherits"], map(str, order["inherited"]), strict=True))
+        if numbers:
+            os.setsid()
         name, *arguments = order["module"]
-        number = "".join(map(str, order["inherits"]))
-        sys.argv = [name, *(number if one == "FD" else one for one in arguments)]
+        sys.argv = [name, *(numbers.get(one, one) for one in arguments)]
+        show(sys.argv)
         sys.path[0] = order["folder"]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return

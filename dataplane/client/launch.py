@@ -100,32 +100,7 @@ def start_node(
         ours = (os.dup(listener.fileno()), _our_stderr(), _written(msgspec.json.encode(source)))
         handed_down = tuple(map(_above_standard, ours))
         try:
-            process = subprocess.Popen(
-                [
-                    *command,
-                    "--listener-fd",
-                    str(handed_down[0]),
-                    "--stderr-fd",
-                    str(handed_down[1]),
-                    "--opening-fd",
-                    str(handed_down[2]),
-                    "--embedded",
-                    *_kept_bytecode(),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log_fd,
-                pass_fds=handed_down,
-                # No BLAS threads, which numpy would start at import, one per core: a node
-                # multiplies no matrices.
-                env={
-                    "OPENBLAS_NUM_THREADS": "1",
-                    **os.environ,
-                    # Its workers import the user's functions from where we would.
-                    IMPORT_PATH_VARIABLE: json.dumps([*map(_absolute, sys.path)]),
-                },
-                start_new_session=True,
-            )
+            process = _executed(command, handed_down, log_fd)
         finally:
             for fd in handed_down:
                 os.close(fd)
@@ -135,6 +110,34 @@ def start_node(
     # A thread collects the child whenever it ends, also while the trainer does other things.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
+
+
+def _executed(
+    command: tuple[str, ...], handed_down: tuple[int, ...], log_fd: int
+) -> subprocess.Popen[bytes]:
+    """A node that gets a listener, a stderr and what it opens first."""
+    listener, stderr, opening = map(str, handed_down)
+    own = ("--listener-fd", listener, "--stderr-fd", stderr, "--opening-fd", opening, "--embedded")
+    return subprocess.Popen(
+        [*command, *own, *_kept_bytecode()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=log_fd,
+        pass_fds=handed_down,
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {
+        # No BLAS threads, which numpy would start at import, one per core: a node multiplies no
+        # matrices.
+        "OPENBLAS_NUM_THREADS": "1",
+        **os.environ,
+        # Its workers import the user's functions from where we would.
+        IMPORT_PATH_VARIABLE: json.dumps([*map(_absolute, sys.path)]),
+    }
 
 
 def _kept_bytecode() -> tuple[str, ...]:

@@ -55,12 +55,15 @@ def examples():
     return asked.split(), show.split()
 
 
-def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path, monkeypatch):
+def test_a_small_run_gives_a_table_json_and_a_page(tmp_path, monkeypatch, capsys, forked):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
     first, show = examples()
-    done = bench(environment, *first)
-    Path("small.json").write_text(done.stdout)
-    report = json.loads(done.stdout)
+    assert run(["bench", *first]) == 0
+    told = capsys.readouterr().out
+    Path("small.json").write_text(told)
+    report = json.loads(told)
     systems = systems_of(report)
     assert list(systems) == ["dataplane", "noop"]
     assert_measured(systems["dataplane"], rounds=1)
@@ -68,8 +71,8 @@ def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path, monkey
     assert case["load"].keys() == {"others", "steal"}, "what others did meanwhile is measured"
     assert "webdataset" in report["missing"], "what is not installed is listed"
     kept = next((tmp_path / "cache" / "dataplane" / "bench" / "reports").glob("*.json"))
-    shown = bench(environment, *show, "--compare", str(kept))
-    assert "Dataplane" in shown.stdout
+    assert run(["bench", *show, "--compare", str(kept)]) == 0
+    assert "Dataplane" in capsys.readouterr().out
     assert "tokens" in Path("small.html").read_text()
 
 

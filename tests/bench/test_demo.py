@@ -82,11 +82,12 @@ def test_the_proof_of_the_demo_holds_and_the_demo_leaves_nothing_behind(
     monkeypatch.setenv("AWS_PROFILE", "of-somebody-else")
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "not-used"))
     sockets = stale_sockets()
-    demo = start(started, "--json")
+    # `make test-others` runs it with as many ranks after the kill as before.
+    demo = start(started, "--json", "--resume-ranks", "1")
     told, shown = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 0, shown
     found = json.loads(told)
-    length = DemoLength(QUICK_STEPS, 2, 2)
+    length = DemoLength(QUICK_STEPS, 2, 1)
     assert found["holds"]
     assert {name for name, check in found["checks"].items() if check["holds"]} == {
         "every_sample_once",
@@ -102,7 +103,9 @@ def test_the_proof_of_the_demo_holds_and_the_demo_leaves_nothing_behind(
     assert length.kill_after <= found["killed_after_step"] < length.steps
     assert found["resumed_from_step"] <= found["killed_after_step"]
     assert (found["loader_state"]["epoch"], found["loader_state"]["cursor"]) == (1, 0)
-    assert found["losses"]["before_kill"] == pytest.approx(found["losses"]["after_resume"])
+    assert found["losses"]["before_kill"] == pytest.approx(
+        found["losses"]["after_resume"], rel=1e-4
+    )
     assert found["losses"]["last"] < found["losses"]["first"]
     assert found["service_exit_status"] == 0
     assert not (tmp_path / "not-used").exists()

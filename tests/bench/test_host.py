@@ -41,7 +41,7 @@ def parts(folder: Path, *names: str, status: int = 0, **environment: str) -> dic
 
 def test_a_quick_run_has_a_row_for_each_number_of_workers_and_says_what_it_lacks(tmp_path) -> None:
     found = parts(tmp_path, "workers", "scaling", "device", CUDA_VISIBLE_DEVICES="")
-    assert [row["what"] for row in found["scaling"]] == ["collate, 1 workers", "collate, 2 workers"]
+    assert [row["what"] for row in found["scaling"]] == ["collate, 2 workers"]
     assert len(found["workers"]) >= 1
     assert all(row["figure"].endswith(" images/s") for row in found["workers"])
     assert [row["what"] for row in found["device"]] == ["there is no CUDA device"]

@@ -26,12 +26,13 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
-from dataplane_bench.trial import process, wire
+from dataplane_bench.trial import members, process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
 from dataplane.errors import ConfigError
 
 AWRY = "bench_loaders:Loader"
+EXECUTED = members.executed
 QUICK = Timing(settle_s=0.05, window_s=0.2, stall_window_s=0.1, epoch_s=20.0, timeout_s=60.0)
 COLUMNS = (
     WorkloadColumn("id", ColumnType.FIXED, "int64"),
@@ -45,15 +46,17 @@ def workload(tmp_path):
 
 
 @pytest.fixture
-def trial(tmp_path, workload):
+def trial(tmp_path, workload, forked):
     """Runs one trial of the loader that a test scripts."""
 
-    def run(mode=Mode.FIRST, system=AWRY, timing=QUICK, of=workload, settings=None, **case):
+    def run(
+        mode=Mode.FIRST, system=AWRY, timing=QUICK, of=workload, settings=None, server=None, **case
+    ):
         place = DatasetPlace(tmp_path / "prepared" / "awry", str(tmp_path / "prepared" / "awry"))
         who = Contestant(system, sys.executable, place, settings or {})
         asked = BenchCase("try", workload.name, mode, **case)
         try:
-            return run_trial(who, asked, of, timing, tmp_path / "trials")
+            return run_trial(who, asked, of, timing, tmp_path / "trials", server)
         finally:
             assert list((tmp_path / "trials").iterdir()) == []
 
@@ -140,6 +143,18 @@ def test_an_epoch_ends_when_its_time_is_over(trial):
     found = trial(Mode.EPOCH, timing=timing, settings={"pause_s": 0.1})
     assert 8 <= found["sample_count"] < 100
     assert found["seconds"] >= 0.3
+
+
+def test_a_later_epoch_is_measured_after_those_before_it(trial, tmp_path):
+    journal, server = tmp_path / "journal", iter([1.0, 2.0, 5.0])
+    settings = {"journal": str(journal)}
+    found = trial(Mode.EPOCH, epoch=2, settings=settings, server=lambda: next(server))
+    told = [line for line in journal.read_text().splitlines() if line.startswith("epoch")]
+    assert told == ["epoch 0", "epoch 1", "epoch 2"]
+    assert found["sample_count"] == 100, "of the last one"
+    assert found["first_batch_s"] > 0
+    assert found["server_cpu_s"] == 3.0, "from its beginning on"
+    assert found["server_cpu_s_per_million"] == pytest.approx(3.0 / 100 * 1e6)
 
 
 def test_a_daemon_starts_before_the_loaders_and_all_find_it(trial, tmp_path):
@@ -266,7 +281,7 @@ def test_a_failing_daemon_is_reported(trial):
     assert told.startswith("ValueError: not today")
 
 
-def test_an_interpreter_without_our_package_is_reported(trial, tmp_path, workload):
+def test_an_interpreter_without_our_package_is_reported(tmp_path, workload):
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho no module named anything >&2\nexit 1\n")
     bare.chmod(0o755)
@@ -275,7 +290,7 @@ def test_an_interpreter_without_our_package_is_reported(trial, tmp_path, workloa
         run_trial(who, BenchCase("try", "mine"), workload, QUICK, tmp_path / "trials")
 
 
-def test_conversion_is_a_separate_order(tmp_path, workload):
+def test_conversion_is_a_separate_order(tmp_path, workload, forked):
     folder = tmp_path / "awry"
     folder.mkdir()
     who = Contestant(AWRY, sys.executable, DatasetPlace(folder, str(folder)), {})
@@ -294,7 +309,10 @@ def test_a_loader_receives_no_settings_or_credentials_of_the_user(trial, tmp_pat
     settings = {"journal": str(journal), "does": "tell the environment in open"}
     found = []
     for cold in (False, True, True):
-        trial(settings=settings, cold=cold)
+        with monkeypatch.context() as patch:
+            if not cold:
+                patch.setattr(members, "executed", EXECUTED)
+            trial(settings=settings, cold=cold)
         found.append(json.loads(journal.read_text().splitlines()[0]))
         journal.unlink()
     warm, cold, again = found
@@ -310,7 +328,7 @@ HARNESS = """
 import json, sys
 from pathlib import Path
 from dataplane_bench.model import BenchCase, DatasetPlace, Mode
-from dataplane_bench.trial import process, wire
+from dataplane_bench.trial import members, process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, run_trial
 workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 settings = {"does": sys.argv[4], "journal": journal}

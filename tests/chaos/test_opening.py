@@ -14,7 +14,7 @@ import psutil
 import pytest
 from away import Away, Proxy
 from dataplane_torch import DataLoader
-from fleet import Rows, Service, free_address, interleaved, worker_processes
+from fleet import Rows, Service, free_address, interleaved, own_nodes, worker_processes
 from remote_epoch import OPTIONS
 from small_nodes import alone
 
@@ -111,12 +111,6 @@ def until(found: Callable[[], list[psutil.Process]]) -> psutil.Process:
     pytest.fail("it was never started")
 
 
-def embedded_nodes() -> list[psutil.Process]:
-    """The live nodes that this process has started."""
-    children = psutil.Process().children()
-    return [one for one in children if "--listener-fd" in one.cmdline()]
-
-
 def wait_for(
     moment: int | str, proxy: Proxy, ranks: Ranks, node: Callable[[], psutil.Process]
 ) -> None:
@@ -159,8 +153,8 @@ def test_an_embedded_node_that_is_killed_while_a_job_opens(proxy, bucket, whole,
     if isinstance(moment, int):
         proxy.be(Away.HANG, after_requests=moment)
     with reading(f"s3://{bucket}/", None) as ranks:
-        wait_for(moment, proxy, ranks, lambda: until(embedded_nodes))
-        until(embedded_nodes).kill()
+        wait_for(moment, proxy, ranks, lambda: until(own_nodes))
+        until(own_nodes).kill()
         proxy.be(Away.WELL)
         ranks.go_on()
         assert ranks.stream() == whole

@@ -30,7 +30,7 @@ from dataplane.rpc.fetches import (
 )
 
 DATASET, OTHER = b"0123456789abcdef", bytes(range(16))
-BODY = bytes(i % 251 for i in range(3_000_001))
+BODY = (bytes(range(251)) * 12_000)[:3_000_001]
 SOURCE, INTO = Region(0, len(BODY)), Region(4 << 20, len(BODY))
 
 

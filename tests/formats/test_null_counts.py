@@ -70,7 +70,7 @@ def within(value: Any) -> bool:
     return any(each is None or within(each) for each in value)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     st.integers(1, 6).flatmap(arrow_columns.batches),
     st.sampled_from([None, "lz4"]),
@@ -83,7 +83,7 @@ def test_arrow_null_counts_are_exact(drawn, codec, file, rows):
     check(ArrowIpc(), arrow_bytes(table, rows=rows, file=file, codec=codec), leaves)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     st.integers(1, 6).flatmap(arrow_columns.batches),
     st.integers(1, 7),

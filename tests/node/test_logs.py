@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataplane_torch import DataLoader
+from warm import WarmPython
 
 TRAINER = """
 import sys
@@ -42,27 +44,38 @@ def url(tmp_path: Path) -> str:
     return str(path)
 
 
-def train(url: str) -> str:
+@pytest.fixture
+def train(url: str, tmp_path: Path, warm_torch: WarmPython) -> Callable[[], str]:
     """The stderr of a trainer that reads one epoch, less what a busy machine adds to it: a node that
     starts slowly.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER, url], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines(keepends=True)
-    return "".join(line for line in lines if "waiting for the node of this run" not in line)
+
+    def run() -> str:
+        script, errors = tmp_path / "trainer.py", tmp_path / "errors"
+        script.write_text(TRAINER)
+        with errors.open("wb") as stderr:
+            process = warm_torch.run([str(script), url], os.environ, stderr.fileno())
+        process.stdin.close()
+        process.stdout.close()
+        status = process.wait(60)
+        lines = errors.read_text().splitlines(keepends=True)
+        assert status == 0, lines
+        return "".join(line for line in lines if "waiting for the node of this run" not in line)
+
+    return run
 
 
-def test_an_embedded_node_logs_nothing_without_a_problem(url: str) -> None:
-    assert train(url) == ""
+def test_an_embedded_node_logs_nothing_without_a_problem(train: Callable[[], str]) -> None:
+    assert train() == ""
 
 
-def test_an_embedded_node_logs_more_on_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_node_logs_more_on_request(
+    train: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "info")
     monkeypatch.setenv("DATAPLANE_LOG_FORMAT", "json")
     # The trainer has its own log.
-    lines = [line for line in train(url).splitlines() if line.startswith("{")]
+    lines = [line for line in train().splitlines() if line.startswith("{")]
     opened, *_, closed = map(json.loads, lines)
     assert opened["event"] == "job opened"
     assert closed["event"] == "job closed"

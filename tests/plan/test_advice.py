@@ -189,7 +189,7 @@ ROWS, SAMPLE_BYTES = st.sampled_from([10, 100, 1000, 50_000]), st.sampled_from([
 RANKS = st.sampled_from([1, 8, 24, 64, 512])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), RANKS, GIVEN, ARENAS)
 def test_nothing_is_said_of_a_job_that_follows_the_advice(sizes, ranks, given_shuffle, arena):
     def said_of(lanes, window, arena):
@@ -201,7 +201,7 @@ def test_nothing_is_said_of_a_job_that_follows_the_advice(sizes, ranks, given_sh
     expect_silence(given_shuffle, arena, said_of)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.builds(uniform, BLOCKS, ROWS, SAMPLE_BYTES), st.floats(0.05, 1)),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scheduler_workers import IDLE_MAX, Host, idle_in_batches, idle_in_pieces
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.integers(1, 64),
     st.integers(1, 512),
@@ -21,7 +21,7 @@ def test_while_a_trainer_waits_all_workers_make_pieces_of_its_slabs(
     assert idle_in_pieces(workers, rows, batches, 10**power, seed) <= IDLE_MAX
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(-3, -1), st.integers(0, 9))
 def test_workers_that_make_whole_slabs_are_all_busy_while_a_trainer_waits(
     workers: int, batches: int, power: float, seed: int

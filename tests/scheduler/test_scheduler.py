@@ -27,7 +27,7 @@ Effect = events.Effect
 Decide = Callable[[events.Event, float], list[Effect]]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(SEEDS)
 def test_every_stream_gets_its_batches_in_order_and_nothing_is_left(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=False), several)
@@ -75,7 +75,7 @@ def test_a_block_that_cannot_be_read_fails_only_the_consumers_that_need_it(seed:
             assert not consumer.blocks_needed & broken
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -86,7 +86,7 @@ def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(seed: int) -> None:
     def scene(run: Run) -> None:

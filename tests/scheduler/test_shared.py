@@ -26,7 +26,7 @@ from dataplane.weights import MixHistory, ShareChange
 SEEDS = st.integers(0, 10**9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(SEEDS)
 def test_jobs_of_a_group_get_the_slabs_of_separate_jobs_even_if_others_write_to_theirs(
     seed: int,
@@ -52,7 +52,7 @@ def together(run: Run, *, peers: bool) -> None:
         place = place if peers else run.deliver_to(world, group, is_declared=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS, st.booleans())
 def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> None:
     run = simulate(
@@ -68,7 +68,7 @@ def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> N
     assert told == [{"made": len(made), "copied": run.outside.copied}] * bool(run.outside.copied)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_a_stopped_job_delays_no_other_job(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -96,7 +96,7 @@ def test_kept_slabs_do_not_make_a_small_arena_hang(seed: int) -> None:
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(SEEDS)
 def test_a_slab_that_cannot_be_made_fails_its_consumers(seed: int) -> None:
     def scene(run: Run) -> None:

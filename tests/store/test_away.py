@@ -15,7 +15,7 @@ from dataplane.errors import ClosedError, StoreError, StoreThrottled, StoreUnava
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 
-BODY = bytes(i % 251 for i in range(400_000))
+BODY = (bytes(range(251)) * 12_000)[:400_000]
 URL = "s3://bucket/shard.bin"
 KINDS = [way for way in Away if way is not Away.WELL]
 THREADS = 16

@@ -17,7 +17,7 @@ from dataplane.store.connect import Stores
 from dataplane.store.expand import expand
 
 SECRET = "5ec2e75ec2e7"
-BODY = bytes(i % 251 for i in range(400_000))
+BODY = (bytes(range(251)) * 12_000)[:400_000]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fleet
 import pyarrow as pa
 import pytest
 from dataplane_torch import DataLoader
@@ -17,7 +16,6 @@ from fake_device import FakeDevice, FakeTarget
 from fake_node import FakeNode, Script, serving
 from shards import arrow_bytes
 from small_nodes import LAUNCHED, alone_and_small
-from warm import WarmPython, warm_python
 
 from dataplane.rpc import names
 
@@ -65,15 +63,6 @@ def own_node(small_node: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture(scope="session")
-def warm_torch(run_mark: str) -> Iterator[WarmPython]:
-    """What trainers are forked from, those of `fleet.Run` among them."""
-    with warm_python("dataplane_torch") as python:
-        fleet.WARM.append(python)
-        yield python
-        fleet.WARM.remove(python)
 
 
 @pytest.fixture

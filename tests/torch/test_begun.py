@@ -20,7 +20,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
-from fleet import worker_processes
+from fleet import own_nodes, worker_processes
 from shards import arrow_bytes
 
 from dataplane.errors import ConfigError, ShardNotFound
@@ -40,15 +40,10 @@ def url(tmp_path: Path) -> str:
     return f"{folder}/"
 
 
-def nodes() -> list[psutil.Process]:
-    """Those that this process has started."""
-    return [each for each in psutil.Process().children() if "dataplane.node" in each.cmdline()]
-
-
 def the_node() -> psutil.Process:
     """The only one. The kernel tells its arguments a moment after it has begun to run."""
     deadline = time.monotonic() + 60
-    while not (found := nodes()) and time.monotonic() < deadline:
+    while not (found := own_nodes()) and time.monotonic() < deadline:
         threading.Event().wait(0.001)
     (node,) = found
     return node
@@ -62,14 +57,14 @@ def test_the_node_is_there_before_the_loader_is_used(url: str) -> None:
     with DataLoader(url, batch_size=4) as loader:
         node = the_node()
         assert numbers(loader) == list(range(30))
-        assert nodes() == [node]
+        assert own_nodes() == [node]
 
 
 def test_loaders_of_one_process_begin_one_node_whichever_is_used_first(url: str) -> None:
     with DataLoader(url, batch_size=4) as first, DataLoader(url, batch_size=3) as second:
         node = the_node()
         assert numbers(second) == numbers(first) == list(range(30))
-        assert nodes() == [node]
+        assert own_nodes() == [node]
 
 
 @pytest.mark.parametrize("ends", ["close", "collected"])
@@ -90,7 +85,7 @@ def test_the_node_of_a_closed_loader_stays_for_another_that_waits(url: str) -> N
     assert numbers(second) == list(range(30))
     first.close()
     assert numbers(second) == list(range(30))
-    assert nodes() == [node]
+    assert own_nodes() == [node]
     second.close()
 
 
@@ -134,7 +129,7 @@ def test_a_mistake_in_the_dataset_is_told_when_the_loader_is_used(url: str) -> N
 def test_arguments_are_checked_before_a_node_is_started(url: str) -> None:
     with pytest.raises(ConfigError, match="batch_size"):
         DataLoader(url, batch_size=0)
-    assert nodes() == []
+    assert own_nodes() == []
 
 
 def test_a_wrong_setting_of_the_node_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +154,7 @@ def test_a_child_that_is_forked_before_the_first_use_takes_nothing_along(url: st
                 os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0
         assert numbers(loader) == list(range(30))
-        assert nodes() == [node]
+        assert own_nodes() == [node]
 
 
 def test_a_forked_child_reads_over_a_connection_of_its_own(url: str) -> None:
@@ -200,7 +195,7 @@ def test_a_node_without_loaders_keeps_no_memory_and_serves_the_next_one(
     node = the_node()
     _wait_until(lambda: not _has_arenas(node) and not worker_processes(node))
     read(3)
-    assert nodes() == [node]
+    assert own_nodes() == [node]
     node.terminate()
     node.wait(60)
 
@@ -214,7 +209,7 @@ def test_a_process_without_other_ranks_has_a_node_for_each_set_of_settings(
         monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "2")
         with DataLoader(url, batch_size=4) as second:
             assert numbers(second) == list(range(30))
-            (other,) = set(nodes()) - {node}
+            (other,) = set(own_nodes()) - {node}
             assert len(worker_processes(other)) == 2
 
 

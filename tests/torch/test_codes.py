@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
+from fleet import own_nodes
 from shards import (
     arrow_bytes,
     example_bytes,
@@ -130,14 +130,10 @@ def test_the_values_are_read_once_and_remembered(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_node")
 def test_schema_and_categories_come_from_the_node_after_one_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "rows.arrow").write_bytes(WRITERS["arrow"](rows_from(0, 50)))
-    others = set(psutil.Process().children())
+    others = set(own_nodes())
     with DataLoader(str(tmp_path / "rows.arrow"), 7, codes=["txt"]) as loader:
         assert len(loader) == 8
-        (node,) = (
-            child
-            for child in set(psutil.Process().children()) - others
-            if child.status() != psutil.STATUS_ZOMBIE and "--listener-fd" in child.cmdline()
-        )
+        (node,) = set(own_nodes()) - others
         node.kill()
         node.wait()
         assert loader.schema["txt"].category_count == len(VALUES)

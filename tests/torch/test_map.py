@@ -16,6 +16,7 @@ import pytest
 import torch
 import user_functions
 from dataplane_torch import DataLoader, RandomResizedCrop
+from fleet import kill_workers, own_nodes
 
 from dataplane.errors import ConfigError, FunctionError
 
@@ -186,14 +187,10 @@ def test_blocks_that_grow_beyond_what_the_first_rows_suggest_are_delivered(
 @pytest.mark.usefixtures("own_node")
 def test_a_node_that_replaces_a_killed_one_calls_the_map_too(tmp_path: Path) -> None:
     shards(tmp_path, rows=2048, blocks=32)
-    others = set(psutil.Process().children())
+    others = set(own_nodes())
     loader = iter(DataLoader(tmp_path, batch_size=32, map=user_functions.twice, columns=["row"]))
     seen = next(loader)["row"].tolist()
-    (node,) = [
-        each
-        for each in set(psutil.Process().children()) - others
-        if "dataplane.node" in " ".join(each.cmdline())
-    ]
+    (node,) = set(own_nodes()) - others
     node.kill()
     seen += [row for batch in loader for row in batch["row"].tolist()]
     assert seen == (2 * np.arange(4096)).tolist()
@@ -277,14 +274,12 @@ def test_a_job_has_one_version_of_a_function_that_is_edited_meanwhile(
     module.write_text(EDITED.format(version=1))
     monkeypatch.syspath_prepend(tmp_path)
     folder = shards(tmp_path / "shards", rows=2048, blocks=32)
-    others = set(psutil.Process().children(recursive=True))
     name = f"edited_{argument}:made"
     loader = iter(DataLoader(folder, batch_size=32, **{argument: name}))
     versions = {int(next(loader)["wide"][0, 0])}
     module.write_text(EDITED.format(version=2))
-    for process in set(psutil.Process().children(recursive=True)) - others:
-        if process.name() == "dp-worker":
-            process.kill()
+    for node in own_nodes():
+        kill_workers(node)
     with pytest.raises(FunctionError, match="is not the function with which this job was opened"):
         versions |= {int(version) for batch in loader for version in batch["wide"][:, 0]}
     assert versions == {1}

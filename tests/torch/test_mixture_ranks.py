@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from dataplane_torch import DataLoader
 from launching import launch
-from warm import WarmPython, warm_python
+from warm import WarmPython
 from weighted import (
     BATCH,
     FIRST,
@@ -32,15 +30,8 @@ EDITED = {"web": 0.5, "code": 0.0, "math": 0.5}
 ONE_LANE: dict[str, Any] = {**OPTIONS, "lanes": 1}
 
 
-@pytest.fixture(scope="module")
-def python(run_mark: str) -> Iterator[WarmPython]:
-    """All that ranks import, once."""
-    with warm_python("dataplane_torch", "torch._dynamo") as made:
-        yield made
-
-
 def test_a_mixture_under_ddp_is_that_of_one_process_after_a_kill_on_other_ranks(
-    tmp_path: Path, small_node: None, python: WarmPython
+    tmp_path: Path, small_node: None, warm_torch: WarmPython
 ) -> None:
     folder, out = write_sources(tmp_path), tmp_path / "out"
 
@@ -51,7 +42,7 @@ def test_a_mixture_under_ddp_is_that_of_one_process_after_a_kill_on_other_ranks(
             "options": ONE_LANE, "weights": FIRST, "state": None, "set_at": 0, "set_to": SECOND,
             "saved_at": 0, "killed_at": 0,
         }  # fmt: skip
-        done = launch(python, RANK, out, json.dumps({**given, **more}), size=size)
+        done = launch(warm_torch, RANK, out, json.dumps({**given, **more}), size=size)
         files = sorted(out.glob(f"{phase}-*.jsonl"))
         passes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         return done, joined(passes)

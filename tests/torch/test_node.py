@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,12 +14,12 @@ import uuid
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, Stack, bound_of
+from fleet import own_nodes
 from warm import WarmPython
 
 from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
@@ -123,7 +122,7 @@ def test_the_workers_of_a_rank_live_beside_each_other_for_many_heartbeats(
 
 @pytest.mark.usefixtures("own_node")
 def test_a_killed_node_costs_no_batch(shards) -> None:
-    others = set(nodes())
+    others = set(own_nodes())
     with DataLoader(shards, 16, shuffle=True, columns=["i"]) as loader:
         want = [batch["i"].tolist() for batch in loader]
         loader.set_epoch(0)
@@ -132,19 +131,10 @@ def test_a_killed_node_costs_no_batch(shards) -> None:
             held.append(batch)
             seen.append(batch["i"].tolist())
             if step in (3, 20):
-                (node,) = set(nodes()) - others
+                (node,) = set(own_nodes()) - others
                 os.kill(node.pid, signal.SIGKILL)
         assert seen == want
         assert [batch["i"].tolist() for batch in held] == want
-
-
-def nodes() -> list[psutil.Process]:
-    """The nodes that this process started and that live."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "--listener-fd" in child.cmdline()
-    ]
 
 
 RANK = """
@@ -165,31 +155,34 @@ sys.stdin.read()
 """
 
 
-def launch(shards: str, size: int, state: dict) -> list[dict]:
-    """One launch of a run: `size` ranks as processes of which only their parent is the same."""
-    launched = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+def launch(python: WarmPython, script: Path, shards: str, size: int, state: dict) -> list[dict]:
+    """So many ranks of one launch of a run."""
+    script.write_text(RANK)
+    launched = {
+        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": script.name,
+    }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, shards, json.dumps(state)],
-            env={**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        python.run(
+            [str(script), shards, json.dumps(state)],
+            {**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            sys.stderr.fileno(),
         )
         for rank in range(size)
     ]
     # No rank ends before all have read: a node ends with its last rank, and a late rank would
     # start another.
-    told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+    told = [rank.stdout.readline() for rank in ranks]
     for rank in ranks:
-        rank.communicate()
+        rank.stdin.close()
+        rank.stdout.close()
+        assert rank.wait(60) == 0
     found = [json.loads(line) for line in told]
     assert len({one["node"] for one in found}) == 1
     assert all(one["state"] == found[0]["state"] for one in found)
     return found
 
 
-def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards) -> None:
+def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards, tmp_path, warm_torch) -> None:
     order = {"shuffle": True, "seed": 3, "columns": ["i"], "drop_last": True}
     with DataLoader(shards, 12, **order) as loader:
         steps, states = [], []
@@ -197,7 +190,7 @@ def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards) -> None:
             steps.append(sorted(batch["i"].tolist()))
             states.append(loader.state_dict())
         ended = loader.state_dict()
-    found = launch(shards, 2, states[19])
+    found = launch(warm_torch, tmp_path / "rank.py", shards, 2, states[19])
     parts = zip(*(one["steps"] for one in found), strict=True)
     assert [sorted(k for part in step for k in part) for step in parts] == steps[20:]
     assert found[0]["state"] == ended

@@ -48,7 +48,7 @@ def flat(leaf: Leaf) -> list[float | None]:
     return [value for row in rows for value in row]
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(
     st.integers(0, 4).flatmap(lambda rows: arrow_columns.batches(rows, 2)),
     st.sampled_from(ListPolicy),

@@ -20,7 +20,7 @@ URL = "file:///shard.parquet"
 LISTS = st.sampled_from(ListPolicy)
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(
     st.integers(0, 4).flatmap(arrow_columns.batches),
     LISTS,

@@ -247,7 +247,7 @@ def _cases(draw: st.DrawFn) -> tuple[pa.Table, str, pc.Expression]:
     return pa.table(columns), *condition(draw(st.integers(0, 3)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(_cases())
 def test_rows_are_those_of_pyarrows_filter_and_statistics_agree(
     case: tuple[pa.Table, str, pc.Expression],

@@ -32,7 +32,7 @@ def without_null_rows(leaf: Leaf) -> Leaf:
     return Leaf(leaf.name, leaf.kind, values, leaf.dtype, leaf.shape)
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(st.integers(0, 4).flatmap(arrow_columns.batches), st.sampled_from(ListPolicy))
 def test_every_column_of_any_type_is_beside_what_was_null_in_it(drawn, lists):
     batch, leaves = drawn

@@ -48,7 +48,7 @@ def slab_of(
     return bytes(slab), told
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(st.data(), st.integers(2, 14).flatmap(lambda rows: arrow_columns.batches(rows, 4)))
 def test_a_slab_from_excerpts_and_whole_blocks_equals_one_from_whole_blocks(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]]

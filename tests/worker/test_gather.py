@@ -104,7 +104,7 @@ def _whole(case: Case) -> Assembled:
 DRAWN = st.integers(1, 8).flatmap(lambda rows: arrow_columns.batches(rows, 3))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_every_batch_that_fits_is_gathered_and_nothing_else_is_written(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
@@ -130,7 +130,7 @@ def test_every_batch_that_fits_is_gathered_and_nothing_else_is_written(
     case.check(slab, result)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_the_kernel_and_numpy_write_the_same_bytes(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy

@@ -165,7 +165,7 @@ def keys_of_some(draw: st.DrawFn, kept: list[int]) -> dict[int, int]:
     return some
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(BLOCKS, forms(), st.sampled_from(DTYPES), st.sampled_from([None, 5]), st.data())
 def test_packs_have_the_tokens_of_their_documents_and_say_where_these_lie(
     drawn: list[Documents], pack: PackSpec, dtype: str, keyed: int | None, data: st.DataObject

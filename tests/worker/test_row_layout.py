@@ -70,7 +70,7 @@ def _all_small(
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 12).flatmap(lambda rows: arrow_columns.batches(rows, 4)))
 def test_any_block_gives_the_same_slab_packed_or_not(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dataplane.settings import OTHER_VARIABLES, SETTINGS
 from dataplane_bench import processes
@@ -40,6 +40,23 @@ _FOREIGN = frozenset(
 
 class TrialFailed(Exception):
     """A loader failed, or did not answer in time; the message has its last words."""
+
+
+def executed(
+    python: str, folder: Path, environ: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[str]:
+    """A keeper, in this folder."""
+    return subprocess.Popen(
+        [python, *COMMAND],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd=folder,
+        env=dict(environ),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -74,17 +91,7 @@ class Members:
     ) -> TrialProcess:
         """Start one with its order, and do not wait for it."""
         with self._log.open("ab") as log:
-            process = subprocess.Popen(
-                [self._python, *COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=task.cache,
-                env=dict(environ),
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = executed(self._python, task.cache, environ, log)
         member = TrialProcess(name, process)
         self._members.append(member)
         self._watch.watch(process.pid)

@@ -99,7 +99,7 @@ def seeds_itself(worker_id: int) -> None:
     seed=st.none() | st.integers(0, 9),
     walk=st.sampled_from([two_epochs, left_early]),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_map_style_datasets(kind, count, together, arguments, seed, walk) -> None:
     if not count and arguments["shuffle"]:
         count = 1
@@ -120,7 +120,7 @@ def test_map_style_datasets(kind, count, together, arguments, seed, walk) -> Non
     persistent=st.booleans(),
     walk=st.sampled_from([two_epochs, left_early]),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_iterable_datasets(
     kind, count, num_workers, batch_size, drop_last, persistent, walk
 ) -> None:

@@ -152,7 +152,7 @@ workers = st.integers(0, 2)
     every=st.sampled_from([0, 1, 3]),
     persistent=st.booleans(),
 )
-@settings(max_examples=18)
+@settings(max_examples=9)
 def test_map_style_with_any_number_of_workers(
     count, batch_size, stop, more, num_workers, shuffle, own, every, persistent
 ) -> None:
@@ -189,7 +189,7 @@ def test_map_style_with_any_number_of_workers(
     every=st.sampled_from([0, 1, 2, 5]),
     drop_last=st.booleans(),
 )
-@settings(max_examples=18)
+@settings(max_examples=9)
 def test_iterable_with_and_without_a_state(
     kind, count, batch_size, stop, more, num_workers, every, drop_last
 ) -> None:
@@ -214,7 +214,7 @@ def test_iterable_with_and_without_a_state(
     num_workers=st.tuples(workers, workers),
     every=st.sampled_from([0, 1, 4]),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_a_sampler_with_a_state(count, stop, more, num_workers, every) -> None:
     def make(worker_count: int) -> DataLoader:
         given = {"num_workers": worker_count, "snapshot_every_n_steps": every}
