@@ -3,8 +3,8 @@
 Invariants:
 1. An arena's size never changes: it is sealed against shrinking, growing and unsealing, so that no
    process can turn another's mapping into SIGBUS.
-2. Memory is allocated (`reserve`) before it is written: if the machine is out of memory, this
-   raises an error, instead of a signal at first touch.
+2. Memory is allocated (`reserve`) before it is touched, or by the kernel as it copies bytes there
+   (`NewMemory`): if the machine is out of memory, this raises an error, instead of a signal.
 3. Nothing is named: when the last process that holds the memfd dies, the kernel frees it.
 4. A mapping lives as long as any view of it.
 5. Mapped pages stay mapped, and allocated memory stays allocated until it is released, so one call
@@ -15,13 +15,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from dataplane.arena import pages
 from dataplane.errors import BudgetTooSmall, ClosedError
@@ -52,6 +53,37 @@ def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     with contextlib.suppress(OSError):  # not supported before Linux 5.14
         mapping.madvise(_MADV_POPULATE_READ, start, offset + length - start)
+
+
+class NewMemory:
+    """Part of an arena that the kernel allocates as it copies bytes there, so that nobody clears
+    it or maps it before. Fills it from its start; each call returns how many bytes it has put
+    behind those of the last one.
+
+    Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
+    """
+
+    def __init__(self, arena: Arena, offset: int, length: int) -> None:
+        self._arena, self._at, self._end = arena, offset, offset + length
+        self._offset = offset
+
+    def write(self, body: bytes) -> int:
+        """Write these bytes."""
+        body = body[: self._end - self._at]
+        return self._fill(len(body), lambda at: os.pwrite(self._arena.fd, body, at))
+
+    def move(self, pipe: int, count: int) -> int:
+        """Take up to this many bytes from a pipe."""
+        count = min(count, self._end - self._at)
+        fd = self._arena.fd
+        return self._fill(count, lambda at: os.splice(pipe, fd, count, offset_dst=at))
+
+    def _fill(self, count: int, write: Callable[[int], int]) -> int:
+        done = self._arena.fill_anew(self._at, count, write)
+        self._at += done
+        if self._at == self._end:
+            self._arena.was_filled(self._offset, self._end - self._offset)
+        return done
 
 
 class Arena:
@@ -159,17 +191,42 @@ class Arena:
             # Only page faults look at the advice: fallocate would take small pages.
             with contextlib.suppress(OSError):
                 pages.advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
+        with self._allocation(stop):
+            os.posix_fallocate(self.fd, start, stop - start)
+        self._allocated[first:end] = b"\1" * (end - first)
+        return True
+
+    @contextlib.contextmanager
+    def _allocation(self, stop: int) -> Iterator[None]:
+        """The block allocates memory up to there, alone in this process.
+
+        Raises:  BudgetTooSmall.
+        """
         try:
             with self._allocating:
-                os.posix_fallocate(self.fd, start, stop - start)
+                yield
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
                 raise
             raise BudgetTooSmall(
                 f"no memory for an arena of {stop} bytes: {error}; {_LESS}", needed=stop
             ) from error
-        self._allocated[first:end] = b"\1" * (end - first)
-        return True
+
+    def is_new(self, offset: int, length: int) -> bool:
+        """Whether bytes [offset, offset + length) cost less if they are filled as NewMemory: this
+        process has allocated none of them, and would get small pages.
+        """
+        first, end = self._inner_pieces(offset, length)
+        if first >= end or self._allocated.find(1, first, end) >= 0:
+            return False
+        huge = pages.shared_huge_pages()
+        return huge == "deny" or (huge == "never" and _huge_pages.pass_by(length))
+
+    def new_memory(self, view: memoryview) -> NewMemory | None:
+        """The memory below a view of this arena, to be filled anew; None for other memory."""
+        offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
+        is_here = offset >= 0 and offset + len(view) <= self.size_bytes
+        return NewMemory(self, offset, len(view)) if is_here else None
 
     def missing_bytes(self, offset: int, length: int) -> int:
         """How much memory `reserve` would allocate."""
@@ -185,6 +242,25 @@ class Arena:
         first, end = offset // PIECE_BYTES, -(-(offset + length) // PIECE_BYTES)
         self._allocated.extend(bytes(max(end - len(self._allocated), 0)))
         return first, end
+
+    def _inner_pieces(self, offset: int, length: int) -> tuple[int, int]:
+        """The first piece that lies within these bytes, and the one behind the last."""
+        self._pieces(offset, length)
+        return -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
+
+    def fill_anew(self, offset: int, count: int, write: Callable[[int], int]) -> int:
+        """Have the kernel copy up to `count` bytes to this offset; `write` does so and returns
+        how many.
+
+        Raises:  BudgetTooSmall.
+        """
+        with self._allocation(offset + count):
+            return write(offset)
+
+    def was_filled(self, offset: int, length: int) -> None:
+        """All of these bytes have been written, so their memory is allocated."""
+        first, end = self._inner_pieces(offset, length)
+        self._allocated[first:end] = b"\1" * max(end - first, 0)
 
     def prepare(self, offset: int, length: int) -> None:
         """Allocate and map the memory of bytes [offset, offset + length), which this process is

@@ -25,6 +25,8 @@ _MADV_COLLAPSE = 25
 _SMALL_BYTES_FIRST = 32 << 20
 _CPU_S_MAX = 0.3e-3
 """For a MiB of huge pages. Small ones take 0.3 to 0.8 ms."""
+_TRIAL_CPU_S = 6e-6
+"""What trials may take for each MiB of small pages between them."""
 _PAUSE_BYTES = 256 << 20
 _PAUSE_BYTES_MAX = 4 << 30
 
@@ -90,7 +92,8 @@ class HugePages:
 
     Where the machine has them at hand, they take a tenth of it. On a virtual machine whose host
     takes back free memory they take several times as much, since the host has to give it again.
-    So it is measured, after the first 32 MiB, and once more after 256 MiB of small pages, 512, ...
+    So it is measured, after the first 32 MiB, and once more after 256 MiB of small pages, 512, ...;
+    later if a trial took long, so that trials take a hundredth of what small pages do.
     """
 
     def __init__(self) -> None:
@@ -98,12 +101,18 @@ class HugePages:
         self._pause_bytes = _PAUSE_BYTES
         self._is_cheap = False
 
+    def pass_by(self, size_bytes: int) -> bool:
+        """Whether so much new memory is to be small pages, which the caller then makes."""
+        if self._small_bytes_left <= 0:
+            return False
+        self._small_bytes_left -= size_bytes
+        return True
+
     def fill(self, address: int, size_bytes: int) -> bool:
         """Allocate and map these units of HUGE_BYTES of a shared mapping. Whether that was done.
         What is in them stays.
         """
-        if self._small_bytes_left > 0:
-            self._small_bytes_left -= size_bytes
+        if self.pass_by(size_bytes):
             return False
         # One huge page shows what they cost.
         tried_bytes = size_bytes if self._is_cheap else HUGE_BYTES
@@ -119,7 +128,8 @@ class HugePages:
         if self._is_cheap:
             self._pause_bytes = _PAUSE_BYTES
             return tried_bytes == size_bytes or self.fill(address, size_bytes)
-        self._small_bytes_left = self._pause_bytes
+        worth_bytes = int(spent_s / _TRIAL_CPU_S * (1 << 20))
+        self._small_bytes_left = max(self._pause_bytes, min(worth_bytes, _PAUSE_BYTES_MAX))
         self._pause_bytes = min(2 * self._pause_bytes, _PAUSE_BYTES_MAX)
         return is_done and tried_bytes == size_bytes
 

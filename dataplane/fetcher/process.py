@@ -58,7 +58,7 @@ from dataplane.store.connect import Stores
 from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
-from dataplane.store.race import EndedEarlyError, Race, raced
+from dataplane.store.race import EndedEarlyError, Race, Sink, raced
 from dataplane.trace import configure, tell_suppressed
 
 _LOOK_S = 0.05
@@ -156,7 +156,7 @@ class Reads:
 
     def _begin(self, body: fetches.ToFetcherBody, *descriptors: int) -> None:
         if isinstance(body, fetches.ReadRange):
-            read = _Read(body, Race(partial(self._prepare, body)))
+            read = _Read(body, Race(partial(self._prepare, body), self._sink(body)))
             with self._lock:
                 self._reading[body.number] = read
             self._threads.submit(self._serve, read)
@@ -202,6 +202,14 @@ class Reads:
         arena = self._arenas[order.arena_id]
         for target in order.targets:
             arena.prepare(target.into.offset, target.into.length)
+
+    def _sink(self, order: fetches.ReadRange) -> Callable[[memoryview], Sink | None] | None:
+        """What a read writes through, if that is better than into prepared memory."""
+        arena, regions = self._arenas[order.arena_id], [each.into for each in order.targets]
+        is_new = order.neighbour is None and all(
+            arena.is_new(region.offset, region.length) for region in regions
+        )
+        return arena.new_memory if is_new else None
 
     def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: Sequence[memoryview]) -> bool:
         """Whether the neighbour's answer ends this read; if not, the store is to be read.

@@ -8,10 +8,15 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import http.client
 import io
 import math
 import operator
+import os
+import select
 import socket
 import ssl
 import threading
@@ -23,13 +28,19 @@ from typing import Any
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from dataplane.store.race import Race
+from dataplane.store.race import Race, Sink
 from dataplane.store.unreachable import SilentError
 
 CONNECT_TIMEOUT_S = 5.0
 _IDLE_S = 20.0
 _SILENCE_PARTS = 3
 _PROBES = 3
+_SPLICE_BYTES_MIN = 256 << 10
+"""From how many bytes on it pays to move them through a pipe."""
+_HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
+_PIPE_BYTES = 1 << 20
+_NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
+"""What a kernel says that cannot splice from sockets, or to this memory."""
 
 Connect = Callable[[http.client.HTTPConnection], None]
 """Connects within the connection's timeout."""
@@ -66,7 +77,8 @@ class _Answer(http.client.HTTPResponse):
         super().__init__(sock, method=method)
         self.fp.close()
         # Reads of more than its buffer go past it, straight into the destination.
-        self.fp = io.BufferedReader(_Arriving(sock, patience))
+        self.arriving = _Arriving(sock, patience)
+        self.fp = io.BufferedReader(self.arriving, _HEAD_BYTES)
 
     def _read_status(self) -> tuple[str, int, str]:
         """Of what may come before an answer, http.client skips only 100 (Continue)."""
@@ -88,18 +100,34 @@ class _Arriving(io.RawIOBase):
 
     def readinto(self, into: Buffer) -> int:
         """Raises:  TimeoutError."""
-        left_s, silence_s = self._patience.deadline - time.monotonic(), self._patience.silence_s
-        wait_s = min(left_s, silence_s)
-        if wait_s <= 0:
-            raise TimeoutError
+        wait_s, late = self._wait_s()
         if wait_s != self._sock.gettimeout():  # to set it is a system call
             self._sock.settimeout(wait_s)
         try:
             return self._sock.recv_into(into)
         except TimeoutError as cause:
-            if silence_s < left_s:
-                raise SilentError(*cause.args) from cause
-            raise
+            raise late(*cause.args) from cause
+
+    def move(self, pipe: int, count: int) -> int:
+        """Move up to this many bytes into a pipe; none only if there are no more.
+
+        Raises:  TimeoutError.
+        """
+        wait_s, late = self._wait_s()
+        arrival = select.poll()
+        arrival.register(self._sock, select.POLLIN)
+        while arrival.poll(wait_s * 1000):
+            with contextlib.suppress(BlockingIOError):  # woken for nothing
+                return os.splice(self._sock.fileno(), pipe, count, flags=os.SPLICE_F_NONBLOCK)
+            wait_s, late = self._wait_s()
+        raise late
+
+    def _wait_s(self) -> tuple[float, type[TimeoutError]]:
+        """How long the next bytes may take, and the error if they take longer."""
+        left_s, silence_s = self._patience.deadline - time.monotonic(), self._patience.silence_s
+        if min(left_s, silence_s) <= 0:
+            raise TimeoutError
+        return (silence_s, SilentError) if silence_s < left_s else (left_s, TimeoutError)
 
     def close(self) -> None:
         self._hold.close()
@@ -157,7 +185,8 @@ class Connections:
                 connection.patience = _Patience(deadline)
                 race.hold(connection.sock)
                 connection.request("GET", target, headers=dict(headers))
-                race.sent()
+                if _is_tls(connection) or not race.has_sinks:
+                    race.sent()
                 return connection, connection.getresponse()
             except BaseException as cause:
                 connection.close()
@@ -166,14 +195,23 @@ class Connections:
                     raise
 
     def fill(
-        self, answer: http.client.HTTPResponse, connection: TimedConnection, into: memoryview
+        self,
+        answer: http.client.HTTPResponse,
+        connection: TimedConnection,
+        into: memoryview,
+        race: Race,
     ) -> int:
         """How many bytes of the answer there were for this memory; fewer only if the answer ended.
 
-        Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke.
+        Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke.  What
+                 `race.sent` raises.
         """
         connection.patience.silence_s = self._silence_s
-        at = 0
+        sink = None if _is_tls(connection) else race.sink(into)
+        at = 0 if sink is None else _moved(answer, sink, len(into))
+        if at == len(into):
+            return at
+        race.sent()
         while at < len(into):
             count = answer.readinto(into[at:])
             if not count:
@@ -209,6 +247,53 @@ class Connections:
         if scheme == "http":
             return TimedConnection(host), True
         return _TlsConnection(host, context=self.tls), True
+
+
+def _is_tls(connection: TimedConnection) -> bool:
+    return isinstance(connection, _TlsConnection)
+
+
+def _moved(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:
+    """Move the next `length` bytes of an answer to where they belong, without mapping that memory:
+    the kernel neither clears it nor handles a fault for each page, and copies the bytes once. Fewer
+    are moved if the answer ends, or none if this kernel or this answer is not suitable.
+
+    Raises:  as `Connections.fill`.
+    """
+    is_long = length >= _SPLICE_BYTES_MIN
+    if not is_long or not isinstance(answer, _Answer) or answer.chunked or answer.length is None:
+        return 0
+    length = min(length, answer.length)
+    at = _written(sink, answer.read1(_HEAD_BYTES))  # what came with the head
+    into, out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # A user's pipes share a limit. With a small one this takes more calls.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        while at < length - 1:
+            moved = answer.arriving.move(out, min(length - 1 - at, _PIPE_BYTES))
+            if not moved:
+                return at
+            answer.length = answer.length - moved
+            at += moved
+            while moved:
+                moved -= sink.move(into, moved)
+    except OSError as error:
+        if error.errno not in _NO_SPLICE or at > _HEAD_BYTES:
+            raise
+        return at
+    finally:
+        os.close(into)
+        os.close(out)
+    # The answer notices its end only if it reads to it itself.
+    return at + _written(sink, answer.read(1))
+
+
+def _written(sink: Sink, body: bytes) -> int:
+    at = 0
+    while at < len(body):
+        at += sink.write(body[at:])
+    return at
 
 
 def _probe(sock: socket.socket, silence_s: float) -> None:

@@ -90,7 +90,8 @@ class DirectReads:
         try:
             _check(url, answer, offset, length, etag)
             try:
-                filled = sum(self._connections.fill(answer, connection, each) for each in into)
+                fill = self._connections.fill
+                filled = sum(fill(answer, connection, each, race) for each in into)
                 if filled < length:
                     raise ConnectionResetError(f"closed after {filled} bytes of {length}")
             except (OSError, http.client.HTTPException) as cause:

@@ -134,7 +134,8 @@ class HttpStore:
                     continue
                 found, given = _described(url, answer, offset, length, etag)
                 if into and given == length:
-                    filled = sum(self._connections.fill(answer, connection, each) for each in into)
+                    fill = self._connections.fill
+                    filled = sum(fill(answer, connection, each, race) for each in into)
                     if filled < length:
                         raise ConnectionResetError(f"closed after {filled} bytes of {length}")
                 else:

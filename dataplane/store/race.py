@@ -4,7 +4,7 @@ early if the second one, which reads into memory of its own, is faster.
 Invariants:
 1. Exactly one of the two wins. The loser never writes into the destination after that.
 2. A store writes into a destination that may be raced for only between `hold` and `claim`, or
-   after `claim`; and in either case only after `sent`.
+   after `claim`; and in either case only after `sent`, or through a `Sink`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,38 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 
 class EndedEarlyError(Exception):
     """Somebody else has read these bytes: this read is over, and has no result."""
 
 
-class Race:
-    """The first request of a read. Thread-safe. `meanwhile` is done, once, while its answer is on
-    its way: it makes the destination ready.
+class Sink(Protocol):
+    """Memory that is no part of a mapping yet. It is filled from its start; each call returns how
+    many bytes it has put behind those of the last one, and raises what `Race.sent` may raise.
     """
 
-    def __init__(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def write(self, body: bytes) -> int:
+        """Write these bytes."""
+
+    def move(self, pipe: int, count: int) -> int:
+        """Take up to this many bytes from a pipe."""
+
+
+class Race:
+    """The first request of a read. Thread-safe. `meanwhile` is done, once, while its answer is on
+    its way: it makes the destination ready. That is not needed for what goes through `sink`, which
+    gives a Sink for a part of the destination, or None if there is none.
+    """
+
+    def __init__(
+        self,
+        meanwhile: Callable[[], None] | None = None,
+        sink: Callable[[memoryview], Sink | None] | None = None,
+    ) -> None:
         self._meanwhile = meanwhile
+        self._sink = sink
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
         self._is_won = False
@@ -52,6 +71,15 @@ class Race:
         if meanwhile is not None:
             meanwhile()
             self._meanwhile = None
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether parts of the destination may have a Sink."""
+        return self._sink is not None
+
+    def sink(self, into: memoryview) -> Sink | None:
+        """A new Sink for this part of the destination, if there is one."""
+        return None if self._sink is None else self._sink(into)
 
     def release(self) -> None:
         """The first request is over, whatever its outcome, and writes no more."""

@@ -1,5 +1,6 @@
 """The numbered invariants of arena/memfd.py."""
 
+import errno
 import mmap
 import os
 import resource
@@ -82,6 +83,49 @@ def test_memory_that_was_released_can_be_reserved_again():
     arena.reserve(SIZE // 4, SIZE // 4)
     assert arena.missing_bytes(0, SIZE) == SIZE // 4
     assert os.fstat(arena.fd).st_blocks * 512 == arena.reserved_bytes == SIZE * 3 // 4
+    arena.close()
+
+
+def test_new_memory_is_allocated_as_it_is_filled_and_only_to_its_end(monkeypatch):
+    monkeypatch.setattr("dataplane.arena.pages.shared_huge_pages", lambda: "deny")
+    arena, piece, page = Arena.create("test", SIZE), 64 << 10, 4096
+    other = Arena.create("test", SIZE)
+    body = os.urandom(4 * piece)
+    with arena.view(page, len(body)) as view:
+        new = arena.new_memory(view)
+        assert new is not None
+        assert other.new_memory(view) is None
+    assert arena.new_memory(memoryview(bytearray(page))) is None
+    assert arena.is_new(page, len(body))
+    assert not arena.is_new(0, page), "it is part of a piece that others may have allocated"
+    into, out = os.pipe()
+    os.write(out, body[100:60_000])
+    at = new.write(body[:100])
+    while at < 60_000:
+        at += new.move(into, 1 << 20)
+    assert arena.is_new(page, len(body)), "it may still fail"
+    assert new.write(body[at:] + b"beyond its end") == len(body) - at
+    os.close(into)
+    os.close(out)
+    assert bytes(arena.view(0, SIZE)) == bytes(page) + body + bytes(SIZE - page - len(body))
+    assert arena.missing_bytes(0, SIZE) == SIZE - 3 * piece, "pieces at the edges are not complete"
+    assert not arena.is_new(page, len(body))
+    arena.close()
+    other.close()
+
+
+def test_new_memory_that_the_machine_lacks_gives_our_error(monkeypatch):
+    arena = Arena.create("test", SIZE)
+    with arena.view(0, SIZE) as view:
+        new = arena.new_memory(view)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "none left")
+
+    monkeypatch.setattr("os.pwrite", full)
+    assert new is not None
+    with pytest.raises(BudgetTooSmall, match=r"no memory for an arena of 3 bytes: .*none left"):
+        new.write(b"abc")
     arena.close()
 
 
@@ -213,6 +257,23 @@ def test_prepared_memory_is_made_of_huge_pages_but_for_those_that_have_memory(mo
     assert asked == [(start + huge, 2 * huge), (start, huge), (start + 4 * huge, huge)]
     assert arena.missing_bytes(0, arena.size_bytes) == 0
     arena.close()
+
+
+def test_trials_of_huge_pages_take_a_hundredth_of_what_small_pages_do(monkeypatch):
+    clock, at = [0.0], list[int]()
+
+    def slow(*_: object) -> None:
+        clock[0] += 0.003
+
+    monkeypatch.setattr("dataplane.arena.pages.advise", slow)
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
+    made = _eager()
+    for mib in range(0, 3000, 2):
+        before = clock[0]
+        made.fill(0, 2 << 20)
+        if clock[0] > before:
+            at.append(mib)
+    assert at == [0, 1002, 2004], "6 ms are what 1000 MiB of small pages may have of them"
 
 
 def test_huge_pages_that_cost_too_much_are_tried_again_ever_later(monkeypatch):

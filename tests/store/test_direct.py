@@ -9,6 +9,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from awry import Awry, Mood, awry_server
 from fake_clock import Time
 from servers import reach
 
+from dataplane.arena.memfd import Arena
 from dataplane.errors import (
     DatasetChangedError,
     ShardNotFound,
@@ -29,10 +31,20 @@ from dataplane.store import direct
 from dataplane.store.base import Filling, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.connections import Connections
+from dataplane.store.race import Race, raced
 
 BODY = (bytes(range(251)) * 12_000)[:600_000]
 URL = "s3://bucket/a folder/shard+1.bin"
-LENGTH = 200_000
+LENGTH = 300_000
+INTO = {"new": False}
+
+
+@pytest.fixture(params=["mapped", "new"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of the test go into memory that is mapped, or into memory that the kernel allocates as
+    it copies bytes there.
+    """
+    monkeypatch.setitem(INTO, "new", request.param == "new")
 
 
 @pytest.fixture
@@ -44,11 +56,24 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
 
 def _fill(store: Store, etag: str, offset: int = 10, length: int = LENGTH) -> bytes:
     assert isinstance(store, Filling)
-    into = bytearray(length)
-    store.read_into(URL, offset, etag, memoryview(into))
-    return bytes(into)
+    if not INTO["new"]:
+        into = bytearray(length)
+        store.read_into(URL, offset, etag, memoryview(into))
+        return bytes(into)
+    arena = Arena.create("test", 4096 + length)
+    try:
+        with (
+            arena.view(4096, length) as view,
+            raced(Race(partial(arena.prepare, 4096, length), arena.new_memory)),
+        ):
+            store.read_into(URL, offset, etag, view)
+            assert not any(arena.view(0, 4096))
+            return bytes(view)
+    finally:
+        arena.close()
 
 
+@pytest.mark.usefixtures("memory")
 def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> None:
     store = open_store("s3://bucket")
     etag = store.head(URL).etag
@@ -59,6 +84,7 @@ def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> N
     assert len(awry.open) <= 2, "one of obstore's, one of ours"
 
 
+@pytest.mark.usefixtures("memory")
 def test_an_object_that_is_stored_compressed_is_read_in_one_request(awry: Awry) -> None:
     store = open_store("s3://bucket")
     etag = store.head(URL).etag
@@ -68,6 +94,7 @@ def test_an_object_that_is_stored_compressed_is_read_in_one_request(awry: Awry) 
     assert len(awry.seen) == 1
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_range_that_the_server_compresses_is_not_taken_for_the_bytes(awry: Awry) -> None:
     store = open_store("s3://bucket")
     etag = store.head(URL).etag
@@ -76,6 +103,7 @@ def test_a_range_that_the_server_compresses_is_not_taken_for_the_bytes(awry: Awr
         _fill(store, etag)
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("mood", "error", "asked"),
     [
@@ -107,6 +135,7 @@ def test_each_failure_has_its_error(
     assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("mood", "said"),
     [
@@ -125,6 +154,7 @@ def test_a_server_that_hangs_is_given_up(awry: Awry, mood: Mood, said: str) -> N
     assert len(awry.seen) == 1
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     "mood",
     [Mood.SLOW_DOWN, Mood.INTERNAL, Mood.TRUNCATED, Mood.SHORT, Mood.RESET, Mood.WHOLE],
@@ -137,6 +167,7 @@ def test_a_passing_failure_is_survived(awry: Awry, mood: Mood) -> None:
     assert len(awry.seen) == 2
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_changed_object_is_refused_even_if_the_server_ignores_the_pin(awry: Awry) -> None:
     store = open_store("s3://bucket")
     old = store.head(URL).etag
@@ -148,6 +179,7 @@ def test_a_changed_object_is_refused_even_if_the_server_ignores_the_pin(awry: Aw
         assert raised.value.expected == old
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_connection_that_the_server_closed_meanwhile_is_no_failure(awry: Awry) -> None:
     store = open_store("s3://bucket")
     etag = store.head(URL).etag
