@@ -30,7 +30,7 @@ from dataplane.config import JobSpec
 from dataplane.model import Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks

@@ -25,7 +25,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
 from dataplane.model import DatasetIdentity, End
-from dataplane.weights import MixHistory, ShareChange
+from dataplane.weights import MixHistory, ShareChange, Unsigned
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"
@@ -184,10 +184,10 @@ class Tombstone(Struct, frozen=True, order=True):
     number among those of its block that the view of the job leaves; None if it leaves the first.
     """
 
-    shard: int
-    row: int
-    source: int = 0
-    of_view: int | None = None
+    shard: Unsigned
+    row: Unsigned
+    source: Unsigned = 0
+    of_view: Unsigned | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -204,8 +204,8 @@ class TakenDocument(Struct, frozen=True, order=True):
     one is found to stand in its place.
     """
 
-    row: int
-    key: int
+    row: Unsigned
+    key: Unsigned
 
 
 class Changes(Struct, frozen=True):
@@ -250,9 +250,9 @@ class ReplacedRow(Struct, frozen=True):
     """
 
     url: str
-    shard: int
-    row: int
-    instead: int
+    shard: Unsigned
+    row: Unsigned
+    instead: Unsigned
     reason: str
 
 

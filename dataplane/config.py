@@ -19,10 +19,11 @@ from dataplane.model import (
     StepSpec,
     View,
 )
+from dataplane.weights import Unsigned
 
 # The build reads the version here. Clients, nodes and coordinators of a service must have the same.
 VERSION = "0.1.0"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 # The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
 ORDER_VERSION = 2
 
@@ -47,15 +48,15 @@ class JobSpec(Struct, frozen=True):
     """
 
     fingerprint: str
-    seed: int = 0
+    seed: Unsigned = 0
     shuffle: bool = False
-    lanes: int = 1
-    window: int = 1
-    global_batch: int = 1
+    lanes: Unsigned = 1
+    window: Unsigned = 1
+    global_batch: Unsigned = 1
     end: End = End.RAGGED
     transforms: tuple[ImageSpec, ...] = ()
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
-    ramp: int = 0
+    ramp: Unsigned = 0
     view: View = field(default_factory=View)
     mixture: MixtureSpec | None = None
 

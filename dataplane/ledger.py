@@ -23,6 +23,7 @@ from msgspec import Struct
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import DatasetIdentity
+from dataplane.weights import Unsigned
 
 LEDGER_VERSION = 1
 MARK = b'{"ledger":'
@@ -37,8 +38,8 @@ _RANKS_MAX = 1 << 20
 class LedgerPosition(Struct, frozen=True, order=True):
     """A place in a job: an epoch, and the positions of it that are consumed."""
 
-    epoch: int
-    cursor: int
+    epoch: Unsigned
+    cursor: Unsigned
 
 
 class LedgerEntry(Struct, frozen=True):
@@ -51,7 +52,7 @@ class LedgerEntry(Struct, frozen=True):
     skip, tombstone, mix    people changed the job: see changes.py
     """
 
-    seq: int
+    seq: Unsigned
     kind: str
     position: LedgerPosition
     payload: str
@@ -82,7 +83,7 @@ class LedgerEntry(Struct, frozen=True):
 class LedgerMark(Struct, frozen=True):
     """Names an entry, and so all before it, by the first 16 digits of its hash."""
 
-    seq: int
+    seq: Unsigned
     hash: str
 
     @classmethod

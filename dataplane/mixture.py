@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from dataplane.errors import ConfigError
 from dataplane.model import Exhausted, View
-from dataplane.weights import MixHistory, ScheduledShares, ShareChange
+from dataplane.weights import MixHistory, ScheduledShares, ShareChange, Unsigned
 
 SOURCES_MAX = 1024
 
@@ -29,10 +29,10 @@ class SourceSpec(Struct, frozen=True):
 
     name: str
     fingerprint: str
-    share: int
-    passes_max: int = 0
-    window: int = 1
-    ramp: int = 0
+    share: Unsigned
+    passes_max: Unsigned = 0
+    window: Unsigned = 1
+    ramp: Unsigned = 0
     view: View = field(default_factory=View)
 
 
@@ -47,10 +47,10 @@ class MixtureSpec(Struct, frozen=True):
 
     sources: tuple[SourceSpec, ...]
     exhausted: Exhausted = Exhausted.STOP
-    length: int = 0
-    batch: int = 1
+    length: Unsigned = 0
+    batch: Unsigned = 1
     source_column: str = ""
-    tokens: int = 0
+    tokens: Unsigned = 0
     schedule: tuple[ScheduledShares, ...] = ()
     changes: tuple[ShareChange, ...] = ()
 

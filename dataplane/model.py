@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from dataplane.weights import MixHistory
+from dataplane.weights import MixHistory, Unsigned
 
 
 class End(enum.StrEnum):
@@ -151,7 +151,7 @@ class ColumnSpec(Struct, frozen=True):
     name: str
     kind: Kind
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Unsigned, ...] = ()
 
     @property
     def value_bytes(self) -> int:
@@ -187,10 +187,10 @@ class ImageSpec(Struct, frozen=True):
     """
 
     column: str
-    height: int
-    width: int
+    height: Unsigned
+    width: Unsigned
     cut: Cut
-    resize: tuple[int, ...] = ()
+    resize: tuple[Unsigned, ...] = ()
     scale: tuple[float, ...] = ()
     ratio: tuple[float, ...] = ()
     flip: float = 0.0
@@ -231,13 +231,13 @@ class PackSpec(Struct, frozen=True):
     """
 
     column: str
-    length: int
+    length: Unsigned
     policy: PackPolicy = PackPolicy.BEST_FIT
     long: LongPolicy = LongPolicy.FRAGMENT
     carry: tuple[str, ...] = ()
     outputs: tuple[str, ...] = PACK_OUTPUTS
-    multiple: int = 1
-    documents: int = 0
+    multiple: Unsigned = 1
+    documents: Unsigned = 0
     pad_value: int = 0
     balanced: bool = False
     loss_mask: str = ""
@@ -252,7 +252,7 @@ class PackSpec(Struct, frozen=True):
 
 ColumnValue = tuple[str, float]
 """A column's name, and a number for it."""
-ColumnLength = tuple[str, int]
+ColumnLength = tuple[str, Unsigned]
 """A column's name, and a number of values."""
 ColumnDtype = tuple[str, str]
 """A column's name, and the type of its numbers."""
@@ -281,7 +281,7 @@ class ColumnOptions(Struct, frozen=True):
     pad_value: tuple[ColumnValue, ...] = ()
     pad_value_all: float | None = None
     max_length: tuple[ColumnLength, ...] = ()
-    max_length_all: int = 0
+    max_length_all: Unsigned = 0
     truncation_side: TruncationSide = TruncationSide.RIGHT
     codes: tuple[str, ...] = ()
     dtype: tuple[ColumnDtype, ...] = ()
@@ -299,10 +299,10 @@ class View(Struct, frozen=True):
     """
 
     where: str = ""
-    sample: int = 0
-    split_from: int = 0
-    split_to: int = 0
-    limit: int = 0
+    sample: Unsigned = 0
+    split_from: Unsigned = 0
+    split_to: Unsigned = 0
+    limit: Unsigned = 0
     map: str = ""
     collate: str = ""
     pack: PackSpec | None = None
@@ -327,7 +327,7 @@ class ObjectInfo(Struct, frozen=True):
     """One object as a store lists it. `etag` pins its content: equal ETags mean equal bytes."""
 
     url: str
-    size_bytes: int
+    size_bytes: Unsigned
     etag: str
 
 
@@ -342,11 +342,11 @@ class DatasetIdentity(Struct, frozen=True):
     layout: str
 
 
-class Region(Struct, frozen=True):
+class Region(Struct, frozen=True, array_like=True):
     """A piece of an arena, or of an object: offset and length in bytes."""
 
-    offset: int
-    length: int
+    offset: Unsigned
+    length: Unsigned
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +357,16 @@ class Topology:
     of each sequence. `source` says where all of this comes from; it is not compared.
     """
 
-    dp_rank: int = 0
-    dp_size: int = 1
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
+    dp_rank: Unsigned = 0
+    dp_size: Unsigned = 1
+    rank: Unsigned = 0
+    world_size: Unsigned = 1
+    local_rank: Unsigned = 0
+    local_world_size: Unsigned = 1
+    pp_rank: Unsigned = 0
+    pp_size: Unsigned = 1
+    cp_rank: Unsigned = 0
+    cp_size: Unsigned = 1
     source: str = field(default="", compare=False)
 
     @staticmethod
@@ -405,11 +405,11 @@ class Stream(Struct, frozen=True):
     mix: MixHistory | None = None
 
 
-class StorePause(Struct, frozen=True):
+class StorePause(Struct, frozen=True, array_like=True, tag=True):
     """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
     longer if `level` is higher.
     """
 
     store: str
-    level: int
+    level: Unsigned
     left_s: float

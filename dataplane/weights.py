@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+Unsigned = Annotated[int, Meta(ge=0)]
+"""A number in a message, in which no smaller one is read."""
 _Place = tuple[int, int]
 
 
@@ -18,16 +21,16 @@ class ScheduledShares(Struct, frozen=True):
     the job, through all of its epochs.
     """
 
-    step: int
-    shares: tuple[int, ...]
+    step: Unsigned
+    shares: tuple[Unsigned, ...]
 
 
 class ShareChange(Struct, frozen=True):
     """From the first round on that begins at this position of an epoch or later, other shares."""
 
-    epoch: int
-    position: int
-    shares: tuple[int, ...]
+    epoch: Unsigned
+    position: Unsigned
+    shares: tuple[Unsigned, ...]
 
     @property
     def place(self) -> _Place:
@@ -41,7 +44,7 @@ class MixHistory(Struct, frozen=True):
     """
 
     changes: tuple[ShareChange, ...]
-    length: int = 0
+    length: Unsigned = 0
 
     @property
     def digest(self) -> str:

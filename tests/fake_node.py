@@ -33,7 +33,7 @@ from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local, sockets
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import (
     Batch,
     CloseJob,

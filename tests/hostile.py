@@ -22,6 +22,7 @@ import random
 import re
 import socket
 import statistics
+import struct
 import sys
 import tempfile
 import threading
@@ -38,6 +39,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 from fleet import Service
+from msgspec import structs
 from raw_trainer import Node, Trainer
 from warm import SERVICE, warm_python
 
@@ -46,8 +48,9 @@ from dataplane.errors import PeerLost
 from dataplane.log_limits import LINES_A_MINUTE
 from dataplane.model import Topology
 from dataplane.neighbours.handshake import LineOpening, pack_opening
-from dataplane.rpc import local, messages, names, sockets
-from dataplane.rpc.convert import encode
+from dataplane.rpc import convert, local, messages, names, sockets
+from dataplane.rpc.bounds import VALUES_MAX
+from dataplane.rpc.codec import encode
 from dataplane.rpc.services import coordinator_methods
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
@@ -59,8 +62,8 @@ SLOWER_S_MAX = 0.05
 GROWTH_BYTES_MAX = 256 << 20
 TOKEN = "a-token-that-only-this-script-knows-0123456789"
 BIG = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
-PART = b"\x7a\x00"
-"""An empty image spec, as it stands in an OpenJob."""
+SLABS = b"\x93\xa6ToNode\x00\x93\xa7Release\xa1j\xdd"
+"""A Release of slabs, without how many and which."""
 
 Attack = Callable[[str, str, float], None]
 
@@ -121,7 +124,7 @@ def sends_valid_messages(name: str, _: str, deadline: float) -> None:
 
 def sends_a_million_parts(name: str, _: str, deadline: float) -> None:
     """In one message of some megabytes."""
-    wire = b"\x1a" + _varint(4 << 20) + PART * (2 << 20)
+    wire = SLABS + struct.pack(">I", 2 << 20) + b"\xa0" * (2 << 20)
     while time.monotonic() < deadline:
         with contextlib.suppress(Exception), greeted(name) as sock:
             for _ in until(deadline):
@@ -129,8 +132,9 @@ def sends_a_million_parts(name: str, _: str, deadline: float) -> None:
 
 
 def sends_as_many_parts_as_are_allowed(name: str, _: str, deadline: float) -> None:
-    job = encode(messages.ToNode(2, open_job("p", "/nowhere")))
-    wire = job + b"\x1a" + _varint(2 * 130_000) + PART * 130_000
+    shares = messages.ScheduledWeights(0, ())  # four values, with its name
+    mixture = messages.MixtureAsked((), schedule=(shares,) * (VALUES_MAX // 4 - 100))
+    wire = encode(messages.ToNode(2, structs.replace(open_job("p", "/nowhere"), mixture=mixture)))
     while time.monotonic() < deadline:
         with contextlib.suppress(Exception), greeted(name) as sock:
             for _ in until(deadline):
@@ -175,14 +179,6 @@ ATTACKS: tuple[Attack, ...] = (
     connects,
     opens_on_many_connections,
 )
-
-
-def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*parts, number])
 
 
 def compute(seconds: float) -> None:
@@ -296,7 +292,7 @@ def requests() -> dict[str, bytes]:
         "Heartbeat": beat(membership.progress()), "ShareManifest": share(),
         "Ledger": LedgerRequest("j"), "Change": ChangeRequest("j", "me"),
     }  # fmt: skip
-    return {name: encode(body) for name, body in bodies.items()}
+    return {name: convert.encode(body) for name, body in bodies.items()}
 
 
 async def calls(address: str, count: int, chance: random.Random) -> None:

@@ -33,7 +33,7 @@ from dataplane.node.pool import WorkerPool
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import tasks
-from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.making import MakeSlab, StepRange
 from dataplane.rpc.messages import (

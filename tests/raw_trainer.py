@@ -22,7 +22,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import DataplaneError
 from dataplane.model import Topology
 from dataplane.rpc import local, messages, sockets
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 
 Batches = list[list[list[Any]]]
 ANSWER_S = 60.0

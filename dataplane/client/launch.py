@@ -97,7 +97,8 @@ def start_node(
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
-        ours = (os.dup(listener.fileno()), _our_stderr(), _written(msgspec.json.encode(source)))
+        opening = _written(msgspec.json.encode((source.urls, source.format)))
+        ours = (os.dup(listener.fileno()), _our_stderr(), opening)
         handed_down = tuple(map(_above_standard, ours))
         try:
             process = _executed(command, handed_down, log_fd)

@@ -24,7 +24,7 @@ from dataplane.client.session import Session
 from dataplane.client.wire import NoAnswer
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model import ColumnSpec
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import (
     Batch,
     Column,

@@ -86,9 +86,8 @@ def _opening(descriptor: int) -> IndexAhead:
     from dataplane.node.scout import scout
 
     with open(descriptor, "rb") as named:
-        source = msgspec.json.decode(named.read())
-    urls = tuple(source["urls"])
-    return IndexAhead(urls, source["format"], scout(urls))
+        urls, shard_format = msgspec.json.decode(named.read(), type=tuple[tuple[str, ...], str])
+    return IndexAhead(urls, shard_format, scout(urls))
 
 
 async def _to_the_end(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> None:

@@ -27,7 +27,7 @@ from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.served import ServedStream
 from dataplane.rpc import tasks
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import Walk

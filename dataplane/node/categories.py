@@ -33,7 +33,7 @@ from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.sealed import sealed, unsealed
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Column, Layout, Slab
 from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns

@@ -28,7 +28,7 @@ from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.packed_blocks import row_counts
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.transforms.made_columns import CollatedColumns, MappedColumns
 from dataplane.transforms.packing import delivered_columns

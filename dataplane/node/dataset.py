@@ -23,7 +23,7 @@ from dataplane.plan.shards import starts_of
 from dataplane.plan.views import filters
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.joined import BlockPlaces
 from dataplane.store.urls import FILE_PREFIX

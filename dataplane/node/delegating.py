@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
+from msgspec.structs import replace
 
 from dataplane.errors import ConfigError, DataplaneError, NeighbourGone
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.lent import Neighbours
 from dataplane.rpc import fetches, making, tasks
-from dataplane.rpc.convert import decode, encode
-from dataplane.rpc.messages import Layout
+from dataplane.rpc.codec import decode, encode
+from dataplane.rpc.messages import Layout, OpenJob
 from dataplane.scheduler import events
 from dataplane.scheduler.giving_up import GiveUpSlab
 
@@ -42,12 +43,12 @@ class SlabReads(Protocol):
 
 
 class _Delegated(Struct, eq=False):
-    """A delivery that other nodes may make slabs of. `opening` is an encoded MakeSlab that has
-    nothing else: behind another one it is part of that.
+    """A delivery that other nodes may make slabs of. `opening` is an encoded OpenJob,
+    which may name many urls: it is encoded once.
     """
 
     delivery: DeliveryArena
-    opening: bytes
+    opening: Raw
     makers: dict[str, fetches.SlabMaker] = field(default_factory=dict)
 
 
@@ -77,8 +78,7 @@ class Delegating:
         job = delivery.job
         if job is None:
             return
-        opening = making.MakeSlab("", 0, 0, 0, 0, 0, making.StepRange(0, 0), 0, opening=job.opening)
-        known = _Delegated(delivery, encode(opening))
+        known = _Delegated(delivery, Raw(encode(job.opening)))
         self._deliveries[delivery.delivery_id] = known
         self._learn(known)
 
@@ -104,27 +104,26 @@ class Delegating:
             self._tell(events.SlabAssembled(effect.number, gone, 0.0))
             return
         at = effect.stream
-        request = encode(
-            making.MakeSlab(
-                job.digest,
-                at.epoch,
-                at.cursor,
-                at.dp_rank,
-                at.dp_size,
-                at.step_stride,
-                effect.steps,
-                effect.slot_bytes,
-                job.software,
-                effect.coming,
-                mix=at.mix,
-            )
+        wanted = making.MakeSlab(
+            job.digest,
+            at.epoch,
+            at.cursor,
+            at.dp_rank,
+            at.dp_size,
+            at.step_stride,
+            effect.steps,
+            effect.slot_bytes,
+            job.software,
+            effect.coming,
+            mix=at.mix,
         )
+        opening = cast(OpenJob, known.opening)  # as it is sent
         order = fetches.ReadSlab(
             0,
             maker,
             known.makers.get(effect.hedge),
-            request,
-            request + known.opening,
+            encode(wanted),
+            encode(replace(wanted, opening=opening)),
             effect.delivery_id,
             effect.slab,
         )

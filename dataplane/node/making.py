@@ -47,7 +47,7 @@ from dataplane.node.orders import Orders
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
 from dataplane.redact import unsigned
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.making import MakeSlab
 from dataplane.rpc.messages import OpenJob

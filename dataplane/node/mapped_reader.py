@@ -24,7 +24,7 @@ from dataplane.node.job_columns import columns_to_find
 from dataplane.node.own_slabs import OwnReads
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns

@@ -39,7 +39,7 @@ from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, pac
 from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.sealed import sealed, unsealed
 from dataplane.plan.shard import named
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.trace import Trace
 from dataplane.transforms.options import only

@@ -37,8 +37,8 @@ from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination
-from dataplane.rpc.bounds import ELEMENTS_MAX
-from dataplane.rpc.convert import encode
+from dataplane.rpc.bounds import VALUES_MAX
+from dataplane.rpc.codec import encode
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.trace import Trace
@@ -211,7 +211,7 @@ class TrainerConnection:
     async def _parse(self, packet: local.Packet) -> None:
         """Parse a long message, and read on."""
         try:
-            read = partial(packet.read, messages.ToNode, ELEMENTS_MAX)
+            read = partial(packet.read, messages.ToNode, VALUES_MAX)
             self._take(*await self._process.parse(read))
         except DataplaneError as error:
             self._end_session(error)

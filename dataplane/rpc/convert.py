@@ -1,8 +1,8 @@
-"""Converts frozen values to protobuf messages and back, from the descriptors.
+"""Converts what the coordinator hears and says to protobuf messages and back, by descriptors.
 
 When a class is first sent or received, its converter is made from the fields of the class and the
 message's descriptor, so that a field is named in only two places: the proto file and the frozen
-value. An envelope has those of the bodies that have come so far.
+value. All other messages are Structs alone: see codec.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import itertools
-import json
 import math
 import operator
 import threading
 import time
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError as _DecodeError
@@ -26,15 +23,8 @@ from google.protobuf.message import Message
 from msgspec import Struct
 
 from dataplane import changes, config, errors, ledger, mixture, model, weights
-from dataplane.rpc import fetches, lending, making, messages, tasks
-from dataplane.rpc.v1 import (
-    fetcher_pb2,
-    local_pb2,
-    making_pb2,
-    neighbours_pb2,
-    types_pb2,
-    worker_pb2,
-)
+from dataplane.rpc import codec, held, membership, sharing
+from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
 
 T = TypeVar("T")
 _Convert = Callable[[Any], Any]
@@ -51,8 +41,6 @@ _FIELDS_A_TURN, _PARTS_A_TURN, _TURN_PAUSE_S = 500, 50, 0.001
 _SHARED: dict[str, type] = {
     "JobSpec": config.JobSpec,
     "Topology": model.Topology,
-    "Region": model.Region,
-    "ColumnSpec": model.ColumnSpec,
     "DatasetIdentity": model.DatasetIdentity,
     "ImageSpec": model.ImageSpec,
     "StackSpec": model.StackSpec,
@@ -65,22 +53,17 @@ _SHARED: dict[str, type] = {
     "MixHistory": weights.MixHistory,
     "ScheduledShares": weights.ScheduledShares,
     "ShareChange": weights.ShareChange,
-    "PeerTls": config.PeerTls,
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,
     "ReplacedRow": changes.ReplacedRow,
-    "TakenDocument": changes.TakenDocument,
     "Tombstone": changes.Tombstone,
 }
-_ENVELOPE = "body"
 # Messages that are pairs: a column's name, and its value in this field.
 _PAIRS = {"ColumnValue": "value", "ColumnLength": "length", "ColumnDtype": "dtype"}
 # Large messages that many receivers get: made once for all who get the same value.
 _FOR_MANY = {"JobNodes"}
 _FOR_MANY_MAX = 64
-_SHOWN_AROUND = 20
-"""Characters of a text beside one that cannot be sent."""
 
 
 def encode(value: object) -> bytes:
@@ -91,11 +74,7 @@ def encode(value: object) -> bytes:
     try:
         return to_proto(value).SerializeToString()
     except UnicodeEncodeError as error:
-        start = max(0, error.start - _SHOWN_AROUND)
-        raise errors.ConfigError(
-            f"{error.object[start : error.end + _SHOWN_AROUND]!r} has half of a surrogate pair, "
-            "which is not a character: pass text that UTF-8 can encode"
-        ) from error
+        raise codec.not_sent(error) from error
 
 
 def decode(cls: type[T], wire: bytes, elements_max: float = math.inf) -> T:
@@ -193,16 +172,13 @@ def from_proto(cls: type[T], message: Message) -> T:
 
 def error_to_proto(error: errors.DataplaneError) -> Message:
     """An error as class name, message and nouns."""
-    nouns = {name: json.dumps(noun) for name, noun in error.nouns.items()}
-    # Names of files and errors of others may have what UTF-8 has not: lone surrogates.
-    message = str(error).encode(errors="backslashreplace").decode()
-    return types_pb2.Error(name=type(error).__name__, message=message, nouns=nouns)
+    sent = codec.SentError.of(error)
+    return types_pb2.Error(name=sent.name, message=sent.message, nouns=sent.nouns)
 
 
 def error_from_proto(message: Any) -> errors.DataplaneError:
     """The error that was sent."""
-    nouns = {name: json.loads(noun) for name, noun in message.nouns.items()}
-    return errors.rebuild(message.name, message.message, nouns)
+    return codec.SentError(message.name, message.message, dict(message.nouns)).error
 
 
 def _field_names(cls: _Class) -> Sequence[str]:
@@ -213,45 +189,11 @@ def _field_names(cls: _Class) -> Sequence[str]:
 @functools.cache
 def _message_class(cls: _Class) -> type[Message]:
     name = "Error" if issubclass(cls, errors.DataplaneError) else cls.__name__
-    for module in _modules():
+    for module in (types_pb2, coordinator_pb2, sharing_pb2):
         found = getattr(module, name, None)
         if found is not None:
             return cast("type[Message]", found)
     raise TypeError(f"no proto file defines {name}")
-
-
-def _modules() -> Iterator[types.ModuleType]:
-    yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2, neighbours_pb2, making_pb2)
-    # Late imports: most processes never need these, and start faster without them.
-    from dataplane.rpc.v1 import index_batches_pb2
-
-    yield index_batches_pb2
-    from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2
-
-    yield from (coordinator_pb2, sharing_pb2)
-
-
-def _values(file: str) -> types.ModuleType:
-    """The module that mirrors a proto file."""
-    if file == "coordinator.proto":
-        from dataplane.rpc import membership
-
-        return membership
-    if file == "sharing.proto":
-        from dataplane.rpc import sharing
-
-        return sharing
-    if file == "index_batches.proto":
-        from dataplane.rpc import index_batches
-
-        return index_batches
-    return {
-        "local.proto": messages,
-        "worker.proto": tasks,
-        "fetcher.proto": fetches,
-        "neighbours.proto": lending,
-        "making.proto": making,
-    }[file]
 
 
 def value_class(descriptor: Descriptor) -> _Class:
@@ -260,8 +202,8 @@ def value_class(descriptor: Descriptor) -> _Class:
         return errors.DataplaneError
     if descriptor.name in _SHARED:
         return _SHARED[descriptor.name]
-    room = _values(descriptor.file.name.rpartition("/")[2])
-    return getattr(room, descriptor.name)
+    modules = (membership, held) if descriptor.file is coordinator_pb2.DESCRIPTOR else (sharing,)
+    return next(cls for room in modules if (cls := getattr(room, descriptor.name, None)))
 
 
 @functools.cache
@@ -270,38 +212,18 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
     None is left out.
     """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
-    names = [name for name in _field_names(cls) if name != _ENVELOPE]
-    converts = [(name, _field_writer(by_name[name])) for name in names]
+    converts = [(name, _field_writer(by_name[name])) for name in _field_names(cls)]
     plain = [name for name, convert in converts if convert is _same]
     others = [(name, convert) for name, convert in converts if convert is not _same]
-    bodies = dict(_bodies(cls))
-    converters: dict[_Class, _Convert] = {}
-
-    def body_converter(kind: _Class) -> _Convert:
-        found = converters[kind] = _part_writer(by_name[bodies[kind]])
-        return found
 
     def write(value: Any) -> dict[str, Any]:
         fields = {name: getattr(value, name) for name in plain}
         for name, convert in others:
             part = getattr(value, name)
             fields[name] = None if part is None else convert(part)
-        if bodies:
-            kind = type(value.body)
-            if isinstance(value.body, errors.DataplaneError):
-                kind = errors.DataplaneError
-            convert = converters.get(kind) or body_converter(kind)
-            fields[bodies[kind]] = convert(value.body)
         return fields
 
     return write
-
-
-def _bodies(cls: _Class) -> list[tuple[_Class, str]]:
-    """Which classes an envelope carries, each in the field of that name."""
-    oneof = _message_class(cls).DESCRIPTOR.oneofs_by_name.get(_ENVELOPE)
-    fields = () if oneof is None else oneof.fields
-    return [(value_class(field.message_type), field.name) for field in fields]
 
 
 def _field_writer(field: FieldDescriptor) -> _Convert:
@@ -315,8 +237,6 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if second := _PAIRS.get(field.message_type.name):
             return lambda pair: {"column": pair[0], second: pair[1]}
-        if field.message_type.name == "Steps":
-            return _steps
         if field.message_type.name == "Error":
             return error_to_proto
         cls = value_class(field.message_type)
@@ -344,22 +264,6 @@ def _once(cls: _Class) -> _Convert:
     return convert
 
 
-def _steps(batches: Sequence[messages.Batch]) -> dict[str, Any]:
-    """Numbers in three fields: a message for each batch cost more than the rest of a slab's."""
-    if not batches:
-        return {}
-    steps, rows, valid = zip(*batches, strict=True)
-    stride = steps[1] - steps[0] if len(steps) > 1 else 1
-    return {"first": steps[0], "stride": stride, "rows": rows, "valid": valid}
-
-
-def _batches(steps: Any) -> tuple[messages.Batch, ...]:
-    numbers = itertools.count(steps.first, steps.stride)
-    # Not strict: the count has no end.
-    told = zip(numbers, steps.rows, steps.valid, strict=False)
-    return tuple(map(messages.Batch._make, told))
-
-
 def _same(value: Any) -> Any:
     return value
 
@@ -377,31 +281,12 @@ def _reader(cls: _Class) -> Callable[[Any], Any]:
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     names = _field_names(cls)
     reads = [
-        _body_reader(cls)
-        if name == _ENVELOPE
-        else _field_reader(by_name[name], cls.__annotations__[name].endswith("| None"))
-        for name in names
+        _field_reader(by_name[name], cls.__annotations__[name].endswith("| None")) for name in names
     ]
     if len(names) > 1 and all(isinstance(read, operator.attrgetter) for read in reads):
         together = operator.attrgetter(*names)
         return lambda message: cls(*together(message))
     return lambda message: cls(*[read(message) for read in reads])
-
-
-def _body_reader(cls: _Class) -> Callable[[Any], Any]:
-    bodies = {name: kind for kind, name in _bodies(cls)}
-    readers: dict[str, Callable[[Any], Any]] = {}
-
-    def read(message: Any) -> Any:
-        name = message.WhichOneof(_ENVELOPE)
-        if name is None:
-            raise errors.ConfigError(f"an empty {cls.__name__} message")
-        reader = readers.get(name)
-        if reader is None:
-            reader = readers[name] = _reader(bodies[name])
-        return reader(getattr(message, name))
-
-    return read
 
 
 def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any]:
@@ -432,8 +317,6 @@ def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if second := _PAIRS.get(field.message_type.name):
             return operator.attrgetter("column", second)
-        if field.message_type.name == "Steps":
-            return _batches
         return _reader(value_class(field.message_type))
     if field.enum_type is not None:
         members: Mapping[int, enum.Enum] = _enum_members(field)

@@ -1,71 +1,75 @@
-"""The messages between a node and its fetchers.
+"""The messages between a node and its fetchers, which read shards into the node's arenas.
 
-Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
-of proto/dataplane/rpc/v1/fetcher.proto, whose comments are the specification; a test compares the
-two.
+Over a Unix SOCK_SEQPACKET pair, one message per packet. Many reads are under way at once; each has
+one end.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from dataplane.config import PeerTls
 from dataplane.errors import DataplaneError
 from dataplane.model import BlockForm, Region, StorePause
+from dataplane.rpc.codec import Message
+from dataplane.weights import Unsigned
 
 
-class StartFetching(Struct, frozen=True):
+class StartFetching(Message, frozen=True):
     """How a fetcher reaches stores. The two arenas are sent with it."""
 
-    environment: tuple[bytes, ...]
-    budget_s: float
+    environment: tuple[bytes, ...]  # NAME=value
+    budget_s: float  # after which a read that always fails is given up
     request_timeout_s: float
     log_level: str = "info"
     log_format: str = "text"
-    store: str = ""
-    is_policed: bool = False
-    allowed_urls: tuple[str, ...] = ()
-    kept_folder: str = ""
-    tls: PeerTls | None = None
+    store: str = ""  # reads will follow: connect to it meanwhile, "s3://bucket"
+    is_policed: bool = False  # check urls, and the addresses that http servers have
+    allowed_urls: tuple[str, ...] = ()  # prefixes; none: every url
+    kept_folder: str = ""  # of blocks on disk; a lock on it is sent, too. "": none
+    tls: PeerTls | None = None  # of connections with neighbours; none: plain text
 
 
-class ReadTarget(Struct, frozen=True):
-    """More bytes of a shard that are read in one request, and where they go."""
+class ReadTarget(Message, frozen=True):
+    """More bytes of a shard that are read in one request, and where they go. What lies between them
+    and the bytes before is read too, and dropped.
+    """
 
-    offset: int
+    offset: Unsigned  # in the shard
     into: Region
 
 
-class Neighbour(Struct, frozen=True):
-    """The node that owns a block, and which of the block's bytes it is asked for."""
+class Neighbour(Message, frozen=True):
+    """The node that owns a block, and which of the block's bytes it is asked for. If it does not
+    send them, the store is read for RAW; DECODED ends with NeighbourGone.
+    """
 
-    address: str
+    address: str  # "host:port" of its data connections
     job_id: str
-    generation: int
-    key: bytes
-    own_id: str
-    node_id: str
-    dataset: bytes
-    block: int
-    offset: int
+    generation: Unsigned  # of the job, as is the key
+    key: bytes  # 32 bytes
+    own_id: str  # of this node
+    node_id: str  # of the neighbour
+    dataset: bytes  # 16 bytes: digest of the manifest and of how it is read
+    block: Unsigned  # its number in the dataset
+    offset: Unsigned  # in the block
     form: BlockForm = BlockForm.RAW
 
     def __repr__(self) -> str:
         return f"Neighbour({self.node_id!r} at {self.address!r}, block={self.block})"  # no key
 
 
-class ReadRange(Struct, frozen=True):
+class ReadRange(Message, frozen=True):
     """Read bytes of a shard into an arena. With `neighbour`, that node is asked first: if there is
-    something in `more`, for whole blocks, one for each target, from its block on.
+    something in `more`, for whole blocks, one for each target, from its block on. The fetcher
+    writes into these regions alone, and until it reports the end of the read.
     """
 
-    number: int
+    number: Unsigned  # chosen by the node, never reused
     url: str
-    offset: int
+    offset: Unsigned  # in the shard
     etag: str
-    arena_id: int
-    into: Region
-    more: tuple[ReadTarget, ...] = ()
+    arena_id: Unsigned  # as for workers
+    into: Region  # in that arena; as long as the range
+    more: tuple[ReadTarget, ...] = ()  # what follows; each lies behind the one before in the shard
     neighbour: Neighbour | None = None
 
     @property
@@ -80,12 +84,12 @@ class ReadRange(Struct, frozen=True):
         return last.offset + last.into.length - self.offset
 
 
-class CopyPreamble(Struct, frozen=True):
+class CopyPreamble(Message, frozen=True):
     """Copy a preamble into the block arena."""
 
-    number: int
-    kept: Region
-    into: Region
+    number: Unsigned
+    kept: Region  # in the arena of preambles
+    into: Region  # of the same length
 
     @property
     def length(self) -> int:
@@ -93,13 +97,15 @@ class CopyPreamble(Struct, frozen=True):
         return self.into.length
 
 
-class ReadKept(Struct, frozen=True):
-    """Read a block from the node's disk into the block arena."""
+class ReadKept(Message, frozen=True):
+    """Read a block from the node's disk into the block arena. After an error, nothing counts that
+    was written there.
+    """
 
-    number: int
-    dataset: bytes
-    block: int
-    into: Region
+    number: Unsigned
+    dataset: bytes  # 16 bytes, as in Neighbour
+    block: Unsigned
+    into: Region  # as long as its pieces, without the shard's preamble
 
     @property
     def length(self) -> int:
@@ -107,20 +113,20 @@ class ReadKept(Struct, frozen=True):
         return self.into.length
 
 
-class KeptName(Struct, frozen=True):
+class KeptName(Message, frozen=True):
     """A block on disk."""
 
     dataset: bytes
-    block: int
+    block: Unsigned
 
 
-class WriteKept(Struct, frozen=True):
+class WriteKept(Message, frozen=True):
     """Remove blocks from the disk, then write one, unless `source` is empty."""
 
-    number: int
+    number: Unsigned
     dataset: bytes
-    block: int
-    source: Region
+    block: Unsigned
+    source: Region  # in the block arena; it stays as it is until the end
     instead_of: tuple[KeptName, ...] = ()
 
     @property
@@ -129,10 +135,12 @@ class WriteKept(Struct, frozen=True):
         return self.source.length
 
 
-class ScanKept(Struct, frozen=True):
-    """List the blocks on disk."""
+class ScanKept(Message, frozen=True):
+    """List the blocks on disk, in KeptFound messages before its end, and remove what a crash has
+    left. Nothing is written to the disk before.
+    """
 
-    number: int
+    number: Unsigned
 
     @property
     def length(self) -> int:
@@ -140,128 +148,130 @@ class ScanKept(Struct, frozen=True):
         return 0
 
 
-class KeptFound(Struct, frozen=True):
-    """Some blocks of one dataset that are on disk, and what they take there."""
+class KeptFound(Message, frozen=True):
+    """Some blocks of one dataset that are on disk, and what they take there. The datasets that were
+    used last come last.
+    """
 
     dataset: bytes
-    blocks: tuple[int, ...]
-    disk_bytes: tuple[int, ...]
+    blocks: tuple[Unsigned, ...]
+    disk_bytes: tuple[Unsigned, ...]  # what each of them takes
 
 
-class ReadEnded(Struct, frozen=True):
+class ReadEnded(Message, frozen=True):
     """An order has ended: its memory is no longer read or written. `ends`, if there are any, say
     what the neighbour has answered for each target, as the note about a run in neighbours/wire.py,
     and nothing else was read. Without, all bytes are there, unless there is an error.
     """
 
-    number: int
-    error: DataplaneError | None = None
-    took_s: float = 0.0
-    cpu_s: float = 0.0
-    hedged_bytes: int = 0
-    neighbour_bytes: int = 0
-    disk_bytes: int = 0
-    store_bytes: int = 0
-    ends: tuple[int, ...] = ()
+    number: Unsigned
+    error: DataplaneError | None = None  # absent: all bytes are there
+    took_s: float = 0.0  # from the start of the read to its end
+    cpu_s: float = 0.0  # processor time of the fetcher since its start
+    hedged_bytes: Unsigned = 0  # read from the store besides, because the read was late
+    neighbour_bytes: Unsigned = 0  # sent by the neighbour
+    disk_bytes: Unsigned = 0  # read from the disk
+    store_bytes: Unsigned = 0  # read from the store, but those of `hedged_bytes`
+    ends: tuple[Unsigned, ...] = ()
 
 
-class HeldDecoded(Struct, frozen=True):
+class HeldDecoded(Message, frozen=True):
     """The end of a read that has read nothing: the neighbour has only the decoded block."""
 
-    length: int
+    length: Unsigned
 
 
-class PartlyGiven(Struct, frozen=True):
+class PartlyGiven(Message, frozen=True):
     """The end of a read of several blocks that has read those that the neighbour gave."""
 
-    ends: tuple[int, ...]
+    ends: tuple[Unsigned, ...]
 
 
-class NeighbourGave(Struct, frozen=True):
+class NeighbourGave(Message, frozen=True):
     """The end of a read: all bytes are there, and so many of them are from a neighbour."""
 
-    length: int
+    length: Unsigned
 
 
 Outcome = DataplaneError | HeldDecoded | PartlyGiven | NeighbourGave | None
 """How an order has ended; None: all bytes are there, and none of them are from a neighbour."""
 
 
-class StoreSeen(Struct, frozen=True):
+class StoreSeen(Message, frozen=True):
     """An outage of a store, as a fetcher sees it."""
 
-    store: str
-    since: float
+    store: str  # its url, without secrets
+    since: float  # seconds since 1970, as the other times
     error: str
-    asked: float
-    until: float = 0.0
+    asked: float  # the last request that failed
+    until: float = 0.0  # 0 while it does not answer
 
 
-class ShardTrouble(Struct, frozen=True):
+class ShardTrouble(Message, frozen=True):
     """Why reads of a shard are delayed; no error if they no longer are."""
 
     url: str
-    error: DataplaneError | None = None
+    error: DataplaneError | None = None  # absent: they no longer are
 
 
-class SlabMaker(Struct, frozen=True):
+class SlabMaker(Message, frozen=True):
     """A node that makes slabs for this one, and the key with which the two know each other."""
 
-    address: str
+    address: str  # "host:port" of its data connections
     job_id: str
-    generation: int
-    key: bytes
-    own_id: str
-    node_id: str
+    generation: Unsigned  # of the job, as is the key
+    key: bytes  # 32 bytes
+    own_id: str  # of this node
+    node_id: str  # of the maker
 
     def __repr__(self) -> str:
         return f"SlabMaker({self.node_id!r} at {self.address!r})"  # no key
 
 
-class ReadSlab(Struct, frozen=True):
+class ReadSlab(Message, frozen=True):
     """Have a maker make a slab, and read it into an arena; `request` and `request_opening` are
-    encoded MakeSlabs. If it is late, `hedge` is asked too.
+    encoded MakeSlabs. If it is late, `hedge` is asked too, and the first whole answer counts.
     """
 
-    number: int
+    number: Unsigned  # chosen by the node, never reused
     maker: SlabMaker
-    hedge: SlabMaker | None
-    request: bytes
-    request_opening: bytes
-    arena_id: int
-    into: Region
+    hedge: SlabMaker | None  # absent: there is no other
+    request: bytes  # an encoded MakeSlab, without `opening`
+    request_opening: bytes  # the same with `opening`
+    arena_id: Unsigned  # that was attached before
+    into: Region  # the room for the slab
 
 
-class EndSlab(Struct, frozen=True):
+class EndSlab(Message, frozen=True):
     """End a ReadSlab: its makers are silent, and others make the slab."""
 
-    number: int
+    number: Unsigned
 
 
-class SlabRead(Struct, frozen=True):
+class SlabRead(Message, frozen=True):
     """The end of a ReadSlab: its memory is no longer written. The maker of this name has sent
     `length` bytes, and an encoded Assembled as a note.
     """
 
-    number: int
-    error: DataplaneError | None = None
-    note: bytes = b""
-    length: int = 0
+    number: Unsigned
+    error: DataplaneError | None = None  # NeighbourGone: no maker sent it
+    note: bytes = b""  # an encoded Assembled
+    length: Unsigned = 0  # of the slab
     took_s: float = 0.0
-    node_id: str = ""
-    cpu_s: float = 0.0
+    node_id: str = ""  # of the maker that sent it
+    cpu_s: float = 0.0  # processor time of the fetcher since its start
 
 
-class AttachDelivery(Struct, frozen=True):
+class AttachDelivery(Message, frozen=True):
     """Slabs will be read into this delivery arena; its descriptor is sent along."""
 
-    arena_id: int
+    arena_id: Unsigned
 
 
-class DetachDelivery(Struct, frozen=True):
+class DetachDelivery(Message, frozen=True):
     """No more slabs will."""
 
-    arena_id: int
+    arena_id: Unsigned
 
 
 DiskBody = ReadKept | WriteKept | ScanKept
@@ -272,13 +282,13 @@ ToFetcherBody = (
 FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound
 
 
-class ToFetcher(Struct, frozen=True):
+class ToFetcher(Message, frozen=True):
     """The envelope of a node's message to a fetcher."""
 
     body: ToFetcherBody
 
 
-class FromFetcher(Struct, frozen=True):
+class FromFetcher(Message, frozen=True):
     """The envelope of a fetcher's message."""
 
     body: FromFetcherBody

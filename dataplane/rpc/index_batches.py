@@ -1,79 +1,81 @@
 """The messages between a node and the processes that index many shards for it, in batches.
 
-Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
-of proto/dataplane/rpc/v1/index_batches.proto, whose comments are the specification; a test compares
-the two.
+One of them reads, with the credentials of the node, and the other one parses what was read. They
+use Unix SOCK_SEQPACKET pairs, one message per packet.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from dataplane.model import Region, StorePause
+from dataplane.rpc.codec import Message
 from dataplane.rpc.fetches import StartFetching
+from dataplane.weights import Unsigned
 
 
-class BatchShard(Struct, frozen=True):
+class BatchShard(Message, frozen=True):
     """A shard of a batch, as it was listed."""
 
     url: str
-    size_bytes: int
+    size_bytes: Unsigned
     etag: str
 
 
-class IndexBatch(Struct, frozen=True):
+class IndexBatch(Message, frozen=True):
     """Index these shards of one format; the node wants their preambles, too, or not."""
 
-    number: int
+    number: Unsigned  # chosen by the node, never reused
     format: str
     shards: tuple[BatchShard, ...]
-    with_preambles: bool = False
+    with_preambles: bool = False  # the node wants them, too
 
 
-class BatchPreamble(Struct, frozen=True):
+class BatchPreamble(Message, frozen=True):
     """The bytes of the preamble of a shard, which is named by its number in the batch."""
 
-    shard: int
+    shard: Unsigned  # its number in the batch
     content: bytes
 
 
-class BatchIndexed(Struct, frozen=True):
+class BatchIndexed(Message, frozen=True):
     """The end of a batch: the indexes of those of its shards that are not left out, as
-    `IndexFrames` makes them. `unread_count` shards are left out since they could not be read.
+    `IndexFrames` makes them. `unread_count` shards are left out since they could not be read. The
+    node indexes those that are left out one by one, and finds out why.
     """
 
-    number: int
-    indexes: bytes = b""
+    number: Unsigned
+    indexes: bytes = b""  # as in the node's index journal, each under its number in the batch
     preambles: tuple[BatchPreamble, ...] = ()
-    unread_count: int = 0
+    unread_count: Unsigned = 0
 
 
-class ReadPart(Struct, frozen=True):
+class ReadPart(Message, frozen=True):
     """Bytes of a shard of a batch, from that offset on."""
 
-    shard: int
-    offset: int
+    shard: Unsigned  # its number in the batch
+    offset: Unsigned  # in the shard
     content: bytes
 
 
-class BatchParts(Struct, frozen=True):
-    """What was read of a batch."""
+class BatchParts(Message, frozen=True):
+    """The bytes that were read of a batch: first those that its format names as its first reads,
+    then those that the parser has asked for. Bytes that could not be read are left out.
+    """
 
-    number: int
+    number: Unsigned
     parts: tuple[ReadPart, ...]
 
 
-class MissingPart(Struct, frozen=True):
+class MissingPart(Message, frozen=True):
     """Bytes of a shard of a batch that are to be read, too."""
 
-    shard: int
-    place: Region
+    shard: Unsigned  # its number in the batch
+    place: Region  # in the shard
 
 
-class MissingParts(Struct, frozen=True):
+class MissingParts(Message, frozen=True):
     """What is to be read, too; nothing if the batch is over."""
 
-    number: int
+    number: Unsigned
     parts: tuple[MissingPart, ...] = ()
 
 
@@ -82,19 +84,19 @@ ToParserBody = IndexBatch | BatchParts
 FromIndexReadersBody = BatchIndexed | StorePause
 
 
-class ToReader(Struct, frozen=True):
+class ToReader(Message, frozen=True):
     """The envelope of a node's message to the process that reads."""
 
     body: ToReaderBody
 
 
-class ToParser(Struct, frozen=True):
+class ToParser(Message, frozen=True):
     """The envelope of a message to the process that parses."""
 
     body: ToParserBody
 
 
-class FromIndexReaders(Struct, frozen=True):
+class FromIndexReaders(Message, frozen=True):
     """The envelope of a message to the node: of the process that parses, or of the one that
     reads.
     """

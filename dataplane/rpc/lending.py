@@ -1,103 +1,106 @@
 """The messages between a node and its lender, the process that sends blocks to neighbours.
 
-Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
-of proto/dataplane/rpc/v1/neighbours.proto, whose comments are the specification; a test compares
-the two.
+Over a Unix SOCK_SEQPACKET pair, one message per packet; neighbours/wire.py has what crosses the
+network. The node answers each Asked with one Give, GiveDecodedOnly or Refuse; each Give is followed
+by one Given. The lender may end at any moment: then all of its numbers are over.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from dataplane.config import PeerTls
 from dataplane.model import BlockForm, Region
+from dataplane.rpc.codec import Message
+from dataplane.weights import Unsigned
 
 
-class LendingKeys(Struct, frozen=True):
+class LendingKeys(Message, frozen=True):
     """The key of a job's newest generation; b"" if the job has left this node. For it is lent only
-    what is `only_under` these urls; () for everything.
+    what is `only_under` these urls; () for everything. Connections that older generations have
+    opened are closed.
     """
 
     job_id: str
-    generation: int
-    key: bytes
+    generation: Unsigned
+    key: bytes  # 32 bytes; none: the job has left this node
     only_under: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"LendingKeys({self.job_id!r}, {self.generation})"  # no key
 
 
-class StartLending(Struct, frozen=True):
+class StartLending(Message, frozen=True):
     """Who lends. The block arena and the listening socket are sent with it."""
 
-    node_id: str
-    first_number: int = 1
+    node_id: str  # whom neighbours must ask for
+    first_number: Unsigned = 1  # of what is asked: larger than those of lenders before
     log_level: str = "info"
     log_format: str = "text"
-    keys: tuple[LendingKeys, ...] = ()
-    tls: PeerTls | None = None
+    keys: tuple[LendingKeys, ...] = ()  # known before the first neighbour is let in
+    tls: PeerTls | None = None  # of all connections; none: plain text
 
 
-class Asked(Struct, frozen=True):
+class Asked(Message, frozen=True):
     """A neighbour asks for bytes of a block; or for a slab, an encoded MakeSlab, for which it has
     room for `length` bytes. It gets only what is `only_under` these urls, as its key says. With a
     `count` of more than 1: for so many whole blocks of `length` bytes together.
     """
 
-    number: int
+    number: Unsigned
     job_id: str
-    dataset: bytes
-    block: int
-    offset: int
-    length: int
+    dataset: bytes  # 16 bytes
+    block: Unsigned
+    offset: Unsigned  # in the block
+    length: Unsigned
     form: BlockForm
-    node_id: str = ""
-    slab: bytes = b""
-    only_under: tuple[str, ...] = ()
-    count: int = 1
+    node_id: str = ""  # who asks
+    slab: bytes = b""  # an encoded MakeSlab
+    only_under: tuple[str, ...] = ()  # as of the key with which the connection was opened
+    count: Unsigned = 1
 
 
-class Give(Struct, frozen=True):
-    """Send this region of an arena, and those of `more`, after the note."""
+class Give(Message, frozen=True):
+    """Send this region of an arena, and those of `more`, after the note. They stay as they are
+    until Given.
+    """
 
-    number: int
-    region: Region
-    arena_id: int = 0
-    note: bytes = b""
-    more: tuple[Region, ...] = ()
+    number: Unsigned
+    region: Region  # as long as was asked for; of a slab at most so long, or empty
+    arena_id: Unsigned = 0  # 0: the block arena; otherwise one that was lent before
+    note: bytes = b""  # of a slab a Result, of several blocks what became of each
+    more: tuple[Region, ...] = ()  # of the same arena; sent after it
 
 
-class GiveDecodedOnly(Struct, frozen=True):
+class GiveDecodedOnly(Message, frozen=True):
     """Say that there is only the decoded block, of this length."""
 
-    number: int
-    length: int
+    number: Unsigned
+    length: Unsigned
 
 
-class Refuse(Struct, frozen=True):
+class Refuse(Message, frozen=True):
     """Say no; `is_unknown`: since the job of the slab is not open here."""
 
-    number: int
-    is_unknown: bool = False
+    number: Unsigned
+    is_unknown: bool = False  # ask again with `opening`
 
 
-class LendArena(Struct, frozen=True):
+class LendArena(Message, frozen=True):
     """Regions of this arena may be given; its descriptor is sent along."""
 
-    arena_id: int
+    arena_id: Unsigned
 
 
-class ReturnArena(Struct, frozen=True):
+class ReturnArena(Message, frozen=True):
     """No region of this arena will be given any more."""
 
-    arena_id: int
+    arena_id: Unsigned
 
 
-class Given(Struct, frozen=True):
+class Given(Message, frozen=True):
     """The region is no longer read. `sent_bytes` have reached the neighbour: all or none."""
 
-    number: int
-    sent_bytes: int = 0
+    number: Unsigned
+    sent_bytes: Unsigned = 0  # that the neighbour has received; 0 if not all of them
 
 
 ToLenderBody = (
@@ -106,13 +109,13 @@ ToLenderBody = (
 FromLenderBody = Asked | Given
 
 
-class ToLender(Struct, frozen=True):
+class ToLender(Message, frozen=True):
     """The envelope of a node's message to its lender."""
 
     body: ToLenderBody
 
 
-class FromLender(Struct, frozen=True):
+class FromLender(Message, frozen=True):
     """The envelope of a lender's message."""
 
     body: FromLenderBody

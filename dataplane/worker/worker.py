@@ -31,7 +31,7 @@ from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
 from dataplane.rpc import local, tasks
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
 from dataplane.worker.apart import OpenBlock, gather_apart, image_fault, scratch, slab_images_of

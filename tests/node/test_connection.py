@@ -246,26 +246,27 @@ def test_many_connections_of_a_process_have_the_turns_of_one(
     asyncio.run(flooded())
 
 
-@pytest.mark.parametrize(
-    "body", [b"\x1a\x03\x2a\x01x", b"\x1a\x02\x22\x00"], ids=["urls", "messages"]
-)
+@pytest.mark.parametrize("part", [b"\xa1x", b"\x90", b"\xc0"], ids=["urls", "messages", "nothing"])
 def test_a_message_of_a_million_empty_parts_ends_its_session(
-    body: bytes, caplog: pytest.LogCaptureFixture
+    part: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def ended() -> None:
         closed = asyncio.Event()
         peers = Peers(fake_server(closed))
         with peers.connect() as theirs:
-            fd = local._sealed(body * (1 << 20))
+            # A Release of so many slabs.
+            head = b"\x93\xa6ToNode\x00\x93\xa7Release\xa1j\xdd\x00\x10\x00\x00"
+            fd = local._sealed(head + part * (1 << 20))
             try:
-                packet = local._LARGE_PACKET.pack(local._LARGE, len(body) << 20)
+                size = len(head) + (len(part) << 20)
+                packet = local._LARGE_PACKET.pack(local._LARGE, size)
                 local._send_packet(theirs, packet, (fd,))
             finally:
                 os.close(fd)
             await closed.wait()
 
     asyncio.run(ended())
-    assert "more than 131072 elements in lists" in caplog.text
+    assert "more than 262144 values in its lists" in caplog.text
 
 
 def test_a_request_for_a_slab_needs_a_number_of_its_own(tmp_path: Path, arrow: str) -> None:

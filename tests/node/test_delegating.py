@@ -17,7 +17,7 @@ from dataplane.node.dataset import dataset_of
 from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DelegatedJob, DeliveryArena
 from dataplane.rpc import fetches, making, messages, tasks
-from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.codec import decode, encode
 from dataplane.scheduler import events
 from dataplane.scheduler.giving_up import GiveUpSlab
 from dataplane.weights import MixHistory, ShareChange

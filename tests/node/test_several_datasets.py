@@ -22,7 +22,7 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.order import Order, SampleOrder
-from dataplane.rpc.convert import decode
+from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import EndOfStream, FromNodeBody, Layout, Slab
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler

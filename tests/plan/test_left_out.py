@@ -20,7 +20,7 @@ from dataplane.plan.orders import delivered_order, job_order
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones, substitute, substitute_key
-from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.tasks import Assemble
 from dataplane.scheduler.walk import SlabSizes, Walk
 from dataplane.worker.pack_blocks import AskedPacks

@@ -13,7 +13,7 @@ from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.node.mapped_reader import check_allowed
 from dataplane.rpc.bounds import check_name
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import open_store
 from dataplane.store.policy import UrlPolicy

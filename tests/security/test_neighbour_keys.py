@@ -19,7 +19,7 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.errors import ConfigError
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.convert import encode
+from dataplane.rpc.codec import encode
 from dataplane.rpc.membership import JobNodes, StatusRequest
 from dataplane.security.neighbour_keys import NeighbourKeys, keys_in, own_keys
 

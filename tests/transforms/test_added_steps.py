@@ -24,7 +24,7 @@ from dataplane import compiled
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, ImageError
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, StepSpec
-from dataplane.rpc import convert, tasks
+from dataplane.rpc import codec, tasks
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of
 from dataplane.transforms.images import delivered, image_spec
@@ -104,7 +104,7 @@ def test_it_is_declared_checked_sent_and_saved_without_a_change_elsewhere() -> N
     plain = image_spec("jpg", [CenterCrop(8), ToLayout("CHW")])
     spec = image_spec("jpg", [CenterCrop(8), RandomSolarize(128), ToLayout("CHW")])
     assert spec == structs.replace(plain, steps=(StepSpec("RandomSolarize", (128.0, 0.5)),))
-    assert convert.decode(ImageSpec, convert.encode(spec)) == spec
+    assert codec.decode(ImageSpec, codec.encode(spec)) == spec
     assert RandomSolarize(128.0, 0.5) in steps_of(spec).steps
     # The digest of a job with this step is a promise, too.
     digests = [JobSpec("0123456789abcdef" * 2, transforms=(one,)).digest() for one in (plain, spec)]
@@ -122,7 +122,7 @@ def test_a_step_that_crops_needs_no_field_of_its_own() -> None:
     spec = image_spec("jpg", [Resize(64), RandomCrop((24, 32))])
     assert (spec.height, spec.width) == (24, 32)
     assert spec.steps == (StepSpec("RandomCrop", (24.0, 32.0)),)
-    steps = steps_of(convert.decode(ImageSpec, convert.encode(spec)))
+    steps = steps_of(codec.decode(ImageSpec, codec.encode(spec)))
     assert steps.steps[:2] == (Resize(64), RandomCrop((24, 32)))
     assert steps.is_cut
     assert not steps.may_reduce

@@ -18,7 +18,7 @@ from pictures import Encoded, drawn, encoded
 
 from dataplane.errors import ConfigError
 from dataplane.model import ImageSpec, StepSpec
-from dataplane.rpc import convert
+from dataplane.rpc import codec
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, in_order, kind_of, steps_of
 from dataplane.transforms.images import image_spec
@@ -136,7 +136,7 @@ def test_every_step_has_parameters_here() -> None:
 def test_a_saved_spec_stands_for_the_steps_that_it_was_made_of(kind, data) -> None:
     steps = data.draw(lists(kind))
     spec = image_spec("jpg", steps)
-    assert convert.decode(ImageSpec, convert.encode(spec)) == spec
+    assert codec.decode(ImageSpec, codec.encode(spec)) == spec
     found = steps_of(spec)
     assert image_spec("jpg", found.steps) == spec
     checked = {type(step): kind_of(step).checked(step, "") for step in steps}

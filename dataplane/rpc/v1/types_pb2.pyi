@@ -32,17 +32,6 @@ class NullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NULL_POLICY_FILL: _ClassVar[NullPolicy]
     NULL_POLICY_MASK: _ClassVar[NullPolicy]
 
-class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    KIND_UNSPECIFIED: _ClassVar[Kind]
-    KIND_FIXED: _ClassVar[Kind]
-    KIND_PADDED: _ClassVar[Kind]
-    KIND_RAGGED: _ClassVar[Kind]
-    KIND_BYTES: _ClassVar[Kind]
-    KIND_STRING: _ClassVar[Kind]
-    KIND_OBJECT: _ClassVar[Kind]
-    KIND_ARRAY: _ClassVar[Kind]
-
 class Cut(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CUT_UNSPECIFIED: _ClassVar[Cut]
@@ -56,13 +45,6 @@ class Decoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DECODING_AUTO: _ClassVar[Decoding]
     DECODING_EXACT: _ClassVar[Decoding]
     DECODING_FAST: _ClassVar[Decoding]
-
-class BlockForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    BLOCK_FORM_UNSPECIFIED: _ClassVar[BlockForm]
-    BLOCK_FORM_RAW: _ClassVar[BlockForm]
-    BLOCK_FORM_DECODED: _ClassVar[BlockForm]
-    BLOCK_FORM_SLAB: _ClassVar[BlockForm]
 
 class PackPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -97,14 +79,6 @@ TRUNCATION_SIDE_LEFT: TruncationSide
 NULL_POLICY_UNSPECIFIED: NullPolicy
 NULL_POLICY_FILL: NullPolicy
 NULL_POLICY_MASK: NullPolicy
-KIND_UNSPECIFIED: Kind
-KIND_FIXED: Kind
-KIND_PADDED: Kind
-KIND_RAGGED: Kind
-KIND_BYTES: Kind
-KIND_STRING: Kind
-KIND_OBJECT: Kind
-KIND_ARRAY: Kind
 CUT_UNSPECIFIED: Cut
 CUT_WHOLE: Cut
 CUT_CENTER: Cut
@@ -113,10 +87,6 @@ DECODING_UNSPECIFIED: Decoding
 DECODING_AUTO: Decoding
 DECODING_EXACT: Decoding
 DECODING_FAST: Decoding
-BLOCK_FORM_UNSPECIFIED: BlockForm
-BLOCK_FORM_RAW: BlockForm
-BLOCK_FORM_DECODED: BlockForm
-BLOCK_FORM_SLAB: BlockForm
 PACK_POLICY_UNSPECIFIED: PackPolicy
 PACK_POLICY_BEST_FIT: PackPolicy
 PACK_POLICY_WRAP: PackPolicy
@@ -486,35 +456,3 @@ class Topology(_message.Message):
     cp_size: int
     source: str
     def __init__(self, dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
-
-class Region(_message.Message):
-    __slots__ = ("offset", "length")
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    offset: int
-    length: int
-    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
-class ColumnSpec(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "shape")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    kind: Kind
-    dtype: str
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class PeerTls(_message.Message):
-    __slots__ = ("cert", "key", "ca", "peers")
-    CERT_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    CA_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    cert: str
-    key: str
-    ca: str
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, cert: _Optional[str] = ..., key: _Optional[str] = ..., ca: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
