@@ -40,25 +40,23 @@ _OLD_SHARDS = (
 class RunState(Struct, frozen=True):
     """The position of a run: all ranks together have consumed `cursor` samples of `epoch`.
 
-    `options` are the job's options that differ from their default (see `JobSpec.facts`). They and
-    `dataset` are None in states of older versions. `pixels` names the software that decoded the
-    images, "" without images or if unknown. `in_last_step`: the state is the start of an epoch, and
-    was taken in the last step of the one before. `order` is the version of the order; states of
-    version 1 do not name theirs. `digest` covers the rows of all steps so far, if it is known.
-    `mix` are the weights of a mixture, and `asked_weights` names those that its loader was given.
-    `mark` is where the job's ledger was, as far as the run depends on it. `values` are the texts of
-    those options that `options` has as a hash, by name; states of older versions have none.
+    `options` are the job's options that differ from their default (see `JobSpec.facts`). `pixels`
+    names the software that decoded the images, "" without images or if unknown. `in_last_step`: the
+    state is the start of an epoch, and was taken in the last step of the one before. `digest`
+    covers the rows of all steps so far, if it is known. `mix` are the weights of a mixture, and
+    `asked_weights` names those that its loader was given. `mark` is where the job's ledger was, as
+    far as the run depends on it. `values` are the texts of those options that `options` has as a
+    hash, by name.
     """
 
     spec_digest: str
     epoch: int
     cursor: int
     sample_count: int
-    options: Mapping[str, Fact] | None = None
-    dataset: DatasetIdentity | None = None
+    options: Mapping[str, Fact]
+    dataset: DatasetIdentity
     pixels: str = ""
     in_last_step: bool = False
-    order: int = ORDER_VERSION
     digest: RowsDigest | None = None
     mix: MixHistory | None = None
     asked_weights: str = ""
@@ -84,13 +82,12 @@ class RunState(Struct, frozen=True):
             "epoch": self.epoch,
             "cursor": self.cursor,
             "sample_count": self.sample_count,
-            "order": self.order,
+            "order": ORDER_VERSION,
+            "options": dict(self.options),
+            "dataset": {"content": self.dataset.content, "layout": self.dataset.layout},
         }
-        if self.options is not None and self.dataset is not None:
-            saved["options"] = dict(self.options)
-            if self.values:
-                saved["values"] = dict(self.values)
-            saved["dataset"] = {"content": self.dataset.content, "layout": self.dataset.layout}
+        if self.values:
+            saved["values"] = dict(self.values)
         if self.pixels:
             saved["pixels"] = self.pixels
         if self.in_last_step:
@@ -110,8 +107,7 @@ class RunState(Struct, frozen=True):
 
     def normalised(self, spec: JobSpec, gaps: Gaps = NO_GAPS) -> RunState:
         """The same position in canonical form: after the last step of an epoch comes the start of
-        the next one. `gaps` are the positions of the epoch that are skipped. Older versions saved
-        the end of the finished epoch.
+        the next one. `gaps` are the positions of the epoch that are skipped.
         """
         steps = EpochSteps.of(spec, self.sample_count, cursor=self.cursor, gaps=gaps)
         if not self.cursor or steps.count:
@@ -122,7 +118,8 @@ class RunState(Struct, frozen=True):
     def from_dict(cls, saved: object) -> RunState:
         """The inverse of `to_dict`; unknown keys are ignored.
 
-        Raises:  ConfigError: it is not such a state.  VersionMismatch: it was saved by a newer one.
+        Raises:  ConfigError: it is not such a state.  VersionMismatch: it has another version, or
+        its samples another order.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError(
@@ -135,13 +132,8 @@ class RunState(Struct, frozen=True):
                 field="state_dict",
             )
         version = _number(saved, "version")
-        if version > STATE_VERSION:
-            raise VersionMismatch(
-                f"this state has version {version}, and this dataplane knows versions up to "
-                f"{STATE_VERSION}: resume with the dataplane that saved it, or a newer one",
-                expected=STATE_VERSION,
-                found=version,
-            )
+        if version != STATE_VERSION:
+            raise _other_version("this state", STATE_VERSION, version)
         digest = saved.get("spec_digest")
         if not isinstance(digest, str) or not digest:
             raise ConfigError(
@@ -160,12 +152,14 @@ class RunState(Struct, frozen=True):
             raise ConfigError(
                 f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
             )
-        order = _number(saved, "order") if version > 1 else 1
+        order = _number(saved, "order")
+        if order != ORDER_VERSION:
+            raise _other_version("the order of this state's samples", ORDER_VERSION, order)
         rows = saved.get("digest")
         mix, asked = mix_from_dict(saved.get("mixture"))
         return cls(
             digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
-            order, None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
+            None if rows is None else RowsDigest.from_dict(rows, epoch, cursor), mix, asked,
             _mark(saved), _values(saved),
         )  # fmt: skip
 
@@ -174,23 +168,17 @@ class RunState(Struct, frozen=True):
         differ while its names, sizes, blocks and schema do not. Returns whether that was needed.
 
         Raises:  SpecMismatch: the job would read other samples, or in another order or form; names
-        each option that differs with both values.  VersionMismatch: the state is of the middle of
-        an epoch that was shuffled by another version of the order.
+        each option that differs with both values.
         """
         if self.spec_digest == job.digest and self._has_as_many(job):
             return False
-        has_other_order = job.spec.has_versioned_order and self.order != ORDER_VERSION
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field in _ROWS for problem in problems):
             # Another view has another number of rows.
             problems = [each for each in problems if each.field != "dataset"]
-        if has_other_order or any(problem.field in _ABOUT_ROWS for problem in problems):
-            # Options whose defaults follow from the dataset, by a rule of the order's version.
+        if any(problem.field in _ABOUT_ROWS for problem in problems):
+            # Options whose defaults follow from the dataset.
             problems = [each for each in problems if each.field not in _FROM_THE_DATASET]
-        if has_other_order and not problems:
-            self._check_epoch_boundary(job.spec)
-        if self.dataset is None and not problems:
-            problems = [self._unknown(job)]
         if problems:
             sentences = "; ".join(problem.sentence for problem in problems)
             advice = ", and ".join(dict.fromkeys(problem.advice for problem in problems))
@@ -201,21 +189,6 @@ class RunState(Struct, frozen=True):
                 found=problems[0].found,
             )
         return self.dataset != job.dataset
-
-    def _check_epoch_boundary(self, spec: JobSpec) -> None:
-        at = self.normalised(spec)
-        if not at.cursor:
-            return
-        raise VersionMismatch(
-            f"this state is of the middle of epoch {self.epoch} ({self.cursor} of "
-            f"{self.sample_count} samples), which was made by version {self.order} of the "
-            f"order; this release has version {ORDER_VERSION}, and would repeat some samples and "
-            "leave out others. Finish the epoch with the release that saved the state, or begin a "
-            f"whole epoch without loading the state: set_epoch({self.epoch}) reads this epoch "
-            f"again, set_epoch({self.epoch + 1}) skips the rest of it",
-            expected=ORDER_VERSION,
-            found=self.order,
-        )
 
     def _has_as_many(self, job: JobOpened) -> bool:
         # How many samples of its sources a mixture has depends on the weights.
@@ -230,7 +203,7 @@ class RunState(Struct, frozen=True):
                 f"the dataset had {counts[0]} samples and now has {counts[1]}",
                 _OLD_SHARDS,
             )
-        elif self.dataset is None or self.dataset.content == job.dataset.content:
+        elif self.dataset.content == job.dataset.content:
             return
         elif self.dataset.layout != job.dataset.layout:
             yield _Problem(
@@ -255,8 +228,6 @@ class RunState(Struct, frozen=True):
             )
 
     def _option_problems(self, spec: JobSpec) -> Iterator[_Problem]:
-        if self.options is None:
-            return
         options, facts = spec.options(), spec.facts()
         for name in [*options, *sorted(self.options.keys() - options.keys())]:
             value, default = options.get(name, ("unknown to this version of dataplane", None))
@@ -271,16 +242,6 @@ class RunState(Struct, frozen=True):
                     texts = _apart(_shown(before), _shown(now))
                 yield _Problem(name, *texts, f"{name}: {texts[0]} in the state, {texts[1]} here")
 
-    def _unknown(self, job: JobOpened) -> _Problem:
-        names = ", ".join(job.spec.options())
-        return _Problem(
-            "spec_digest",
-            self.spec_digest,
-            job.digest,
-            f"one of these differs: the shards' urls or ETags, {names} (the state was saved by an "
-            "early version, which recorded only a digest of them)",
-        )
-
 
 class _Problem(Struct, frozen=True):
     """One reason why a state does not match, and what the user can do."""
@@ -290,6 +251,16 @@ class _Problem(Struct, frozen=True):
     found: str
     sentence: str
     advice: str = "give the loader the options it had when the state was saved"
+
+
+def _other_version(what: str, expected: int, found: int) -> VersionMismatch:
+    return VersionMismatch(
+        f"{what} has version {found}, and this dataplane reads version {expected}: resume with the "
+        "dataplane that saved the state, or begin at the start of an epoch without the state, with "
+        "set_epoch()",
+        expected=expected,
+        found=found,
+    )
 
 
 def _is_hash(fact: object) -> bool:
@@ -302,8 +273,6 @@ def _share(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    if _is_hash(value):
-        return f"a value that the state, of an older version, does not have (hash {str(value)[1:]})"
     return str(value) if value not in ((), "") else "not given"
 
 
@@ -349,10 +318,8 @@ def _entries(entries: list[Any], equal: int) -> str:
     )
 
 
-def _options(saved: Mapping[object, object]) -> dict[str, Fact] | None:
+def _options(saved: Mapping[object, object]) -> dict[str, Fact]:
     found = saved.get("options")
-    if found is None:
-        return None
     damaged = ConfigError(f"this state is damaged: its options are {found!r:.80}", key="options")
     if not isinstance(found, Mapping):
         raise damaged
@@ -375,10 +342,8 @@ def _values(saved: Mapping[object, object]) -> dict[str, str]:
     raise ConfigError(f"this state is damaged: its values are {found!r:.80}", key="values")
 
 
-def _dataset(saved: Mapping[object, object]) -> DatasetIdentity | None:
+def _dataset(saved: Mapping[object, object]) -> DatasetIdentity:
     found = saved.get("dataset")
-    if found is None:
-        return None
     hashes = [found.get(key) for key in ("content", "layout")] if isinstance(found, Mapping) else []
     match hashes:
         case [str(content), str(layout)]:

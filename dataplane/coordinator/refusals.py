@@ -263,7 +263,6 @@ def differences(job: Job, request: JoinRequest) -> list[Difference]:
     batch.
     """
     found = list(job.spec.differences(request.spec))
-    # A job stored by an older version does not have it.
     if job.pixels and request.pixels and job.pixels != request.pixels:
         found.append(("pixels", job.pixels, request.pixels))
     if request.incarnation != job.incarnation:

@@ -38,7 +38,6 @@ from dataplane.coordinator.records import (
 )
 from dataplane.errors import ConfigError, DataplaneError, NotWrittenError
 from dataplane.machine import lock_holder
-from dataplane.model import ColumnOptions
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -51,19 +50,10 @@ _REMEDY = (
 )
 # A full disk, and one that fails, may be repaired under a running coordinator.
 _PASSING = ("SQLITE_FULL", "SQLITE_IOERR")
-_SCHEMA = """
-CREATE TABLE jobs (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
-                   PRIMARY KEY (job, name)) WITHOUT ROWID;
-CREATE TABLE members (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
-                      PRIMARY KEY (job, name)) WITHOUT ROWID;
-CREATE TABLE incarnations (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
-                           PRIMARY KEY (job, name)) WITHOUT ROWID;
-"""
-# Tables that came later: an older release leaves them alone.
-_LATER_SCHEMA = """
-CREATE TABLE IF NOT EXISTS ledger (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
-                                   PRIMARY KEY (job, name)) WITHOUT ROWID;
-"""
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS {} (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL, "
+    "PRIMARY KEY (job, name)) WITHOUT ROWID"
+)
 _TABLES: dict[type[Record], str] = {
     Job: "jobs",
     Member: "members",
@@ -121,7 +111,7 @@ class JobStore:
         except Exception as error:  # whatever is wrong with what was stored
             raise ConfigError(
                 f"{self.path}: the record {name[:_SHOWN_MAX]!r} of {table} cannot be read "
-                f"({type(error).__name__}: {str(error)[:_SHOWN_MAX]}). A newer version of "
+                f"({type(error).__name__}: {str(error)[:_SHOWN_MAX]}). Another version of "
                 f"Dataplane has written it: use that version; or it is damaged: {_REMEDY}",
                 path=self.path,
             ) from error
@@ -160,8 +150,6 @@ class JobStore:
             version = self._pragma("user_version")
             application = self._pragma("application_id")
             if version == 0 and application == 0 and self._is_empty():
-                for statement in filter(str.strip, _SCHEMA.split(";")):
-                    self._db.execute(statement)
                 self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif application != _APPLICATION_ID:
@@ -177,7 +165,8 @@ class JobStore:
                     expected=SCHEMA_VERSION,
                     found=version,
                 )
-            self._db.execute(_LATER_SCHEMA)
+            for table in _TABLES.values():
+                self._db.execute(_TABLE.format(table))
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise self._damaged(str(verdict))
@@ -274,20 +263,10 @@ def _body(write: Keep) -> str:
 
 
 def _read(cls: type[Record], body: str) -> Record:
-    plain = json.loads(body)
-    if cls is Job:
-        _gather_column_options(plain["spec"])
-    record: Record = _restored(cls, plain)
+    record: Record = _restored(cls, json.loads(body))
     # Of the types that the rest relies on.
     msgspec.convert(msgspec.to_builtins(record), cls)
     return record
-
-
-def _gather_column_options(spec: dict[str, Any]) -> None:
-    """Move column options into one object: older versions stored each as a field of the spec."""
-    if "column_options" not in spec:
-        names = set(ColumnOptions.__struct_fields__).intersection(spec)
-        spec["column_options"] = {name: spec.pop(name) for name in names}
 
 
 def _restored(hint: Any, plain: Any) -> Any:

@@ -406,8 +406,7 @@ def _refuse_unknown(
                 f"{url}: record {number} of its block, at byte {starts[number]}, has a feature "
                 f"{field!r}, which indexing did not see: of records beyond 1 MiB, it reads only "
                 f"those among the first {SAMPLE_RECORDS} and the first 4 MiB of a shard. Put a "
-                "record that has it at the start of a shard, make a saved manifest of an older "
-                "version again with `dataplane index -o`, or leave the feature out with "
+                "record that has it at the start of a shard, or leave the feature out with "
                 f"columns=[…]: {', '.join(names)}",
                 shard=url,
                 offset=starts[number],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -86,22 +86,6 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
             gap[:, 1:] -= offset[:, :-1] + length[:, :-1]
             encoded.append(_encoded(gap, length, decoded))
         return cls(len(blocks), count, tuple(encoded))
-
-    @classmethod
-    def from_lists(
-        cls, gap: NDArray[Any], length: NDArray[Any], decoded: NDArray[Any], block_count: int
-    ) -> Self | None:
-        """From int64[K * F] each, as manifests had them; None for empty lists.
-
-        Raises:  ValueError: they do not match the number of blocks.
-        """
-        if not len(gap) + len(length) + len(decoded):
-            return None
-        shape = (block_count, len(gap) // block_count)
-        tables = [np.asarray(each, np.int64).reshape(shape) for each in (gap, length, decoded)]
-        parts = _parts(*shape)
-        encoded = (_encoded(*(each[first:stop] for each in tables)) for first, stop in parts)
-        return cls(*shape, tuple(encoded))
 
     def parts(self) -> Iterator[PlacesPart]:
         """The places of all blocks, part by part.

@@ -46,6 +46,7 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_decoded", np.dtype(np.int64)),
 )
 _BLOCK_LISTS = ("rows", "gap", "length", "decoded")
+# Of nothing: the places of columns lie behind the table.
 _COLUMN_LISTS = ("column_gap", "column_length", "column_decoded")
 _FILE_SCHEMA = pa.schema(
     [
@@ -356,6 +357,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
     before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)
     offset -= length
     offset -= spread(before, starts)
+    size = int(metadata[b"column_places"])
     shards = ShardTable(
         arrow.texts_of(batch.column("url")),
         arrow.texts_of(batch.column("etag")),
@@ -377,20 +379,9 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
         block_offset=offset,
         block_length=length,
         block_decoded=decoded,
-        column_places=_column_places(batch, metadata, body, len(rows)),
-        nulls=NullCounts.from_bytes(metadata.get(b"nulls", b"")),
-        categories=categories_from_bytes(metadata.get(b"categories", b"")),
-        pack_counts=categories_from_bytes(metadata.get(b"pack_counts", b"")),
-        view_counts=counts_from_bytes(metadata.get(b"views", b""), len(rows)),
+        column_places=ColumnPlaces.from_bytes(body[len(body) - size :]) if size else None,
+        nulls=NullCounts.from_bytes(metadata[b"nulls"]),
+        categories=categories_from_bytes(metadata[b"categories"]),
+        pack_counts=categories_from_bytes(metadata[b"pack_counts"]),
+        view_counts=counts_from_bytes(metadata[b"views"], len(rows)),
     )
-
-
-def _column_places(
-    batch: Any, metadata: dict[bytes, bytes], body: memoryview, block_count: int
-) -> ColumnPlaces | None:
-    size = int(metadata.get(b"column_places", b"0"))
-    if size:
-        return ColumnPlaces.from_bytes(body[len(body) - size :])
-    # As earlier releases wrote them.
-    gap, length, decoded = (arrow.values_of_lists(batch.column(name)) for name in _COLUMN_LISTS)
-    return ColumnPlaces.from_lists(gap, length, decoded, block_count)

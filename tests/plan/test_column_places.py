@@ -57,13 +57,6 @@ def test_column_places_survive_encoding(
         assert tables(again) == tables(first) == [[row[at::3] for row in drawn] for at in range(3)]
 
 
-def test_lists_of_earlier_manifests_are_the_same_places() -> None:
-    lists = ([3, 0, 0, 0, 0, 4], [10, 7, 0, 0, 5, 1], [20, 8, 0, 0, 6, 2])
-    found = ColumnPlaces.from_lists(*(np.array(each) for each in lists), block_count=3)
-    assert found is not None
-    assert tables(found) == tables(places())
-
-
 def test_places_of_equal_blocks_take_no_memory() -> None:
     blocks = [(0, 400_000, 400_000, 400_064, 7_000, 7_000)] * 40_000
     found = ColumnPlaces.of(blocks)
@@ -88,10 +81,8 @@ def test_damaged_places_are_refused() -> None:
 
 
 def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = np.empty(0, np.int64)
     assert ColumnPlaces.of([]) is None
     assert ColumnPlaces.of([(), ()]) is None
-    assert ColumnPlaces.from_lists(nothing, nothing, nothing, 3) is None
     for most, is_kept in ((6, True), (5, False)):
         monkeypatch.setattr(column_places, "PLACES_MAX", most)
         assert (ColumnPlaces.of(TWO) is not None) == is_kept

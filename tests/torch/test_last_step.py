@@ -13,9 +13,8 @@ URL = "s3://bucket/shards/*.parquet"
 @pytest.mark.parametrize(("count", "end", "steps"), [
     (32, "ragged", 4), (30, "ragged", 4), (30, "pad", 4), (30, "drop", 3), (3, "pad", 1),
 ])  # fmt: skip
-@pytest.mark.parametrize("is_old", [False, True])
 def test_a_state_of_the_last_step_is_an_empty_pass_and_one_after_the_loop_is_not(
-    fake, count, end, steps, is_old
+    fake, count, end, steps
 ) -> None:
     fake(sample_count=count)
     states = []
@@ -26,9 +25,6 @@ def test_a_state_of_the_last_step_is_an_empty_pass_and_one_after_the_loop_is_not
                 state = loader.state_dict()
             over = loader.state_dict()
             states.append(state)
-            if is_old:  # from an older version, whose states named the end of the finished epoch
-                state = {**state, "epoch": 0, "cursor": min(count, 8 * steps)}
-                del state["in_last_step"]
             assert {**over, "in_last_step": True} == states[-1]
             assert (states[-1]["epoch"], states[-1]["cursor"]) == (1, 0)
         with DataLoader(URL, **place) as loader:

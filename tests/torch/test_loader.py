@@ -395,18 +395,19 @@ def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
         ([1], ConfigError),
         ({"version": "1"}, ConfigError),
         (
-            {"version": 1, "spec_digest": "d", "epoch": -1, "cursor": 0, "sample_count": 1},
+            {"version": 2, "spec_digest": "d", "epoch": -1, "cursor": 0, "sample_count": 1},
             ConfigError,
         ),
         (
-            {"version": 1, "spec_digest": "d", "epoch": 0, "cursor": 2, "sample_count": 1},
+            {"version": 2, "spec_digest": "d", "epoch": 0, "cursor": 2, "sample_count": 1},
             ConfigError,
         ),
-        ({"version": 1, "epoch": 0, "cursor": 2, "sample_count": 1}, ConfigError),
+        ({"version": 2, "epoch": 0, "cursor": 2, "sample_count": 1}, ConfigError),
         (
-            {"version": 1, "spec_digest": "d", "epoch": 0.5, "cursor": 0, "sample_count": 1},
+            {"version": 2, "spec_digest": "d", "epoch": 0.5, "cursor": 0, "sample_count": 1},
             ConfigError,
         ),
+        ({"version": 1}, VersionMismatch),
         ({"version": 3}, VersionMismatch),
         *(
             (

@@ -59,8 +59,7 @@ class PassState(Struct, frozen=True):
     """A pass after `step` batches. `worker_count` is 0 where the trainer itself loads.
 
     `length` is the dataset's, None where that has none or where it does not matter. `samplers`
-    names the classes that draw the indices; None for iterable datasets, and in states that were
-    saved before states recorded it.
+    names the classes that draw the indices; None for iterable datasets.
     """
 
     is_iterable: bool
@@ -80,7 +79,7 @@ class PassState(Struct, frozen=True):
         """As plain values: all JSON, except for the contents of the user's own states."""
         sampler = {**structs.asdict(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
-            del sampler["made_with"]  # which older versions do not know
+            del sampler["made_with"]
         saved = {
             "version": VERSION,
             "source": "iterable" if self.is_iterable else "map",
@@ -131,7 +130,7 @@ class PassState(Struct, frozen=True):
                     WorkerState(**{name: _plain(value) for name, value in worker.items()})
                     for worker in given["workers"]
                 ),
-                samplers=given.get("samplers"),
+                samplers=given["samplers"],
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
@@ -208,7 +207,7 @@ class PassState(Struct, frozen=True):
             )
         # Between two epochs a sampler may be replaced by any other.
         is_under_way = self.step > 0 and not self.is_finished
-        if is_under_way and self.samplers is not None and self.samplers != now.samplers:
+        if is_under_way and self.samplers != now.samplers:
             raise ConfigError(
                 f"the state was taken in the middle of an epoch drawn by {self.samplers}, and this "
                 f"loader draws by {now.samplers}: some samples would repeat, others be skipped. "

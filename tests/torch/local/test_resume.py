@@ -395,14 +395,11 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
             loader.load_state_dict(state)
 
 
-def test_a_sampler_may_be_replaced_between_epochs_and_by_states_that_name_none() -> None:
+def test_a_sampler_may_be_replaced_between_epochs() -> None:
     ended = taken(DataLoader(Samples("int", 8), 2), 5)
-    begun = taken(DataLoader(Samples("int", 8), 2), 2)
-    del begun["samplers"], begun["checksum"]
-    for state, steps in ((ended, 4), (begun, 2)):
-        with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
-            loader.load_state_dict(state)
-            assert len(list(loader)) == steps
+    with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
+        loader.load_state_dict(ended)
+        assert len(list(loader)) == 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
