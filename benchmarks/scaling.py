@@ -1,12 +1,13 @@
 """Do workers and reads add up? What each does here is to wait, so two cores are enough to see it.
 
-    python benchmarks/scaling.py [--workers 4 16] [--only collate map store] [--json FILE]
+    python benchmarks/scaling.py [--workers 4 16] [--only collate map images store] [--json FILE]
 
-`collate` waits 0.1 s for each batch of 4 MiB, and `map` 0.25 s for each block of 1 MiB: each runs
-once with each number of workers, in a process of its own with an embedded node. A line has the
-calls a second, how many ran at the same time on average, and after how many seconds nine tenths of
-that ran at once. The ratios are those of the last number of workers to the first: on a busy machine
-trust "at once", since calls take longer there. The first second after the first call is left out.
+`collate` waits 0.1 s for each batch of 4 MiB, `map` 0.25 s for each block of 1 MiB, and `images`
+50 ms for each small JPEG, in batches of 64: each runs once with each number of workers, in a
+process of its own with an embedded node. A line has the calls a second, how many ran at the same
+time on average, and after how many seconds nine tenths of that ran at once. The ratios are those of
+the last number of workers to the first: on a busy machine trust "at once", since calls take longer
+there. The first second after the first call is left out.
 
 `store` is an S3 server that answers each request after `--latency-ms`, at the speed of memory. Its
 line has the GB/s, and the reads and MB that were asked for and not answered, in the first second
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -39,8 +41,9 @@ from dataplane_bench.processes import pause, running, tail
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-KINDS = ("collate", "map", "store")
-COLLATE_S, MAP_S = 0.1, 0.25
+KINDS = ("collate", "map", "images", "store")
+COLLATE_S, MAP_S, IMAGE_S = 0.1, 0.25, 0.05
+IMAGES, IMAGE_BATCH, SIDE = 2048, 64, 96
 BATCH_BYTES, BLOCK_BYTES, ROW_BYTES = 4 << 20, 1 << 20, 8 << 10
 SHARDS = 8
 SETTLED_S = 1.0
@@ -51,18 +54,32 @@ EVENT = np.dtype([("at", np.float64), ("size", np.int64)])
 
 def collate(batch: dict[str, Any]) -> dict[str, Any]:
     """A collate that waits."""
-    _wait(COLLATE_S)
+    wait(COLLATE_S)
     return batch
 
 
 def block_map(columns: dict[str, Any]) -> dict[str, Any]:
     """A map that waits. The call over 64 rows, which finds the types, does not count."""
     if len(columns["row"]) == BLOCK_BYTES // ROW_BYTES:
-        _wait(MAP_S)
+        wait(MAP_S)
     return columns
 
 
-def _wait(seconds: float) -> None:
+# Image steps are our own code, so all processes get one that waits when they start.
+_SITE = f"""
+import scaling
+from dataplane.transforms import pixels
+render = pixels.render
+def waiting(places, *given, **named):
+    for _ in range(len(places)):
+        scaling.wait({IMAGE_S})
+    return render(places, *given, **named)
+pixels.render = waiting
+"""
+
+
+def wait(seconds: float) -> None:
+    """Wait, and note that one more is at it."""
     with Path(os.environ[LOG]).open("ab", buffering=0) as log:
         log.write(_event(1))
         pause(seconds)
@@ -84,6 +101,20 @@ def _write(folder: Path, mib: int, block_bytes: int) -> None:
         pq.write_table(
             table, path, row_group_size=rows_a_group, compression="NONE", use_dictionary=False
         )
+
+
+def _write_images(folder: Path) -> None:
+    """One shard of JPEGs, in row groups of 64."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    encoded = []
+    for _ in range(IMAGES):
+        file = io.BytesIO()
+        Image.fromarray(random.integers(0, 255, (SIDE, SIDE, 3), np.uint8)).save(file, "JPEG")
+        encoded.append(file.getvalue())
+    pq.write_table(pa.table({"image": encoded}), folder / "000.parquet", row_group_size=64)
+    (folder / "sitecustomize.py").write_text(_SITE)
 
 
 class Counted:
@@ -142,13 +173,16 @@ def _measured(
 
 def _read(kind: str, url: str) -> None:
     """Read for ever, as a trainer that never computes."""
+    import dataplane_torch
     import scaling  # functions are found by module and name in the node's workers
-    from dataplane_torch import DataLoader
 
+    count = IMAGE_BATCH if kind == "images" else BATCH_BYTES // ROW_BYTES
     given: dict[str, Any] = {"map": scaling.block_map} if kind == "map" else {}
     if kind == "collate":
         given = {"collate": scaling.collate}
-    with DataLoader(url, BATCH_BYTES // ROW_BYTES, shuffle=True, seed=1, **given) as loader:
+    if kind == "images":
+        given = {"transforms": {"image": [dataplane_torch.CenterCrop(SIDE)]}}
+    with dataplane_torch.DataLoader(url, count, shuffle=True, seed=1, **given) as loader:
         while True:
             for _ in loader:
                 pass
@@ -156,7 +190,10 @@ def _read(kind: str, url: str) -> None:
 
 def _calls(folder: Path, kind: str, workers: int, seconds: float) -> dict[str, Any]:
     environment = {**os.environ, "DATAPLANE_WORKER_COUNT": str(workers)}
-    events = _measured(folder, kind, environment, str(folder / kind), seconds)
+    if kind == "images":
+        paths = [str(folder / kind), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    events = _measured(folder, kind, environment, f"{folder / kind}/*.parquet", seconds)
     counted = Counted(events, events["at"][0], seconds)
     busy = counted.mean(SETTLED_S, seconds)
     return {
@@ -174,6 +211,8 @@ def _show_calls(folder: Path, kind: str, workers: list[int], seconds: float) -> 
         # Each block is mapped once, so there must be enough for all workers until the end.
         count = 1.2 * max(workers) * seconds / MAP_S
         _write(folder / kind, int(count * BLOCK_BYTES) >> 20, BLOCK_BYTES)
+    elif kind == "images":
+        _write_images(folder / kind)
     else:
         _write(folder / kind, 64, 1 << 20)
     rows = []
