@@ -108,10 +108,9 @@ def _bar() -> Iterator[_Bar]:
 )
 @click.option(
     "--scale",
-    default=1.0,
-    show_default=True,
     type=click.FloatRange(0.01, 100),
-    help="Size of the generated samples; 1 is about 0.5 GB of tokens.",
+    help="Size of the generated samples; 1 is about 0.5 GB of tokens. Default: 1, or 8 to 20 if "
+    "all cases of a workload are s3-cold or s3-steady.",
 )
 @click.option(
     "--batch-size", type=click.IntRange(1, 1 << 20), help="Batch size for your own samples."

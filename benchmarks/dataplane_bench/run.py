@@ -22,14 +22,14 @@ from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Show
 from dataplane_bench.cores import CoreIds, Division, confined, divided
 from dataplane_bench.machine import machine_facts
-from dataplane_bench.model import BenchCase, StorageKind, Workload
+from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
 from dataplane_bench.scenarios.base import Scale, Scenario
 from dataplane_bench.scenarios.registry import MADE, OTHERS, SCENARIOS, WORKLOADS
 from dataplane_bench.trial.launch import Timing
-from dataplane_bench.workloads.generate import generated
+from dataplane_bench.workloads.generate import RECIPES, generated
 from dataplane_bench.workloads.own import own
 from dataplane_bench.workloads.storage import s3_storage
 
@@ -44,7 +44,8 @@ _RUN = "run-"
 class Options:
     """The user's choices. `scenarios` are "name" or "name/case"; none means every workload from
     local disk. Scenarios about ranks, jobs, starts and steps load `workload`. Cases that read from
-    S3 run once for each of `s3_delay_ms`, and with `s3_tls` once more over TLS.
+    S3 run once for each of `s3_delay_ms`, and with `s3_tls` once more over TLS. Without a `scale`,
+    samples are as many as `scale_of` says.
     """
 
     urls: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Options:
     ranks: int = 4
     rounds: int = 3
     window_s: float = 1.5
-    scale: float = 1.0
+    scale: float | None = None
     batch_size: int | None = None
     byte_limit: int = 1 << 30
     s3_delay_ms: tuple[float, ...] = (20.0,)
@@ -230,14 +231,27 @@ def _own(options: Options, root: Path, show: Show) -> Workload:
     return workload
 
 
+def scale_of(name: str, options: Options, plan: Sequence[Chosen]) -> float:
+    """How many times the samples of a recipe its workload has. By default once; more if all chosen
+    cases read it from S3: a second of data measures starts, and a quarter of it is not the memory
+    of any host.
+    """
+    if options.scale is not None:
+        return options.scale
+    cases = [case for _, cases in plan for case in cases if case.workload == name]
+    is_long = all((case.store, case.mode) == (StorageKind.S3, Mode.EPOCH) for case in cases)
+    return RECIPES[name].s3_scale if is_long else 1.0
+
+
 def _workloads(
     options: Options, plan: Sequence[Chosen], mine: Workload | None, root: Path, show: Show
 ) -> dict[str, Workload]:
     found = {}
     for name in dict.fromkeys(case.workload for _, cases in plan for case in cases):
+        scale = scale_of(name, options, plan)
         if mine is None:
-            show.note(f"{name}: samples")
-        found[name] = mine or generated(name, root / "source", options.scale)
+            show.note(f"{name}: samples, --scale {scale:g}")
+        found[name] = mine or generated(name, root / "source", scale)
     return found
 
 

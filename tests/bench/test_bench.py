@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from dataplane_bench.peers.registry import adapter
-from dataplane_bench.run import Options, _scratch, chosen
+from dataplane_bench.run import Options, _scratch, chosen, scale_of
 from dataplane_bench.scenarios.base import Scale, local_and_s3
 from dataplane_bench.workloads.generate import generated
 
@@ -44,6 +44,21 @@ def bench(environment, *arguments, status=0):
 def systems_of(report, scenario=0, case=0):
     found = report["scenarios"][scenario]["cases"][case]["systems"]
     return {system["name"]: system for system in found}
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "given", "scale"),
+    [
+        (("tokens/s3-cold", "tokens/s3-steady", "images/local"), None, 8.0),
+        (("tokens/s3-cold", "tokens/local"), None, 1.0),
+        (("tokens/s3-cold", "first-batch/s3"), None, 1.0),
+        (("tokens/s3-cold",), 0.5, 0.5),
+        ((), None, 1.0),
+    ],
+)
+def test_cases_that_read_s3_alone_have_ten_seconds_of_samples(scenarios, given, scale):
+    options = Options(scenarios=scenarios, scale=given)
+    assert scale_of("tokens", options, chosen(options, "")) == scale
 
 
 def examples():

@@ -150,4 +150,5 @@ RECIPE = Recipe(
     batch_size=64,
     step_ms=100.0,
     write=_write,
+    s3_scale=12,
 )

@@ -19,7 +19,8 @@ class Recipe:
     """How samples of one kind are made. Raise `version` whenever the output bytes change.
 
     `write` puts so many samples as Parquet shards into an empty folder; one thread of it at a time.
-    `parts` are those of a mixture with so many samples.
+    `parts` are those of a mixture with so many samples. `s3_scale` times as many take the fastest
+    loader ten seconds or so to read from S3, on two cores.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Recipe:
     delivery: BatchKind = BatchKind.STORED
     length: int = 0
     parts: Callable[[int], tuple[WorkloadPart, ...]] = lambda _: ()
+    s3_scale: float = 1.0
 
 
 def shards(

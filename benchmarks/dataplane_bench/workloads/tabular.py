@@ -71,4 +71,5 @@ RECIPE = Recipe(
     batch_size=8192,
     step_ms=5.0,
     write=_write,
+    s3_scale=10,
 )

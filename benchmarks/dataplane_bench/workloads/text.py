@@ -53,4 +53,5 @@ RECIPE = Recipe(
     batch_size=64,
     step_ms=5.0,
     write=_write,
+    s3_scale=20,
 )

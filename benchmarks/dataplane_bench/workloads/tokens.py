@@ -45,4 +45,5 @@ RECIPE = Recipe(
     batch_size=32,
     step_ms=2.0,
     write=_write,
+    s3_scale=8,
 )
