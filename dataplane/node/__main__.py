@@ -30,13 +30,20 @@ if TYPE_CHECKING:
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
 _LOOK_S = 0.5
+_REFUSED = 2
 
 
 def main() -> int:
-    """Exit status 0: it ended normally."""
+    """Exit status 0: it ended normally; 2: dataplane did not start it."""
     names = ["listener-fd=", "fork-server-fd=", "stderr-fd=", "opening-fd=", "bytecode="]
     # Not argparse: that takes 8 ms, while a trainer waits for its first batch.
-    given = dict(getopt.getopt(sys.argv[1:], "", [*names, "embedded"])[0])
+    try:
+        given = dict(getopt.getopt(sys.argv[1:], "", [*names, "embedded"])[0])
+    except getopt.GetoptError:
+        given = {}
+    if not {"--listener-fd", "--fork-server-fd"} & given.keys():
+        sys.stderr.write(f"loaders start this; `dataplane serve` is for people:\n\n{__doc__}")
+        return _REFUSED
     if folder := given.get("--bytecode"):
         bytecode.keep_in(folder)
     from dataplane import collector
@@ -141,7 +148,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | 
             ahead = None
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
-        return 2
+        return _REFUSED
     except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
         background.end_process("node", error)
     return 0

@@ -38,6 +38,15 @@ def test_a_node_gets_its_listener_also_from_a_trainer_without_standard_streams(c
     assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("given", [[], ["--help"], ["--listener-fd"], ["--stderr-fd", "2"]])
+def test_a_node_without_a_listener_says_who_starts_it(given: list[str]) -> None:
+    command = [sys.executable, "-P", "-m", "dataplane.node", *given]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "`dataplane serve`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 _NOTED = """
 import os, sys
 from dataplane.node import __main__ as node
