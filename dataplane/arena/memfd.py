@@ -24,6 +24,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+from typing_extensions import Buffer
+
 from dataplane.arena import pages
 from dataplane.errors import BudgetTooSmall, ClosedError
 from dataplane.units import ways_to_set
@@ -67,10 +69,10 @@ class NewMemory:
         self._arena, self._at, self._end = arena, offset, offset + length
         self._offset = offset
 
-    def write(self, body: bytes) -> int:
+    def write(self, body: Buffer) -> int:
         """Write these bytes."""
-        body = body[: self._end - self._at]
-        return self._fill(len(body), lambda at: os.pwrite(self._arena.fd, body, at))
+        part = memoryview(body)[: self._end - self._at]
+        return self._fill(len(part), lambda at: os.pwrite(self._arena.fd, part, at))
 
     def move(self, pipe: int, count: int) -> int:
         """Take up to this many bytes from a pipe."""

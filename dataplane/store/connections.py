@@ -39,6 +39,7 @@ _SPLICE_BYTES_MIN = 256 << 10
 """From how many bytes on it pays to move them through a pipe."""
 _HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
 _PIPE_BYTES = 1 << 20
+_COPY_BYTES = 256 << 10
 _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 """What a kernel says that cannot splice from sockets, or to this memory."""
 
@@ -208,16 +209,13 @@ class Connections:
         """
         connection.patience.silence_s = self._silence_s
         sink = None if _is_tls(connection) else race.sink(into)
-        at = 0 if sink is None else _moved(answer, sink, len(into))
-        if at == len(into):
-            return at
-        race.sent()
-        while at < len(into):
-            count = answer.readinto(into[at:])
-            if not count:
-                break
-            at += count
-        return at
+        if sink is None:
+            race.sent()
+            return _received(answer, into)
+        # That memory is new: the kernel need neither clear it nor map it for us.
+        at = _moved(answer, sink, len(into))
+        # The answer notices its end only if it reads to it itself.
+        return at + _copied(answer, sink, len(into) - at)
 
     def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
         """It is no longer in use. `is_whole`: all of the answer was read, so it may be reused."""
@@ -254,46 +252,85 @@ def _is_tls(connection: TimedConnection) -> bool:
 
 
 def _moved(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:
-    """Move the next `length` bytes of an answer to where they belong, without mapping that memory:
-    the kernel neither clears it nor handles a fault for each page, and copies the bytes once. Fewer
-    are moved if the answer ends, or none if this kernel or this answer is not suitable.
+    """Move the next `length` bytes of an answer but for the last one to where they belong: the
+    kernel copies them once. Fewer are moved if the answer ends, or none if this kernel or this
+    answer is not suitable.
 
     Raises:  as `Connections.fill`.
     """
     is_long = length >= _SPLICE_BYTES_MIN
     if not is_long or not isinstance(answer, _Answer) or answer.chunked or answer.length is None:
         return 0
-    length = min(length, answer.length)
+    length = min(length, answer.length) - 1
     at = _written(sink, answer.read1(_HEAD_BYTES))  # what came with the head
     into, out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         # A user's pipes share a limit. With a small one this takes more calls.
         with contextlib.suppress(OSError):
             fcntl.fcntl(out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        while at < length - 1:
-            moved = answer.arriving.move(out, min(length - 1 - at, _PIPE_BYTES))
+        while at < length:
+            moved = answer.arriving.move(out, min(length - at, _PIPE_BYTES))
             if not moved:
-                return at
+                break
             answer.length = answer.length - moved
             at += moved
-            while moved:
-                moved -= sink.move(into, moved)
+            if not _emptied(into, sink, moved):
+                break
     except OSError as error:
-        if error.errno not in _NO_SPLICE or at > _HEAD_BYTES:
+        if error.errno not in _NO_SPLICE:
             raise
-        return at
     finally:
         os.close(into)
         os.close(out)
-    # The answer notices its end only if it reads to it itself.
-    return at + _written(sink, answer.read(1))
-
-
-def _written(sink: Sink, body: bytes) -> int:
-    at = 0
-    while at < len(body):
-        at += sink.write(body[at:])
     return at
+
+
+def _emptied(pipe: int, sink: Sink, count: int) -> bool:
+    """Move this many bytes out of a pipe. Whether the kernel can do that without copying them."""
+    try:
+        while count:
+            count -= sink.move(pipe, count)
+    except OSError as error:
+        if error.errno not in _NO_SPLICE:
+            raise
+        while count:
+            count -= _written(sink, os.read(pipe, count))
+        return False
+    return True
+
+
+def _copied(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:
+    """Copy the next `length` bytes of an answer to where they belong, by way of our own memory.
+    Fewer are copied only if the answer ends.
+
+    Raises:  as `Connections.fill`.
+    """
+    buffer = memoryview(bytearray(min(length, _COPY_BYTES)))
+    at = 0
+    while at < length:
+        part = buffer[: length - at]
+        count = _received(answer, part)
+        at += _written(sink, part[:count])
+        if count < len(part):
+            break
+    return at
+
+
+def _received(answer: http.client.HTTPResponse, into: memoryview) -> int:
+    at = 0
+    while at < len(into):
+        count = answer.readinto(into[at:])
+        if not count:
+            break
+        at += count
+    return at
+
+
+def _written(sink: Sink, body: Buffer) -> int:
+    left = memoryview(body)
+    while left:
+        left = left[sink.write(left) :]
+    return len(memoryview(body))
 
 
 def _probe(sock: socket.socket, silence_s: float) -> None:

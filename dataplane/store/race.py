@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from typing_extensions import Buffer
+
 
 class EndedEarlyError(Exception):
     """Somebody else has read these bytes: this read is over, and has no result."""
@@ -25,7 +27,7 @@ class Sink(Protocol):
     many bytes it has put behind those of the last one, and raises what `Race.sent` may raise.
     """
 
-    def write(self, body: bytes) -> int:
+    def write(self, body: Buffer) -> int:
         """Write these bytes."""
 
     def move(self, pipe: int, count: int) -> int:

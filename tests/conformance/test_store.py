@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import fsspec
 import pytest
 from servers import S3Server
 
+from dataplane.arena.memfd import Arena
 from dataplane.errors import (
     DatasetChangedError,
     ShardNotFound,
@@ -222,6 +224,25 @@ def test_memory_is_made_ready_once_before_anything_is_written_into_it(place: Pla
         with raced(Race(make_ready)):
             fill(place.store, place.url("object"), 0, etag, memoryview(memory))
         assert (ready, memory) == ([1], body[:length])
+
+
+def test_new_memory_of_an_arena_is_filled_like_any_other(place: Place) -> None:
+    body = os.urandom(700_000)
+    place.put({"object": body})
+    etag = place.store.head(place.url("object")).etag
+    arena = Arena.create("test", 1 << 20)
+    make_ready = partial(arena.prepare, 0, arena.size_bytes)
+    for parts in ((70_000,), (500_000,), (300_000, 1, 100_000, 299_999)):
+        views, at = [], 4096
+        for length in parts:
+            views.append(arena.view(at, length))
+            at += length + 4096
+        with raced(Race(make_ready, arena.new_memory)):
+            fill(place.store, place.url("object"), 0, etag, *views)
+        assert b"".join(views) == body[: sum(parts)]
+        for view in views:
+            view.release()
+    arena.close()
 
 
 def test_a_read_past_the_end_is_truncated(place: Place) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import http.client
 import os
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,12 +61,21 @@ def _fill(store: Store, etag: str, offset: int = 10, length: int = LENGTH) -> by
         into = bytearray(length)
         store.read_into(URL, offset, etag, memoryview(into))
         return bytes(into)
+    return _fill_new(store, etag, offset, length, Arena.prepare)
+
+
+def _fill_new(
+    store: Store,
+    etag: str,
+    offset: int,
+    length: int,
+    prepare: Callable[[Arena, int, int], None],
+) -> bytes:
+    assert isinstance(store, Filling)
     arena = Arena.create("test", 4096 + length)
     try:
-        with (
-            arena.view(4096, length) as view,
-            raced(Race(partial(arena.prepare, 4096, length), arena.new_memory)),
-        ):
+        make_ready = partial(prepare, arena, 4096, length)
+        with arena.view(4096, length) as view, raced(Race(make_ready, arena.new_memory)):
             store.read_into(URL, offset, etag, view)
             assert not any(arena.view(0, 4096))
             return bytes(view)
@@ -82,6 +92,31 @@ def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> N
         assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
     assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")] * 3
     assert len(awry.open) <= 2, "one of obstore's, one of ours"
+
+
+def _unprepared(arena: Arena, offset: int, length: int) -> None:
+    raise AssertionError(f"{length} bytes of new memory are mapped before they are filled")
+
+
+@pytest.mark.parametrize("kept_from", ["nothing", "sockets", "memory"])
+def test_new_memory_is_filled_unmapped_also_where_the_kernel_cannot_splice(
+    awry: Awry, monkeypatch: pytest.MonkeyPatch, kept_from: str
+) -> None:
+    splice = os.splice
+
+    def refused(source: int, target: int, count: int, **options: int) -> int:
+        if kept_from == ("memory" if "offset_dst" in options else "sockets"):
+            raise OSError(errno.EINVAL, "not this file")
+        return splice(source, target, count, **options)
+
+    monkeypatch.setattr("os.splice", refused)
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.be()
+    for length in (200_000, 260_000, LENGTH, len(BODY) - 10):
+        assert _fill_new(store, etag, 10, length, _unprepared) == BODY[10 : 10 + length]
+    assert len(awry.seen) == 4
+    assert len(awry.open) <= 2, "connections are used again"
 
 
 @pytest.mark.usefixtures("memory")
