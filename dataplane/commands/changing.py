@@ -1,4 +1,6 @@
-"""Shared by commands that change a job: asking the coordinator, and telling what it said."""
+"""Shared by commands that change a job: send the request to the coordinator, and print its
+answer.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _PAUSE_S = 0.25
 
 
 def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
-    """The entry that the coordinator has made, and its answer. It is asked again for as long as the
-    ranks of the job have to agree.
+    """Return the entry that the coordinator has made, and its answer. The request is repeated until
+    the ranks of the job have agreed.
 
     Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
     """
@@ -40,7 +42,7 @@ def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, Ch
 
 
 def who() -> str:
-    """Whoever runs this command, for the ledger."""
+    """Return the user who runs this command, for the ledger."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):
@@ -49,7 +51,7 @@ def who() -> str:
 
 
 def told_as_json(job: str, entry: LedgerEntry, answer: ChangeResponse) -> None:
-    """Write what was changed as JSON."""
+    """Print the change as JSON."""
     output.write_json({
         "job": job,
         "entry": json.loads(entry.line),
@@ -62,7 +64,7 @@ def told_as_json(job: str, entry: LedgerEntry, answer: ChangeResponse) -> None:
 def tell(
     job: str, what: str, entry: LedgerEntry, answer: ChangeResponse, *, as_json: bool
 ) -> None:  # fmt: skip
-    """Say what was changed, and when it takes effect."""
+    """Print the change, and when it takes effect."""
     if as_json:
         told_as_json(job, entry, answer)
         return

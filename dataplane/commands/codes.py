@@ -1,4 +1,4 @@
-"""`dataplane index --codes`: finds the values of columns, to store them in the manifest."""
+"""`dataplane index --codes`: find the values of columns, and store them in the manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataplane.plan.manifest import Manifest
 def with_codes(
     manifest: Manifest, columns: Sequence[str], format_name: str, settings: Settings
 ) -> Manifest:
-    """The manifest with the values of these columns, which a node started here reads.
+    """Return the manifest with the values of these columns, which a node started here reads.
 
     Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
     """

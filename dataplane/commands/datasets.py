@@ -1,6 +1,6 @@
-"""Shared by commands over a dataset: indexing it with progress, and reading a block.
+"""Shared by commands over a dataset: index it with progress, and read a block.
 
-Imported late, since it imports Arrow and the formats.
+Import this module late: it imports Arrow and the formats.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def opened(
     config: NodeConfig,
     view: View = _ALL,
 ) -> Manifest:
-    """The manifest of a dataset, or of a view of it, with progress bars while it is made.
+    """Return the manifest of a dataset, or of a view of it; show progress bars while it is made.
 
-    Shards are indexed, and rows counted, as in a node, in processes with a memory limit and a
+    Shards are indexed, and rows counted, as in a node: in processes with a memory limit and a
     deadline, so that no shard can crash the command.
     """
     with output.progress() as bar:
@@ -90,8 +90,8 @@ def read_block(
     connect_to: Connect = STORES.connect,
     view: View = _ALL,
 ) -> pa.RecordBatch:
-    """One block of the manifest, or the rows of it that the view has, if it is the manifest of a
-    view, through the store and the format.
+    """Read one block of the manifest through the store and the format. Of a view's manifest, only
+    the rows that the view has are returned.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -124,8 +124,8 @@ def read_block(
 
 
 def row_names(manifest: Manifest, view: View) -> RowNames:
-    """What the rows of a manifest, or of the manifest of this view, are called. Of blocks that it
-    is asked for, it reads the columns of the view's condition.
+    """Return the names of a manifest's rows, or of the rows of this view. It reads the columns of
+    the view's condition of each block that is looked up.
     """
     if manifest.whole is None or not filters(view):
         return RowNames(manifest)
@@ -163,7 +163,9 @@ def facts(manifest: Manifest) -> dict[str, object]:
 
 
 def _versions(manifest: Manifest) -> dict[str, object]:
-    """The commits at which shards are read, and how many shards only their size identifies."""
+    """Return the commits at which shards are read, and the number of shards that only their size
+    identifies.
+    """
     shards = manifest.shards
     hubs = [hub for url in shards.urls if (hub := hub_parts(url)) is not None]
     commits = sorted({f"{repository}@{revision}" for repository, revision, _ in hubs})

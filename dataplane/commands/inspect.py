@@ -102,8 +102,8 @@ def inspect(
 
 
 def first_rows(manifest: Manifest, count: int, view: View) -> list[dict[str, object]]:
-    """The first samples in the dataset's own order, each as column -> value as JSON has it, without
-    the columns that are not supported.
+    """Return the first samples in the dataset's own order, each as column -> value in JSON's types,
+    without unsupported columns.
     """
     from dataplane.commands.datasets import read_block, schema_of
     from dataplane.commands.values import shown
@@ -123,7 +123,7 @@ def first_rows(manifest: Manifest, count: int, view: View) -> list[dict[str, obj
 
 
 def short(value: object) -> str:
-    """A value's text, cut to the width of a table column."""
+    """Return a value's text, cut to the width of a table column."""
     if isinstance(value, dict) and value.keys() == {"bytes", "hex"}:
         return f"{value['bytes']:,} bytes {value['hex']}…"
     if isinstance(value, list) and len(value) > VALUES_SHOWN:

@@ -1,4 +1,4 @@
-"""What `trace`, `where` and `replay` know of the steps and rows that are left out of a job."""
+"""The skipped steps and removed rows of a job, for `trace`, `where` and `replay`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ _NOTHING = Changes()
 
 
 class LeftOut:
-    """Of one job."""
+    """The skipped steps and removed rows of one job."""
 
     def __init__(self, job: Traced) -> None:
         self._job, self._ledger = job, job.ledger
         self._substitutes = functools.lru_cache(maxsize=16)(self._made)
 
     def changes(self, epoch: int, position: int) -> Changes:
-        """What is left out, as the launch knows it that read this position last, or will."""
+        """Return the changes that apply to this position: those known to the launch that read it
+        last, or that will read it.
+        """
         ledger = self._ledger
         if ledger is None:
             return _NOTHING
@@ -46,17 +48,19 @@ class LeftOut:
         return changes_at(ledger.entries, ledger.spec, dataset, reached, place)
 
     def rows_for(self, changes: Changes) -> RowsFor | None:
-        """Which rows stand in the places of those that were taken out; None if none were."""
+        """Return the rows that replace removed ones; None if no rows were removed."""
         return self._substitutes(changes.tombstones).of if changes.tombstones else None
 
     def documents(self, changes: Changes, block: int) -> tuple[TakenDocument, ...]:
-        """The documents that were taken out of a block, as the order numbers it, if samples are
-        packs.
+        """Return the documents that were removed from a block, numbered as in the order, if samples
+        are packs.
         """
         return self._substitutes(changes.tombstones).documents(block)
 
     def taken_rows(self, block: int) -> tuple[int, ...]:
-        """The rows of a block, as the order numbers it, that were taken out of it at any time."""
+        """Return the rows that were removed from a block at any time; the block is numbered as in
+        the order.
+        """
         ledger = self._ledger
         if ledger is None:
             return ()
@@ -64,7 +68,7 @@ class LeftOut:
         return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
 
     def given(self, epoch: int, position: int, block: int, stood: int) -> int:
-        """The row of a block, as the order numbers it, that is given where this one stood."""
+        """Return the row of a block that is delivered in the place of the row `stood`."""
         rows_for = self.rows_for(self.changes(epoch, position))
         if rows_for is None:
             return stood

@@ -1,4 +1,4 @@
-"""Settings as command-line options: a command may take some of them, and gets all of them
+"""Settings as command-line options. A command declares some of them, and gets all settings
 resolved.
 """
 
@@ -24,7 +24,7 @@ Settings = Mapping[str, Resolved]
 
 @dataclass(slots=True)
 class Manner:
-    """How errors are printed; known as soon as the options for it are read."""
+    """The way in which errors are printed; known as soon as its options are parsed."""
 
     debug: bool = False
     as_json: bool = False
@@ -181,7 +181,7 @@ def setting_options(
 
 
 def security_given(given: Settings, *, listens: bool) -> Security:
-    """What to show to others and to ask of them. `listens`: on TCP.
+    """Return the credentials to show to others and to require from them. `listens`: on TCP.
 
     Raises:  ConfigError: the token cannot be read.
     """

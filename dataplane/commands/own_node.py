@@ -1,4 +1,4 @@
-"""Starts a node for a command, and opens a job there."""
+"""Start a node for a command, and open a job there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OPEN_TIMEOUT_S = 7 * 86400.0
 
 
 def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Session:
-    """A session with a node started here, which gets the settings of this command line and ends
-    with the command; or this cache folder instead of theirs. Nobody else finds it, so nobody else's
-    node, which has other settings, is taken for it. What the node advises is for the command to
-    tell.
+    """Open a session with a node started here, which gets the settings of this command line (except
+    `cache_dir`, if given) and ends with the command. The node is not shared: nobody else can find
+    it, and this command never uses somebody else's node with other settings. The command prints the
+    node's advice.
     """
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
@@ -47,7 +47,7 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
 
 
 def warn_of(session: Session) -> None:
-    """Tell what its node advises."""
+    """Print the advice of the session's node."""
     from dataplane.commands import output
 
     for each in session.job.advice:
@@ -63,8 +63,8 @@ def opened_again(
     view: View,
     seed: int = 0,
 ) -> Iterator[Session]:
-    """A session with a node started here, which has opened a job with these options and this view
-    over the dataset of a manifest, and has read what opening it takes.
+    """Open a job with these options and this view over a manifest's dataset, at a node started
+    here; return the session after the node has read what opening needs.
 
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """

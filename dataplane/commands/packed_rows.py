@@ -1,4 +1,4 @@
-"""`dataplane trace`, `where` and `replay` of jobs whose samples are packs: their documents."""
+"""The documents of packs, for `dataplane trace`, `where` and `replay`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _INSTEAD_OF = "instead_of"
 
 
 def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
-    """The manifest of the packs of a view, from that of its rows.
+    """Return the manifest of the packs of a view, from that of its rows.
 
-    Raises:  ConfigError: nobody has counted them here, or a map makes the tokens that may not be
-    called or cannot be imported.
+    Raises:  ConfigError: the packs were not counted here, or their tokens come from a map that may
+    not be called or cannot be imported.
     """
     pack = view.pack
     assert pack is not None
@@ -81,9 +81,9 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
 
 
 def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, object]]:
-    """The documents of these packs, in the order in which they lie there: position and rank, shard
-    and row, the first token, how many, and where they lie in their pack, and the row that was taken
-    out there. Reads the blocks' tokens.
+    """Return the documents of these packs, in pack order: position and rank, shard and row, the
+    first token, the number of tokens, their place in the pack, and the row that was removed there,
+    if any. Reads the blocks' tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -93,9 +93,9 @@ def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, obje
 def replayed_documents(
     job: Traced, step: StepRows, epoch: int, columns: Sequence[str] | None, prefix: str
 ) -> pa.Table:
-    """The documents of these packs: what `documents_of` says of each, in columns whose names
-    begin with this prefix, then its values. Of the columns that are packed, a row has what lies
-    in the pack. Without `columns`, it has these.
+    """Return the documents of these packs with their values. The facts of `documents_of` stand in
+    columns whose names begin with this prefix. Packed columns have the part that lies in the pack.
+    Without `columns`, only packed columns are returned.
 
     Raises:  ConfigError: there is no such column.  As documents_of.
     """
@@ -128,8 +128,8 @@ def replayed_documents(
 def _pieces_of(
     job: Traced, step: StepRows, epoch: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[dict[str, object], pa.RecordBatch, int]]:
-    """What is said of each document of these packs, and the row of a batch that it is, which has
-    its tokens and these columns.
+    """Yield, for each document of these packs, its facts, and its row with the tokens and these
+    columns.
     """
     order = job.order(epoch)
     numbers = step.blocks + job.first_blocks[step.sources]
@@ -175,7 +175,7 @@ def _pieces_of(
 
 
 def _block_of_rows(source: TracedSource, block: int) -> int:
-    """The number of a block among those that have rows."""
+    """Convert a block's number to its number among blocks that have rows."""
     assert source.rows is not None
     assert source.manifest.kept is not None
     kept = int(source.manifest.kept[block])
@@ -190,10 +190,10 @@ def packs_with(
     epochs: Iterable[int],
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
-    """The places, in each epoch, of packs that have tokens of a row, or would have them if the row
-    had not been taken out. Each place comes with two documents, of which at least one is this row:
-    the one that stood there, and the one that is delivered; and with the tokens of it that lie
-    there. `at` is a block of those that have rows, and a row of it. Reads the block's tokens.
+    """Yield the places, in each epoch, of packs that have tokens of a row, or would have them if
+    the row had not been removed. Each place comes with the document that stood there and the one
+    that is delivered, at least one of which is this row, and with the range of its tokens. `at` is
+    a block among those that have rows, and a row of it. Reads the block's tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
     """
@@ -233,7 +233,7 @@ def _said(packs: Packs, piece: int) -> dict[str, object]:
 
 
 def _key_at(order: TracedOrder, place: Place, block: int) -> int:
-    """With which key the packs of the block at this place are drawn."""
+    """Return the key with which the packs of the block at this place are drawn."""
     position = place.position % order.sample_count
     return int(order.pack_keys(np.array([position]), np.array([block]))[0])
 
@@ -241,7 +241,7 @@ def _key_at(order: TracedOrder, place: Place, block: int) -> int:
 def _packs(
     source: TracedSource, batch: pa.RecordBatch, keyed: int | None, gone: Sequence[TakenDocument]
 ) -> tuple[Packs, Packs]:
-    """The packs of a block of rows, and the same without these documents."""
+    """Return the packs of a block of rows, with and without the removed documents."""
     pack = source.view.pack
     assert pack is not None
     lengths = _lengths(batch, pack.column)
@@ -250,10 +250,10 @@ def _packs(
 
 
 def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
-    """Check that each block from which documents were taken keeps one with tokens. Reads the tokens
-    of these blocks.
+    """Check that each block from which documents were removed keeps one with tokens. Reads the
+    tokens of these blocks.
 
-    Raises:  ConfigError: names the shard of one that does not.  As `documents_of`.
+    Raises:  ConfigError: a block keeps none; names its shard.  As `documents_of`.
     """
 
     def check(number: int) -> None:
@@ -276,7 +276,7 @@ def check_documents(job: Traced, taken: Substitutes, workers: int) -> None:
 
 
 def _lengths(batch: pa.RecordBatch, column: str) -> Int64:
-    """How many tokens each row has."""
+    """Return how many tokens each row has."""
     lengths = pc.fill_null(pc.list_value_length(batch.column(column)), 0).cast(pa.int64())
     found: Int64 = lengths.to_numpy(zero_copy_only=False)
     return found
@@ -285,7 +285,8 @@ def _lengths(batch: pa.RecordBatch, column: str) -> Int64:
 def _documents(
     job: Traced, source: TracedSource, block: int, columns: Sequence[str] = ()
 ) -> pa.RecordBatch:
-    """The rows of a block, with their tokens and these columns: of a map, as it makes them.
+    """Read the rows of a block, with their tokens and these columns; a map is applied if there is
+    one.
 
     Raises:  ConfigError: there is no such column.
     """

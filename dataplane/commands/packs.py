@@ -1,4 +1,4 @@
-"""`--pack`: packs of a dataset, counted by a node that is started here if nobody has yet."""
+"""`--pack`: packs of a dataset, counted by a node that is started here unless they are known."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class CountedPacks(Struct, frozen=True):
-    """Packs of a dataset: its manifest, which knows them; the manifest of the packs; how long they
-    are; and what becomes of the tokens.
+    """Packs of a dataset: its manifest, which stores their counts; the manifest of the packs; their
+    length; and the fate of their tokens.
     """
 
     whole: Manifest
@@ -36,7 +36,7 @@ class CountedPacks(Struct, frozen=True):
     packing: Packing
 
     def facts(self) -> dict[str, object]:
-        """In a few numbers."""
+        """Summarize the packs in a few numbers."""
         found = self.packing
         return {
             "packs": found.packs,
@@ -47,14 +47,14 @@ class CountedPacks(Struct, frozen=True):
         }
 
     def spec(self) -> JobSpec:
-        """A job that reads them."""
+        """Return a job that reads the packs."""
         assert self.view.pack is not None
         columns = only((self.view.pack.column,))
         return JobSpec(self.whole.fingerprint, column_options=columns, view=self.view)
 
 
 def imported_map(name: str) -> UserFunction:
-    """The function of this name, from where a training script would find it.
+    """Import the function of this name from where a training script would find it.
 
     Raises:  ConfigError, FunctionError: it cannot be imported.
     """
@@ -67,7 +67,7 @@ def imported_map(name: str) -> UserFunction:
 
 
 def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordBatch:
-    """The rows of a block, with the columns that the view's map makes of them.
+    """Read the rows of a block, with the columns that the view's map makes of them.
 
     Raises:  As `imported_map` and `read_block`.  FunctionError: it fails.
     """
@@ -84,7 +84,7 @@ def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordB
 
 
 def name_of_counts(rows: Manifest, view: View, seed: int, function: UserFunction | None) -> str:
-    """As `counts_name`, for a view with this function as its map."""
+    """Return `counts_name` for a view with this function as its map."""
     from dataplane.plan.packed_blocks import counts_name
 
     if function is None:
@@ -100,7 +100,7 @@ def with_packs(
     rows: View,
     seed: int,
 ) -> CountedPacks:
-    """These packs, counted, of the rows that this view has. The seed is that of the map.
+    """Count these packs of the view's rows. The seed is that of the map.
 
     Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """

@@ -1,4 +1,4 @@
-"""`--pack` and `--map`: which packs a command is about."""
+"""`--pack` and `--map`: the packs that a command line describes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PacksAsked:
-    """What a command line says of packs, and the map that makes their tokens."""
+    """The packs of a command line, and the map that makes their tokens."""
 
     text: str
     map_name: str | None = None

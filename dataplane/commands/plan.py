@@ -183,7 +183,8 @@ def _show(
 def explained(
     manifest: Manifest, spec: JobSpec, question: Question
 ) -> tuple[Order, Cluster, JobSpec, Explanation]:
-    """The order of the job, its ranks, the job as a node would get it, and its explanation.
+    """Return the order of the job, its ranks, the job in the form that a node gets, and its
+    explanation.
 
     Raises:  ConfigError: invalid numbers for an order or a slice.
     """
@@ -211,7 +212,7 @@ def explained(
 
 
 def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
-    """The job, as a node would get it, with all columns, or those of packs."""
+    """Return the job in the form that a node gets, with all columns, or those of packs."""
     return structs.replace(
         spec,
         seed=order.seed,
@@ -317,8 +318,8 @@ def _ramp_lines(found: Explanation, sample_count: int) -> list[tuple[str, str, s
 def _hosts(
     manifest: Manifest, order: SampleOrder, cluster: Cluster, global_batch: int
 ) -> list[dict[str, Any]]:
-    """For the first hosts: their ranks, the blocks that their first batches come from, and how much
-    these have in storage.
+    """For the first hosts: list their ranks, the blocks of their first batches, and the stored size
+    of these.
     """
     from dataplane.plan.order import upcoming
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool) -> None:
-    """Show the table. Open windows are estimated from mean sizes; so are reads, unless they are
-    counted over all blocks.
+    """Show the table. Open windows are estimated from mean sizes. Reads are estimated, too, unless
+    `are_reads_counted` over all blocks.
     """
     output.stdout().print()
     reads = "reads" if are_reads_counted else "reads, about"

@@ -1,7 +1,7 @@
-"""`dataplane plan` of a mixture: what an epoch has of each of several datasets.
+"""`dataplane plan` of a mixture: the share of each of several datasets in an epoch.
 
-A node that is started here opens the mixture as it would for a loader: so weights, columns and
-views are checked, counted and refused in the same way.
+A node started here opens the mixture as for a loader, so weights, columns and views are checked,
+counted and refused in the same way.
 """
 
 from __future__ import annotations
@@ -74,14 +74,17 @@ def mixture_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskedMixture:
-    """A mixture, and the columns of its batches; without any, all."""
+    """A mixture, and the columns of its batches (all if none are given)."""
 
     mixture: Mixture
     columns: tuple[str, ...]
 
 
 def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
-    """Raises:  ConfigError: a source is none, or the weights are no weights."""
+    """Parse the options of a mixture.
+
+    Raises:  ConfigError: a source or the weights are invalid.
+    """
     from dataplane.transforms.mixture_options import Mixture, source_of_text
 
     named = [source_of_text(text) for text in sources]
@@ -98,7 +101,10 @@ def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
 
 
 def _scheduled(text: str) -> tuple[int, dict[str, float]]:
-    """Raises:  ConfigError: it is no step with weights."""
+    """Parse a step and its weights.
+
+    Raises:  ConfigError: the text has another form.
+    """
     from dataplane.commands.mix import weights_in
 
     step, _, weights = text.partition(":")
@@ -164,7 +170,7 @@ def _opened(
     format_name: str,
     workers: int,
 ) -> tuple[JobOpened, list[Manifest]]:
-    """The job, as a node has opened it, and the manifests of its samples."""
+    """Open the job at a node; return it with the manifests of its samples."""
     from msgspec.structs import replace
 
     from dataplane.commands.datasets import opened
@@ -218,7 +224,9 @@ def _opened(
 
 
 def _view(view: View, own: Mapping[str, Any]) -> View:
-    """The view of a source: that of the command line, but for what the source says itself."""
+    """Return the view of a source: that of the command line, overridden by the source's own
+    options.
+    """
     from dataplane.transforms.functions import function_name
     from dataplane.transforms.view_options import view_of
 
@@ -264,7 +272,7 @@ def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
 
 
 def _job(question: Question) -> OpenJob:
-    """The options of the order, as the first rank's loader asks for them."""
+    """Return the options of the order, in the form that the first rank's loader sends."""
     from dataplane.client import identity
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob

@@ -1,5 +1,5 @@
-"""How much hosts read from storage, in the first epoch and in later ones: a prediction; and whether
-their memory holds what is open at once.
+"""Predict how much hosts read from storage in the first epoch and in later ones, and whether their
+memory holds all open windows at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _EPOCHS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfEpoch:
-    """`hit_rate` is the part of the needed blocks that a host finds in its memory or in that of
-    its neighbours; `origin_bytes` is what all hosts together read from storage, and `disk_bytes`
-    what they read from their disks.
+    """The reads of one epoch. `hit_rate` is the share of needed blocks that a host finds in its own
+    memory or a neighbour's. `origin_bytes` is what all hosts together read from storage,
+    `disk_bytes` what they read from their disks.
     """
 
     hit_rate: float
@@ -40,9 +40,9 @@ class ReadsOfEpoch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfHosts:
-    """The first epoch, whose reads are counted over all blocks, and the following ones.
-    `is_sampled`: these are estimated from a part of the blocks, or from the host that reads most.
-    `is_too_small`: the open windows do not fit, and what is read more than once is left out.
+    """The reads of the first epoch, counted over all blocks, and of the following ones.
+    `is_sampled`: the latter are estimated from some of the blocks, or from the host that reads
+    most. `is_too_small`: the open windows do not fit, and repeated reads are left out.
     """
 
     epochs: tuple[ReadsOfEpoch, ...]
@@ -52,9 +52,9 @@ class ReadsOfHosts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictedReads:
-    """With this much memory and disk for blocks on each host. With neighbours, the memory and the
-    disks of all hosts are one cache: None for a single host. `open_bytes_max` is the most that
-    blocks of open windows take at once on the host that reads most.
+    """Predicted reads with this much memory and disk for blocks on each host. With neighbours, the
+    memory and disks of all hosts form one cache: None for a single host. `open_bytes_max` is the
+    largest size of open windows at any time, on the host that reads most.
     """
 
     arena_bytes: int
@@ -67,9 +67,9 @@ class PredictedReads:
 def reads_and_advice(
     manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, epoch: int
 ) -> tuple[PredictedReads | None, tuple[str, ...]]:
-    """The reads from this epoch on, which begins with nothing in memory and on disk: None for local
+    """Predict the reads from this epoch on, starting with empty memory and disk. None for local
     files, which are mapped into memory, and for jobs with a map=, whose blocks have other sizes.
-    And what is to be said of the shuffle: what a loader says, and what only a plan knows.
+    Also return the advice about the shuffle: the loader's own, and what only a plan shows.
 
     Raises:  ConfigError: invalid numbers for an order.
     """
@@ -116,8 +116,8 @@ def _advice(spec: JobSpec, job: ShuffledJob) -> tuple[str, ...]:
 
 
 def _peak(open_bytes: int, arena_bytes: int) -> str:
-    """What is to be said if open windows do not fit when they take most, as they do where sizes of
-    blocks differ much; "" if they fit.
+    """Return a warning if open windows do not fit at their largest, which happens where block sizes
+    differ much; "" if they fit.
     """
     from dataplane.commands import output
     from dataplane.plan.remedies import ROOM
@@ -143,7 +143,7 @@ def _predicted(
     *,
     is_too_small: bool,
 ) -> PredictedReads:
-    """`is_too_small`: the average of open windows does not fit.
+    """Predict the reads. `is_too_small`: open windows do not fit even on average.
 
     Shapes:  remote: int64[n], the blocks that are fetched, rising.
     """
@@ -185,7 +185,9 @@ def _predicted(
 def _limits(
     dataset: Dataset, spec: JobSpec, cluster: Cluster, config: NodeConfig
 ) -> tuple[int, int]:
-    """How many positions ahead a node reads, and how many blocks it fetches or decodes at once."""
+    """Return how many positions ahead a node reads, and how many blocks it fetches or decodes at
+    once.
+    """
     from dataplane.node.delivery import layout_of
     from dataplane.node.slab_sizes import slab_sizes
     from dataplane.scheduler.passes import PLANS_AHEAD
@@ -202,7 +204,9 @@ def _limits(
 
 
 def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints) -> Guests:
-    """Each host owns as many blocks as any other, wherever they are read."""
+    """Count the blocks that hosts lend: all hosts own equally many, wherever they
+    are read.
+    """
     from dataplane.scheduler.predicted import Guests
 
     order, hosts = orders[epoch], cluster.host_count
@@ -216,6 +220,6 @@ def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints)
 
 
 def _reads(found: EpochReads, times: float) -> ReadsOfEpoch:
-    """What all hosts read, if that is so many times what was predicted."""
+    """Return the reads of all hosts, which are `times` the predicted ones."""
     read, on_disk = round(found.bytes_read * times), round(found.disk_bytes * times)
     return ReadsOfEpoch(round(found.hit_rate, 4), read, on_disk)

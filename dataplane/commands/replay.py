@@ -100,7 +100,7 @@ def _listed(columns: str) -> list[str]:
 
 
 def _may_map(settings: Settings, job: Traced) -> bool:
-    """Whether the job has a map that may be called here. If it may not be, say so."""
+    """Whether the job has a map that may be called here. Warn if it has one that may not."""
     from dataplane.settings import node_config
 
     maps = dict.fromkeys(source.view.map for source in job.sources if source.view.map)
@@ -116,8 +116,8 @@ def _may_map(settings: Settings, job: Traced) -> bool:
 def values_of(
     job: Traced, rows: StepRows, names: Sequence[str] | None, workers: int, *, is_mapped: bool
 ) -> pa.Table:
-    """The samples in this order, with their places in front. Without `names`, they have the columns
-    that the job reads. `is_mapped`: they are as the maps of the job make them.
+    """Read the samples in this order, with their places in front. Without `names`, they have the
+    columns that the job reads. `is_mapped`: apply the job's maps.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.  ConfigError: there is no
              such column.  FunctionError.
@@ -175,7 +175,7 @@ def values_of(
 
 
 def _taken(table: pa.Table, rows: Int64) -> pa.Table:
-    """These rows of a table, one at least. Arrow cannot take rows of views or of run ends."""
+    """Take rows of a table, at least one. Arrow cannot take rows of views or of run ends."""
     import pyarrow as pa
 
     try:
@@ -186,7 +186,9 @@ def _taken(table: pa.Table, rows: Int64) -> pa.Table:
 
 
 def _place_names(job: Traced) -> list[str]:
-    """The names of the columns that say where a row is, which stand before its own."""
+    """Return the names of the columns that say where a row is; they come before the row's own
+    columns.
+    """
     source = [] if job.spec.mixture is None else ["source"]
     return ["position", "dp_rank", *source, "shard", "row"]
 
@@ -194,8 +196,7 @@ def _place_names(job: Traced) -> list[str]:
 def _chosen(
     job: Traced, names: Sequence[str] | None, each: Sequence[Sequence[str]]
 ) -> Sequence[str]:
-    """The columns that are asked for, or those that the job reads, of those that all of `each`
-    have.
+    """Return the requested columns, or those that the job reads, if all of `each` have them.
 
     Raises:  ConfigError: there is no such column.
     """

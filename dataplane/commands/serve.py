@@ -50,7 +50,7 @@ _LOG_SETTINGS = ("log_level", "log_format")
 
 @dataclass(frozen=True, slots=True)
 class ServeRole:
-    """The role of this process. `listen` is empty if it is not a coordinator; `named` is the
+    """The role of this process. `listen` is empty if it is not a coordinator. `named` is the
     address that trainers use for the service, if it differs from the coordinator's own.
     """
 
@@ -157,8 +157,8 @@ async def _run(service: ServeRole) -> int:
 
 @contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """The first signal starts a drain. The second cancels this task, and kills the process if that
-    takes long: the kernel frees its memory, and its workers exit with it.
+    """Handle signals: the first starts a drain. The second cancels this task, and kills the process
+    if that takes long: the kernel frees its memory, and its workers exit with it.
     """
     received: list[int] = []
     task = asyncio.current_task()
@@ -196,7 +196,7 @@ def _exit_status(received: list[int]) -> int:
 async def _coordination(
     service: ServeRole, identity: NodeIdentity
 ) -> AsyncIterator[tuple[Coordination, str]]:
-    """Our own coordinator, or the one that this node joins, and its address."""
+    """Yield our own coordinator, or the one that this node joins, and its address."""
     # Before gRPC is imported: it writes a line for each TLS handshake that fails, without a limit
     # and without the peer. The coordinator's own lines have both.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -263,7 +263,7 @@ async def _run_node(
 
 
 def _taken(name: str, named: str) -> ConfigError:
-    """The error that a process has the socket name of this node, with whose it is."""
+    """Return the error for a socket name that another process has, and say whose process it is."""
     from dataplane.rpc import sockets
 
     holder, own = sockets.holder_of(name), os.getuid()
@@ -302,7 +302,10 @@ def _data_listener(service: ServeRole, joined: str) -> socket.socket | None:
 
 
 def _check_nameable(named: str) -> None:
-    """Raises:  ConfigError: no trainer can connect to this address of a service."""
+    """Refuse an address at which no trainer can find the service.
+
+    Raises:  ConfigError: no trainer can connect to this address of a service.
+    """
     if _is_everywhere(named):
         port = named.rpartition(":")[2]
         raise ConfigError(

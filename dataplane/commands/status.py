@@ -99,8 +99,8 @@ async def _watch(ask: Ask) -> None:
 
 
 def render(found: StatusResponse) -> Group:
-    """Tables of jobs, ranks and nodes, of where blocks came from and where they are kept, of the
-    nodes that make slabs for others, and of the stores that nodes wait for.
+    """Make tables of jobs, ranks and nodes, of the sources of blocks and the places that keep them,
+    of the nodes that make slabs for others, and of the stores that nodes wait for.
     """
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
@@ -152,7 +152,7 @@ def _left_out(found: StatusResponse) -> list[str]:
 
 
 def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
-    """Nodes, where their blocks came from, and the stores that they wait for."""
+    """Make tables of nodes, the sources of their blocks, and the stores that they wait for."""
     nodes = output.table(
         ("node", "host", "pid", "version", "longest hold", "read", "read twice", "seen"),
         [
@@ -198,7 +198,7 @@ def _of_nodes(found: tuple[NodeStatus, ...]) -> tuple[Table, ...]:
 
 
 def _work(found: tuple[NodeStatus, ...]) -> Table:
-    """A table of the work that nodes do before they can open jobs, and how far they are."""
+    """Make a table of the work that nodes do before they can open jobs, with its progress."""
     rows = [
         (
             node.node_id,
@@ -214,7 +214,7 @@ def _work(found: tuple[NodeStatus, ...]) -> Table:
 
 
 def _held(found: tuple[NodeStatus, ...]) -> Table:
-    """How full the memory for blocks and the disk of each node are."""
+    """Make a table of how full each node's block memory and disk are."""
     rows = [
         (
             node.node_id,
@@ -236,7 +236,7 @@ def _filled(used: int, limit: int) -> str | None:
 
 
 def _makers(found: StatusResponse) -> Table:
-    """The nodes that make slabs for jobs on others, and those that are short of workers."""
+    """Make a table of the nodes that make slabs for others, and of those short of workers."""
     makes: dict[str, list[str]] = {}
     wants: dict[str, dict[str, None]] = {}
     for job in found.jobs:
@@ -263,7 +263,7 @@ def _share(part: int, whole: int) -> str | None:
 
 
 def _peers(job: JobStatus) -> str:
-    """How many of all ranks are there, if several read the same batches: " (7 of 8)"."""
+    """Return how many of all ranks have joined, if several read the same batches: " (7 of 8)"."""
     places = [one.topology for one in _present(job)]
     world = max((place.world_size for place in places), default=0)
     if world <= job.dp_size or job.member_count > len(job.members):

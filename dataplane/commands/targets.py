@@ -1,4 +1,4 @@
-"""What a command line names: a ledger, urls of a dataset, or a job."""
+"""Recognize the kind of target on a command line: a ledger, urls of a dataset, or a job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataplane.store.urls import exists
 
 
 def is_a_ledger(target: Sequence[str]) -> bool:
-    """Whether this is one file that begins as ledgers do.
+    """Whether this is one file that begins like a ledger.
 
-    Raises:  ConfigError: it looks like the path of a file, and there is none.
+    Raises:  ConfigError: the name looks like a file's path, but the file does not exist.
     """
     if len(target) != 1:
         return False
@@ -27,7 +27,10 @@ def is_a_ledger(target: Sequence[str]) -> bool:
 
 
 def _expect_file(name: str) -> None:
-    """Raises:  ConfigError: this looks like the path of a file, and there is none."""
+    """Refuse names that look like a missing file.
+
+    Raises:  ConfigError: the name looks like a file's path, but the file does not exist.
+    """
     is_one = "://" not in name and not any(mark in name for mark in "*?{")
     is_path = name.startswith(("/", "./", "../")) or suffixes.suffix_of(name)
     if is_one and is_path and not exists(name):

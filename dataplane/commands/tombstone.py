@@ -113,9 +113,10 @@ def tombstone(
 
 
 def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombstone]:
-    """The rows with these names that the view of the job has. Others are told: it never reads them.
+    """Return the rows with these names that the job's view has. For others, print that the job
+    never reads them.
 
-    Raises:  ConfigError: there is no such row, or the view has none of them.
+    Raises:  ConfigError: a row does not exist, or the view has none of them.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -150,9 +151,9 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
 
 
 def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
-    """The number of the source that a row's name begins with, and the rest of it.
+    """Return the number of the source with which a row's name begins, and the rest of the name.
 
-    Raises:  ConfigError: it does not begin with a source of the mixture, or is no SHARD:ROW.
+    Raises:  ConfigError: the name does not begin with a source of the mixture, or is no SHARD:ROW.
     """
     if job.spec.mixture is None:
         return 0, split_row(name)

@@ -1,4 +1,6 @@
-"""The job that `trace`, `where` and `replay` are asked about: of urls, a saved ledger, or live."""
+"""The job that `trace`, `where` and `replay` describe: given by urls, a saved ledger, or a job's
+name.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ _OF_URLS = ("global_batch", "seed", "shuffle", "lanes", "window", "end")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedSource:
-    """One dataset of a job, and the view of it that the job reads. `name` is "" if the job mixes
-    none. If samples are packs, `rows` is the manifest of the rows that they have.
+    """One dataset of a job, and the view of it that the job reads. `name` is "" without a mixture.
+    If samples are packs, `rows` is the manifest of their rows.
     """
 
     name: str
@@ -83,7 +85,7 @@ class Traced:
         return job_order(self.spec, [source.manifest for source in self.sources], epoch)
 
     def steps(self, order: TracedOrder, epoch: int, cursor: int = 0) -> EpochSteps:
-        """The steps of an epoch, which has this order; skipped ones count."""
+        """Return the steps of an epoch with this order; skipped steps count."""
         from dataplane.changes import EpochSteps
 
         mix = None if self.spec.mixture is None else self.spec.mixture.history
@@ -93,8 +95,10 @@ class Traced:
 
     @property
     def first_blocks(self) -> Int64:
-        """How the order counts the blocks of the sources: one after the other. Shapes:  result:
-        int64[sources + 1].
+        """The number of each source's first block in the order, which numbers the blocks of all
+        sources consecutively.
+
+        Shapes:  result: int64[sources + 1].
         """
         from dataplane.plan.shards import starts_of
 
@@ -112,7 +116,7 @@ class Traced:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is meant if none is named."""
+        """The epoch to use if the command line names none."""
         return 0 if self.reached is None else self.reached[0]
 
 
@@ -170,8 +174,8 @@ class StepAsked:
 
 
 def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument and the options that name a job. The command is called with `asked`: all of
-    them.
+    """Add the argument and the options that name a job. The command is called with `asked`, which
+    has all of them.
     """
     options = (
         click.argument("target", nargs=-1, required=True, metavar="URL...|LEDGER|JOB"),
@@ -202,9 +206,9 @@ def traced_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
-    """The job that the command line names.
+    """Return the job that the command line names.
 
-    Raises:  ConfigError: it cannot be known from these arguments.  DatasetChangedError: the dataset
+    Raises:  ConfigError: these arguments do not determine it.  DatasetChangedError: the dataset
     is not the job's.  As a call of the coordinator, or as opening a dataset.
     """
     target: tuple[str, ...] = asked["target"]
@@ -259,7 +263,7 @@ def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
 
 
 def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> Traced:
-    """The job of this ledger.
+    """Return the job of this ledger.
 
     Raises:  As `traced`.
     """
@@ -294,7 +298,7 @@ def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> T
 def _source(
     settings: Settings, spec: JobSpec, name: str, rows: Manifest, view: View
 ) -> TracedSource:
-    """A source, from the manifest of the rows that its view leaves."""
+    """Return a source, from the manifest of its view's rows."""
     if view.pack is None:
         return TracedSource(name, rows, view)
     from dataplane.commands.packed_rows import packs_in
@@ -305,9 +309,9 @@ def _source(
 
 
 def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
-    """Where the sources of a mixture are, in its order.
+    """Return the urls of a mixture's sources, in its order.
 
-    Raises:  ConfigError: of one of them that is unknown, or one is none of them.
+    Raises:  ConfigError: the urls of a source are unknown, or a name is no source.
     """
     assert ledger.spec.mixture is not None
     names = [source.name for source in ledger.spec.mixture.sources]
@@ -341,7 +345,7 @@ def _check(
     ledger: Ledger,
     asked: Mapping[str, Any],
 ) -> None:
-    """Check that these are the datasets of the job, possibly in another place."""
+    """Check that these are the datasets of the job, possibly at other urls."""
     from dataplane.node.mixing import mixed_identity
     from dataplane.plan.identity import identity_of
 
@@ -417,7 +421,7 @@ def live_ledger(settings: Settings, job: str) -> Ledger:
 def asked_coordinator(
     settings: Settings, call: Callable[[CoordinatorClient], Awaitable[_Answer]]
 ) -> _Answer:
-    """What the coordinator that the command line names answers to a call.
+    """Call the coordinator that the command line names, and return its answer.
 
     Raises:  PeerLost, AccessDenied, or another error, as the call.
     """

@@ -47,8 +47,8 @@ class Fault:
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of shards, blocks, samples and bytes that were read, the shards without samples, the
-    columns of bytes, which are not decoded, and the faults.
+    """Counts of the shards, blocks, samples and bytes that were read; the shards without samples;
+    the columns of bytes, which are not decoded; and the faults.
     """
 
     shards: int = 0
@@ -140,7 +140,7 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
 def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
-    """One manifest per shard, so that one bad shard hides no other; or the saved manifest."""
+    """Yield one manifest per shard, so that one bad shard hides no other; or the saved manifest."""
     from dataplane.commands.stores import STORES
     from dataplane.index.indexing import index_dataset, open_dataset
 
@@ -167,7 +167,7 @@ def _manifests(
 
 
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
-    """The format's name, and the shards that `urls` mean."""
+    """Return the format's name, and the shards that `urls` name."""
     from dataplane.commands.stores import STORES
     from dataplane.index.indexing import choose_shards
     from dataplane.store.expand import expand
@@ -182,7 +182,7 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
 def _agreeing(
     manifests: Sequence[Manifest], findings: Findings
 ) -> tuple[list[Manifest], pa.Schema]:
-    """The manifests whose schemas fit those before them, and the schema of all of these."""
+    """Return the manifests whose schemas fit those before them, and the schema of all of these."""
     from dataplane.commands.datasets import schema_of
     from dataplane.formats.differing import refuse_differing
 
@@ -208,7 +208,8 @@ def _agreeing(
 
 
 def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """The schema of these shards, given with their urls, if every column can be read from each.
+    """Merge the schemas of these shards, given with their urls; every column must be readable from
+    each.
 
     Raises:  SchemaMismatch: the types of a column differ too much.
     """
@@ -227,7 +228,7 @@ def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of this type are bytes, or have some, that verify does not look into."""
+    """Whether values of this type are or contain bytes, which verify does not examine."""
     import pyarrow as pa
 
     from dataplane.formats.arrays import BYTES
@@ -268,7 +269,7 @@ def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tu
 
 
 def _give_up() -> None:
-    """End the other waits for stores, which are no longer needed."""
+    """Stop waiting for stores whose results are no longer needed."""
     from dataplane.commands.stores import STORES
 
     STORES.close()
@@ -277,10 +278,10 @@ def _give_up() -> None:
 def _side_by_side(
     tasks: Iterable[Task[T]], workers: int
 ) -> Iterator[tuple[str, T | DataplaneError]]:
-    """Each task's result, or our error, in the order of completion; at most twice `workers` run at
-    once.
+    """Yield each task's result, or its error, in the order of completion; at most twice `workers`
+    run at once.
 
-    Raises:  StoreUnavailable, StoreThrottled: that says nothing about the data.
+    Raises:  StoreUnavailable, StoreThrottled: the store failed, so nothing is known about the data.
     """
     waiting = iter(tasks)
     running: dict[Future[T], str] = {}

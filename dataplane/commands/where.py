@@ -94,9 +94,9 @@ def where(
 
 
 def _shard(job: Traced, source_name: str | None, name: str) -> tuple[int, int]:
-    """The number of the source, and that of the shard in it.
+    """Return the numbers of the source and of the shard in it.
 
-    Raises:  ConfigError: there is none, or several.
+    Raises:  ConfigError: no shard matches, or several do.
     """
     from dataplane.plan.trail import shard_named
 
@@ -127,8 +127,8 @@ def _about(found: Mapping[str, Any]) -> str:
 def _changed(
     job: Traced, source: int, at: tuple[int, int], names: RowNames, epochs: range, cursor: int
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """Where a row of a block stands, epoch after epoch, also for others that were taken out, or
-    would stand if it were not; with what is left out of the job.
+    """Yield where a row of a block stands, epoch by epoch, including places where it replaces a
+    removed row, or would stand if it had not been removed; with the changes of the job there.
     """
     import numpy as np
 
@@ -155,8 +155,8 @@ def _places(
     epochs: Iterable[int],
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
-    """The places of a row of a block: the row that stood there, and the one that is given; one of
-    them is this one. Of packs that have it, also which of its tokens they have.
+    """Yield the places of a row of a block, with the row that stood there and the one that is
+    delivered; one of these is this row. For packs, also the range of its tokens.
     """
     from dataplane.plan.trail import places_of
 
@@ -177,7 +177,7 @@ def _places(
 
 
 def _seen(job: Traced, epoch: int, place: Place, about: Mapping[str, Any]) -> bool | None:
-    """Whether the run has consumed it; None without a run."""
+    """Whether the run has consumed the place; None without a run."""
     if job.reached is None:
         return None
     if about["is_skipped"] or about["taken_out_for"] is not None:

@@ -1,1 +1,1 @@
-"""`dataplane doctor`: finds what limits a run on this machine, and what would help."""
+"""`dataplane doctor`: find what limits a run on this machine, and what would help."""

@@ -29,8 +29,8 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """The setup of a run, as far as advice depends on it; `dataset_bytes` is the decoded size.
-    `can_skip_columns`: unused columns need not be read, as in Parquet.
+    """The facts about a run on which advice depends. `dataset_bytes` is the decoded size;
+    `can_skip_columns`: the format can leave unused columns unread, as Parquet can.
     """
 
     config: NodeConfig
@@ -47,7 +47,7 @@ class TrialSetup:
 
 
 def verdict(bound: Bound, found: Statistics) -> str:
-    """A few sentences."""
+    """Explain the bound in a few sentences."""
     what = f"This run is bound by {_MEANINGS[bound.stage]}."
     if bound.stage is Stage.CONSUMER:
         what += f" It waits for {bound.waited_share:.0%} of its time."
@@ -75,7 +75,7 @@ def _times(factor: float) -> str:
 
 
 def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
-    """What to change, the most promising first."""
+    """List the settings to change, the most promising first."""
     told = {
         Stage.STORAGE: _storage,
         Stage.DECODE: _decode,
@@ -102,7 +102,7 @@ def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
 def _more_workers(found: Statistics, at: TrialSetup) -> list[str]:
     count = found.worker_count
     if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
-        return []  # not even these have something to do
+        return []  # there is not enough work for the present workers
     if count < at.cpu_count:
         return [
             f"worker_count {at.cpu_count}: there are that many processors, but only {count} workers"

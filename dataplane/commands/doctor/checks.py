@@ -42,8 +42,8 @@ _Place = tuple[Shard, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `advice` is empty if nothing is wrong; if `may_stay`, it is about a
-    choice that can also be meant as it is.
+    """The result of one check. `advice` is empty if nothing is wrong. `may_stay`: the advice is
+    about a setting that may be intended.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the storage of a dataset delivers to this machine, without a job."""
+    """The speed at which a dataset's storage delivers to this machine, without a job."""
 
     is_local: bool
     latency_s: float
@@ -64,7 +64,7 @@ class Probe:
 
 
 def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
-    """All checks that need no read."""
+    """Run all checks that read nothing from the dataset."""
     return [
         _processors(config),
         _memory(config),
@@ -76,7 +76,9 @@ def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
 
 
 def _ranks() -> Check:
-    """What a loader without a framework would find here: the trial itself is a single rank."""
+    """Report the ranks that a loader without a framework would detect here; the trial itself is a
+    single rank.
+    """
     try:
         return Check("ranks", from_environment(os.environ).source)
     except ConfigError as error:
@@ -112,7 +114,7 @@ def _memory(config: NodeConfig) -> Check:
 
 
 def huge_pages(mode: str) -> Check:
-    """Whether the kernel uses huge pages for shared memory. `mode` is its setting."""
+    """Check whether the kernel uses huge pages for shared memory. `mode` is its setting."""
     if mode not in {"never", "deny"}:
         return Check("huge pages", f"for shared memory: {mode}")
     return Check(
@@ -141,7 +143,7 @@ def _descriptors(manifest: Manifest) -> Check:
 
 
 def probe(manifest: Manifest, fetch_count: int) -> Probe:
-    """A few reads like a node's: first single small ones, then many blocks at once.
+    """Make a few reads like a node's: first single small ones, then many blocks at once.
 
     Raises:  The StoreError family.  DatasetChangedError.
     """
@@ -177,7 +179,7 @@ def _some(manifest: Manifest, blocks: Blocks, count: int, start: int) -> list[_P
 
 
 def _rate(places: list[_Place], reads: int) -> float:
-    """Bytes/s with this many reads at a time."""
+    """Measure bytes/s with this many parallel reads."""
     began = time.monotonic()
     with ThreadPoolExecutor(reads) as threads:
         list(threads.map(_read, places))
@@ -185,7 +187,7 @@ def _rate(places: list[_Place], reads: int) -> float:
 
 
 def _read(place: _Place) -> float:
-    """Seconds that the read took."""
+    """Read a place, and return the seconds that it took."""
     shard, offset, length = place
     began = time.monotonic()
     STORES.connect(shard.url).read(shard.url, offset, length, shard.etag)
@@ -193,7 +195,7 @@ def _read(place: _Place) -> float:
 
 
 def storage(found: Probe) -> Check:
-    """The probe, as a check."""
+    """Convert a probe to a check."""
     if not found.bytes_per_s:
         return Check("storage", "nothing to read")
     where = "local files" if found.is_local else "remote"

@@ -163,7 +163,7 @@ def _examine(
     *,
     as_json: bool,
 ) -> None:
-    """The checks, the run, and what it tells."""
+    """Run the checks and the trial, and print the results."""
     from dataplane.commands.doctor import advice, checks
     from dataplane.settings import node_config
 
@@ -208,7 +208,10 @@ def _check_security(settings: Settings, *, as_json: bool) -> int:
 
 
 def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob:
-    """Raises:  ConfigError: invalid transforms."""
+    """Build the request for the job to try.
+
+    Raises:  ConfigError: invalid transforms.
+    """
     from dataplane.client import identity
     from dataplane.commands.doctor.given import stacks_of, transforms_of
     from dataplane.model import Topology
@@ -245,7 +248,7 @@ def _looked_at(
     job: DoctorJob,
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
-    """The input of the advice, the checks, and how long it took to index the dataset."""
+    """Return the facts for the advice, the checks, and the time that indexing the dataset took."""
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor import advice, checks
     from dataplane.commands.doctor.disk import disk
@@ -277,9 +280,9 @@ def _looked_at(
 
 @contextlib.contextmanager
 def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
-    """A folder without the index that this command has made, so that the node of the run makes it
-    again, as that of a new loader on a new host does, while it starts; "" if that takes long, or
-    there can be no folder.
+    """Yield a new cache folder without the index that this command has just made. So the trial's
+    node indexes again while it starts, like the node of a new loader on a new host. Yields "" if
+    indexing takes long, or no folder can be made.
     """
     made = None
     if cache_dir and indexing_s < _INDEXED_AGAIN_S:
@@ -295,7 +298,7 @@ def _empty_cache(cache_dir: str, indexing_s: float) -> Iterator[str]:
 
 
 def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
-    """A new loader has to index for at least so long."""
+    """Count at least this indexing time, which a new loader would need."""
     return structs.replace(first, index_s=max(first.index_s, indexing_s))
 
 
@@ -309,7 +312,7 @@ def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
 def _tried(
     request: OpenJob, settings: Settings, cache_dir: str, step_s: float, length: Any
 ) -> Trial:
-    """The run, with a progress bar."""
+    """Run the job, with a progress bar."""
     from dataplane.client.statistics import Statistics
     from dataplane.commands.doctor import trial
 

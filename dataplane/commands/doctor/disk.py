@@ -14,7 +14,9 @@ from dataplane.node.cache_folder import FolderTakenError, open_cache_folder
 
 
 def disk(config: NodeConfig) -> list[Check]:
-    """Whether blocks can be kept there, and whether there is room; nothing if none are to be."""
+    """Check whether the disk can keep blocks, and has room; return nothing if no blocks are to be
+    kept.
+    """
     if not config.cache_bytes:
         return []
     try:
@@ -34,5 +36,5 @@ def disk(config: NodeConfig) -> list[Check]:
 
 
 def _taken(folder: Path) -> int:
-    """Bytes of the blocks that are there."""
+    """Return the bytes that kept blocks take."""
     return sum(sum(found.disk_bytes) for found in KeptFiles(str(folder)).scan())

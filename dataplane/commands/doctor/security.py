@@ -1,6 +1,6 @@
 """`dataplane doctor --security`: what others could do to a service with these settings.
 
-It starts nothing, and creates no token.
+The checks start nothing, and create no token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_PYTHON = sys.stdlib_module_names
 
 
 def checks(settings: Settings) -> list[Check]:
-    """Every check. Advice means that something should be changed."""
+    """Run every check. A check with advice means that something should be changed."""
     values = {name: one.value for name, one in settings.items()}
     try:
         security = security_given(settings, listens=False)
@@ -94,8 +94,8 @@ def _listener(security: Security, listen: TcpAddress | UnixAddress, *, is_open: 
 
 
 def _is_far(address: str) -> bool:
-    """Whether an address of the settings is beyond this host; one with a port alone is not known
-    to be.
+    """Whether an address in the settings is beyond this host; a port without an address counts as
+    near.
     """
     if address in ("", NO_NEIGHBOURS) or address.startswith(":"):
         return False
@@ -132,7 +132,7 @@ def _neighbours(security: Security, wanted: str, *, peer_tls: bool, is_far: bool
 
 
 def _neighbour_keys(path: Path) -> Check:
-    """The coordinator's secret, which ends its start if others can read it."""
+    """Check the coordinator's secret: the coordinator refuses to start if others can read it."""
     if not path.exists():
         return Check("neighbours' keys", f"none yet: the first coordinator creates {path}")
     found = f"{path}, mode {stat.S_IMODE(path.stat().st_mode):04o}"
@@ -159,7 +159,9 @@ def _certificates(security: Security) -> Iterator[Check]:
 
 
 def _file_of_certificates(name: str, pem: bytes) -> Check:
-    """All of them: a CA may be followed by the next one, a certificate by those that lead to it."""
+    """Check all certificates of a file: a CA may be followed by the next CA, a certificate by its
+    chain.
+    """
     from cryptography import x509
 
     now, every = dt.datetime.now(dt.UTC), x509.load_pem_x509_certificates(pem)
@@ -175,7 +177,7 @@ def _file_of_certificates(name: str, pem: bytes) -> Check:
 
 
 def _late(certificate: x509.Certificate, now: dt.datetime) -> str:
-    """What is wrong with the time of a certificate, and what to do; "" if nothing is."""
+    """Return what is wrong with a certificate's dates, and what to do; "" if nothing is."""
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
         return f"begins at {begins:%Y-%m-%d %H:%M} UTC: check the clock"

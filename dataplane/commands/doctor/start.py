@@ -1,4 +1,4 @@
-"""Explains what the first batch waited for, stage by stage. Pure."""
+"""Explain the time until the first batch, stage by stage. Pure."""
 
 from __future__ import annotations
 

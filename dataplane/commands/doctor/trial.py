@@ -38,7 +38,7 @@ class TrialLength:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The results. `found` leaves out the time before buffers were warm."""
+    """The results of a run. `found` leaves out the time before buffers were warm."""
 
     found: Statistics
     first_batch_s: float
@@ -119,7 +119,7 @@ class _Loop:
 def run(session: Session, step_s: float, length: TrialLength, progress: Progress) -> Trial:
     """Run the session's job for a while. The time to open the job does not count.
 
-    Raises:  DataplaneError: as the node says.
+    Raises:  DataplaneError: the node reported it.
     """
     session.mount()
     return _Loop(session, step_s, length, progress).run()
