@@ -1,1 +1,1 @@
-"""Arrow to batch columns: one transform a file."""
+"""Convert Arrow columns to batch columns: one transform a file."""

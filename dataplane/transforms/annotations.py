@@ -1,4 +1,4 @@
-"""Facts about a dataset other than its types, kept in the metadata of its schema, so that node and
+"""Facts about a dataset beyond its types, kept in the metadata of its schema, so that node and
 workers plan the same columns from one value.
 """
 
@@ -26,7 +26,7 @@ def annotated(schema: pa.Schema, options: ColumnOptions, nulls: NullCounts | Non
 
 
 def required_nodes(schema: pa.Schema) -> frozenset[int]:
-    """The field nodes that cannot have nulls according to every shard."""
+    """Return the field nodes that have no nulls in any shard."""
     packed = (schema.metadata or {}).get(_REQUIRED, b"")
     return frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8))).tolist())
 

@@ -1,4 +1,4 @@
-"""A decoded block -> the canonical form of its leaves, which slabs are gathered from.
+"""Convert a decoded block to the canonical form of its leaves, from which slabs are gathered.
 
 Nulls become NaN, an empty list, None, or the value given by the job's `fill_null`.
 """
@@ -26,7 +26,7 @@ _WIDE = frozenset({pa.large_string().id, pa.large_binary().id})
 
 
 def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBatch:
-    """One decoded block in canonical form: the leaves and types of `plan`.
+    """Convert one decoded block to canonical form: the leaves and types of `plan`.
 
     Shapes:  rows as in `batch`; a column that is already in canonical form is not copied.
     Raises:  ConfigError: columns of integers, bools or times have nulls and no value to replace
@@ -63,7 +63,9 @@ def _values(
 
 
 class _Nulls:
-    """The values that replace the nulls of one block, and the columns that lack such a value."""
+    """The values that replace the nulls of one block, and the columns for which there is no such
+    value.
+    """
 
     def __init__(self, plan: ColumnPlan) -> None:
         self._fills = Fills.of(plan.options)
@@ -71,8 +73,8 @@ class _Nulls:
         self.found = NullsFound(plan)
 
     def filled(self, array: pa.Array, spec: ColumnSpec, *, of_rows: bool = False) -> pa.Array:
-        """The numbers of a column, its nulls replaced. `of_rows`: the nulls are whole rows, not
-        single values within a row.
+        """Replace the nulls of a column of numbers. `of_rows`: the nulls are whole rows, not single
+        values within a row.
         """
         if array.null_count == 0:
             return array
@@ -83,12 +85,13 @@ class _Nulls:
         return pc.fill_null(array, _scalar(fill or 0.0, spec, array.type))
 
     def code_of(self, spec: ColumnSpec) -> int:
-        """The code for null rows of a coded column."""
+        """Return the code for null rows of a coded column."""
         fill = self._fills.value(spec)
         return NULL_CODE if fill is None else int(fill)
 
     def without_null_rows(self, values: pa.Array, spec: ColumnSpec, rows: pa.Array) -> pa.Array:
-        """The values of fixed-size lists; if nulls are marked, those of null rows are replaced.
+        """Return the values of fixed-size lists; if nulls are marked, values of null rows are
+        replaced.
 
         Shapes:  values: [rows * values a row].
         """
@@ -108,7 +111,7 @@ def _scalar(value: float, spec: ColumnSpec, kind: pa.DataType) -> pa.Scalar:
 
 
 def leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
-    """The leaf at a place below a top-level column; a null struct has null leaves."""
+    """Return the leaf at a place below a top-level column; a null struct has null leaves."""
     for i in path:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         child = array.field(i)
@@ -117,8 +120,9 @@ def leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
 
 
 def _within(child: pa.Array, null: pa.Array) -> pa.Array:
-    """A struct's child, null where the struct is null. Arrow's flatten() loses these nulls for
-    run-end encodings and crashes the process for unions: neither type has nulls of its own.
+    """Return a struct's child, null where the struct is null. Arrow's flatten() would lose these
+    nulls for run-end encodings and crash the process for unions, since neither type has a validity
+    buffer of its own.
     """
     if pa.types.is_union(child.type):
         rows = pa.array(np.arange(len(child)), mask=null.to_numpy(zero_copy_only=False))
@@ -143,7 +147,7 @@ def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType, url: str) -> 
 
 
 def _number(array: pa.Array) -> pa.Array:
-    """Bools as uint8; dates, times and durations as their integers."""
+    """Convert bools to uint8, and dates, times and durations to their integers."""
     array = decoded(array)
     kind = array.type
     if pa.types.is_boolean(kind):
@@ -156,7 +160,7 @@ def _number(array: pa.Array) -> pa.Array:
 def _fixed_lists(
     array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls, url: str
 ) -> pa.Array:
-    """Nested fixed-size lists as one fixed-size list of numbers.
+    """Convert nested fixed-size lists to one fixed-size list of numbers.
 
     A null list, on any level, becomes a list of nulls: the values below it are undefined.
     """
@@ -222,7 +226,7 @@ def _without_nulls(array: pa.Array, spec: ColumnSpec, nulls: _Nulls) -> pa.Array
 
 
 def _lists(offsets: pa.Array, values: pa.Array, mask: pa.Array | None = None) -> pa.Array:
-    """Lists whose offsets are as wide as these."""
+    """Make lists whose offset type fits these offsets."""
     is_short = pa.types.is_int32(offsets.type)
     kind = pa.ListArray if is_short else pa.LargeListArray
     return kind.from_arrays(offsets, values, mask=mask)

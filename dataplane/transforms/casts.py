@@ -1,7 +1,8 @@
-"""Columns of numbers in another type than the stored one, as tokens of uint16 that come as int64.
+"""Convert columns of numbers to another type than the stored one: tokens of uint16 to int64, for
+example.
 
 A number stays the same, or becomes the nearest float. A value that the type cannot hold is refused:
-none wraps around, and no finite number becomes infinite.
+no value wraps around, and no finite number becomes infinite.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAMES_SHOWN = 100
 
 
 def casts_of(options: ColumnOptions) -> Mapping[str, str]:
-    """The columns that a job converts, and to which types."""
+    """Return the columns that a job converts, with their new types."""
     return dict(options.dtype)
 
 
@@ -45,7 +46,7 @@ def check_casts(options: ColumnOptions, chosen: Sequence[Leaf], every: Sequence[
 def cast_columns(
     specs: Sequence[ColumnSpec], types: Sequence[pa.DataType], options: ColumnOptions
 ) -> tuple[Sequence[ColumnSpec], Sequence[pa.DataType]]:
-    """The columns, and their types in the block arena, once their numbers are converted.
+    """Return the columns, and their types in the block arena, after their numbers are converted.
 
     Raises:  ConfigError: a column has no numbers, or fractions that integers cannot hold.
     """
@@ -89,8 +90,8 @@ def _retyped(kind: pa.DataType, number: pa.DataType) -> pa.DataType:
 def converted(
     array: pa.Array, target: pa.DataType, column: str, url: str, *, width: int = 1, stack: str = ""
 ) -> pa.Array:
-    """Numbers of a column in another type, nulls kept. A row has `width` of them, or any number if
-    that is 0. `stack` is what they become part of.
+    """Convert numbers of a column to another type; nulls stay. A row has `width` numbers; 0 means
+    any count. `stack` names the stack that the column joins.
 
     Raises:  ConfigError: the type cannot hold a number; names column, number and shard.
     """

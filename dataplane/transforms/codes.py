@@ -62,7 +62,7 @@ def _has_codes(spec: ColumnSpec) -> bool:
 
 
 def with_categories(schema: pa.Schema, categories: Mapping[str, pa.Array]) -> pa.Schema:
-    """The schema, with the values of each coded column."""
+    """Return the schema with the values of each coded column."""
     if not categories:
         return schema
     content = categories_to_bytes(categories)
@@ -77,7 +77,7 @@ def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
 def codes_of(
     array: pa.Array, leaf: Leaf, categories: pa.Array, null_code: int, url: str
 ) -> pa.Array:
-    """The code of each row, and `null_code` for null ones.
+    """Return the code of each row, and `null_code` for null rows.
 
     Shapes:  result: int64[len(array)].
     Raises:  CorruptShard: a value that was not in the dataset when its values were counted.
@@ -98,7 +98,7 @@ def codes_of(
 
 
 def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array:
-    """int64[rows]; null for null, and _UNKNOWN for a value that is not a category."""
+    """Return int64[rows]; null for null, and _UNKNOWN for a value that is not a category."""
     import pyarrow.compute as pc
 
     if isinstance(array, pa.ExtensionArray):
@@ -118,7 +118,7 @@ def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array
 
 
 def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Values in the canonical type of their column, nulls kept."""
+    """Convert values to the canonical type of their column; nulls stay."""
     array = decoded(array)
     if array.type == kind:
         return array
@@ -130,14 +130,16 @@ def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def stored_values(values: pa.Array) -> pa.Array:
-    """The inverse of `shown_as`."""
+    """Invert `shown_as`."""
     if pa.types.is_large_string(values.type):
         return values.cast(pa.large_binary())
     return values.cast(pa.uint8()) if pa.types.is_boolean(values.type) else values
 
 
 def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:
-    """Categories as users see them: text as text, bools as bools, times as their integers."""
+    """Return categories as users see them: text as text, bools as bools, times as their
+    integers.
+    """
     spec = spec_of(leaf, ListPolicy.RAGGED)
     if spec.kind is Kind.STRING:
         return values.cast(pa.large_string())

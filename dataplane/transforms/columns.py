@@ -1,4 +1,4 @@
-"""Any Arrow schema -> the columns of a batch, in the few forms that a slab knows.
+"""Map any Arrow schema to the columns of a batch, in the few forms that a slab has.
 
 `plan_columns` decides once, from the dataset's schema and the job's options, which leaf columns
 there are and what form each takes; `canonical.py` brings a decoded block into that form. Structs
@@ -38,7 +38,9 @@ _NAMES_SHOWN = 100
 
 
 class LeafPart(enum.Enum):
-    """Which part of a leaf a column delivers: its values, their codes, or whether they are null."""
+    """The part of a leaf that a column delivers: its values, their codes, or whether they
+    are null.
+    """
 
     VALUES = enum.auto()
     CODES = enum.auto()
@@ -46,12 +48,11 @@ class LeafPart(enum.Enum):
 
 
 class ColumnPlan(Struct, frozen=True):
-    """How the blocks of a dataset become batch columns.
+    """The mapping from a dataset's blocks to batch columns.
 
-    `top_level` are the columns a format must decode; `leaves`, `parts`, `specs` and `schema`
+    `top_level` are the columns that a format must decode. `leaves`, `parts`, `specs` and `schema`
     describe the columns, in batch order; `schema` has one canonical Arrow field for each.
-    `categories` are the sorted values of coded columns, if they are known: workers always know
-    them.
+    `categories` are the sorted values of coded columns, as far as known: workers always know them.
     """
 
     options: ColumnOptions
@@ -69,7 +70,7 @@ class ColumnPlan(Struct, frozen=True):
         columns: Sequence[tuple[Leaf, LeafPart]],
         categories: Mapping[str, pa.Array] | None = None,
     ) -> Self:
-        """The plan of these columns."""
+        """Make the plan of these columns."""
         stored = [_spec(leaf, part, options) for leaf, part in columns]
         specs, types = cast_columns(stored, [_type(leaf, part) for leaf, part in columns], options)
         return cls(
@@ -118,7 +119,7 @@ def plan_columns(
 
 
 def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
-    """Whether a plan takes all columns of a schema as they are, and they are numbers."""
+    """Whether a plan takes all columns of a schema unchanged, and all are numbers."""
     return (
         schema.equals(plan.schema)
         and are_numbers(schema)
@@ -128,12 +129,14 @@ def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
 
 
 def is_null_name(column: str) -> str:
-    """The column that marks the nulls of this one."""
+    """Return the name of the column that marks the nulls of this one."""
     return f"{column}.is_null"
 
 
 def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -> set[str]:
-    """The leaves whose nulls are marked: all leaves of a stack if one of them is."""
+    """Return the leaves whose nulls are marked. If one leaf of a stack is marked, all of
+    them are.
+    """
     required = required_nodes(schema)
     marked = {leaf.name for leaf in leaves if not required.issuperset(leaf.row_nodes)}
     for stack in stacks_of(options):
@@ -183,7 +186,7 @@ def _named(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def shown(names: Iterable[str]) -> str:
-    """Names for an error message; only the first ones if there are many."""
+    """Join names for an error message; only the first ones if there are many."""
     every = list(names)
     more = len(every) - _NAMES_SHOWN
     return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

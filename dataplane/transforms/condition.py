@@ -1,7 +1,7 @@
-"""A condition's tests, on the rows of a block, and on what is known of a block's columns.
+"""Evaluate a condition on the rows of a block, and on the known bounds of a block's columns.
 
-As in SQL, what is compared with null is neither true nor false, and a row is left only where the
-condition is true.
+Null follows SQL: a comparison with null is neither true nor false, and only rows for which the
+condition is true are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bounds = Mapping[str, ColumnBounds]
 
 
 class Outcomes(enum.Flag):
-    """What a condition may be, on some rows."""
+    """The possible results of a condition on some rows."""
 
     TRUE = 1
     FALSE = 2
@@ -39,21 +39,21 @@ class RowTest(Protocol):
     """A condition, or a part of one."""
 
     def values(self, batch: pa.RecordBatch, /) -> pa.Array:
-        """Whether it holds for each row.
+        """Evaluate the condition for each row.
 
         Shapes:  result: bool[rows], with nulls.
         """
 
     def outcomes(self, bounds: Bounds, /) -> Outcomes:
-        """What it may be on rows whose columns have these bounds."""
+        """Return the possible results on rows whose columns have these bounds."""
 
     def known(self, outcome: Outcomes, /) -> frozenset[str]:
-        """The columns that are not null where it is TRUE or FALSE."""
+        """Return the columns that cannot be null in a row with this result, TRUE or FALSE."""
 
 
 class FieldTest(Struct, frozen=True):
-    """A column compared with a constant of its type, or with one that lies outside of its type:
-    then `always` is the outcome.
+    """A column compared with a constant of its type. If the constant lies outside of its type, the
+    result is `always`.
     """
 
     field: FieldValue
@@ -62,7 +62,7 @@ class FieldTest(Struct, frozen=True):
     always: bool | None = None
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         if self.always is not None:
@@ -71,7 +71,7 @@ class FieldTest(Struct, frozen=True):
         return getattr(pc, _KERNELS[self.relation])(self.field.values(batch), self.value)
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         found = bounds.get(self.field.name)
         nulls = _null_outcomes(found)
         if found is not None and found.null_count == found.rows:
@@ -83,19 +83,19 @@ class FieldTest(Struct, frozen=True):
         return nulls | _compared(self.relation, found, _plain(self.value))
 
     def known(self, _: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.field.columns
 
 
 class RelationTest(Struct, frozen=True):
-    """Two values of one kind, compared."""
+    """A comparison of two values of one kind."""
 
     relation: Relation
     left: Operand
     right: Operand
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         left, right = self.left.values(batch), self.right.values(batch)
@@ -110,22 +110,22 @@ class RelationTest(Struct, frozen=True):
             return _exactly(self.relation, *both)
 
     def outcomes(self, _: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         return ANY
 
     def known(self, _: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.left.columns | self.right.columns
 
 
 class MemberTest(Struct, frozen=True):
-    """Whether a value is one of some, which have its type."""
+    """Whether a value is in a list of values of its type."""
 
     of: Operand
     members: pa.Array
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         values = self.of.values(batch)
@@ -138,7 +138,7 @@ class MemberTest(Struct, frozen=True):
         return pc.if_else(valid, found, pa.scalar(None, pa.bool_()))
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
         nulls = _null_outcomes(found)
         if found is not None and found.null_count == found.rows:
@@ -152,20 +152,20 @@ class MemberTest(Struct, frozen=True):
         return nulls if is_one else nulls | Outcomes.FALSE
 
     def known(self, _: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.of.columns
 
 
 class LikeTest(Struct, frozen=True):
-    """Whether a text is like a pattern. A backslash before %, _ or a backslash takes it as it is,
-    and is a character like others elsewhere.
+    """Whether a text matches a pattern. A backslash escapes %, _ and itself; before other
+    characters it has no special meaning.
     """
 
     of: FieldValue
     pattern: str
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         values = self.of.values(batch)
@@ -175,11 +175,11 @@ class LikeTest(Struct, frozen=True):
         return pc.match_substring_regex(values, _expression(self.pattern))
 
     def outcomes(self, _: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         return ANY
 
     def known(self, _: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.of.columns
 
 
@@ -189,11 +189,11 @@ class NullOf(Struct, frozen=True):
     of: FieldValue
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         return self.of.stored(batch).is_null()
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         found = bounds.get(self.of.name)
         if found is None or found.null_count is None:
             return Outcomes.TRUE | Outcomes.FALSE
@@ -202,28 +202,28 @@ class NullOf(Struct, frozen=True):
         return Outcomes.TRUE if found.null_count == found.rows else Outcomes.TRUE | Outcomes.FALSE
 
     def known(self, outcome: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.of.columns if outcome is Outcomes.FALSE else frozenset()
 
 
 class FlagTest(Struct, frozen=True):
-    """A column of true and false, or one of both for all rows."""
+    """A column of bools, or one bool for all rows."""
 
     of: Operand
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         return _of_rows(self.of.values(batch), batch)
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
         if found is None or found.lowest is None:
             return ANY
         return _null_outcomes(found) | _compared(Relation.EQ, found, value=True)
 
     def known(self, _: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.of.columns
 
 
@@ -234,7 +234,7 @@ class Joined(Struct, frozen=True):
     parts: Sequence[RowTest]
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         join = pc.and_kleene if self.operator == "and" else pc.or_kleene
@@ -244,7 +244,7 @@ class Joined(Struct, frozen=True):
         return found
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         # "or" is "and" of the opposites.
         decides, other = Outcomes.FALSE, Outcomes.TRUE
         if self.operator == "or":
@@ -260,7 +260,7 @@ class Joined(Struct, frozen=True):
         return found
 
     def known(self, outcome: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         each = [part.known(outcome) for part in self.parts]
         needs_all = (self.operator == "and") == (outcome is Outcomes.TRUE)
         return frozenset.union(*each) if needs_all else frozenset.intersection(*each)
@@ -272,13 +272,13 @@ class Inverse(Struct, frozen=True):
     of: RowTest
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `RowTest.values`."""
+        """Implement `RowTest.values`."""
         import pyarrow.compute as pc
 
         return pc.invert(self.of.values(batch))
 
     def outcomes(self, bounds: Bounds) -> Outcomes:
-        """As `RowTest.outcomes`."""
+        """Implement `RowTest.outcomes`."""
         inner = self.of.outcomes(bounds)
         found = inner & Outcomes.NULL
         for one, opposite in _OPPOSITE.items():
@@ -286,7 +286,7 @@ class Inverse(Struct, frozen=True):
         return found
 
     def known(self, outcome: Outcomes) -> frozenset[str]:
-        """As `RowTest.known`."""
+        """Implement `RowTest.known`."""
         return self.of.known(_OPPOSITE[outcome])
 
 
@@ -301,7 +301,7 @@ _KERNELS = {
 
 
 def _plain(value: pa.Scalar) -> object:
-    """The value as bounds have it; None if Python has no type for it."""
+    """Return the value in the form that bounds have; None if Python has no type for it."""
     try:
         return value.as_py()
     except ValueError:  # nanoseconds
@@ -313,8 +313,8 @@ def _null_outcomes(found: ColumnBounds | None) -> Outcomes:
 
 
 def _compared(relation: Relation, found: ColumnBounds, value: object) -> Outcomes:
-    """What values within these bounds may give. NaN lies in no bounds: it differs from every
-    number, and nothing else is true of it.
+    """Return the possible results for values within these bounds. NaN is in no bounds: it differs
+    from every number, and all other comparisons with it are false.
     """
     lowest, highest = found.lowest, found.highest
     try:
@@ -355,14 +355,17 @@ _NOT = {
 
 
 def _as_float(found: pa.Array | pa.Scalar) -> pa.Array | pa.Scalar:
-    """Raises:  ArrowInvalid: a value is no float."""
+    """Convert values to floats.
+
+    Raises:  ArrowInvalid: a value is no float.
+    """
     if pa.types.is_decimal(found.type):
         raise pa.ArrowInvalid("decimals are no floats")
     return found.cast(pa.float64())
 
 
 def _exactly(relation: Relation, left: Sequence[Any], right: Sequence[Any]) -> pa.Array:
-    """Python compares whole numbers, decimals and floats exactly, one by one."""
+    """Compare whole numbers, decimals and floats exactly, one by one, as Python does."""
     compare = _OPERATORS[relation]
     with decimal.localcontext() as context:
         context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
@@ -379,8 +382,8 @@ _TICKS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 
 
 def _plain_values(found: pa.Array) -> Sequence[Any]:
-    """Values that Python compares with those of other types. Timestamps are whole nanoseconds,
-    since datetime has neither their digits nor their years.
+    """Convert values so that Python compares them with those of other types. Timestamps become
+    whole nanoseconds, since datetime has neither their digits nor their years.
     """
     is_time = pa.types.is_timestamp(found.type)
     ticks = _TICKS_NS[found.type.unit] if is_time else 1
@@ -389,7 +392,7 @@ def _plain_values(found: pa.Array) -> Sequence[Any]:
 
 
 def _expression(pattern: str) -> str:
-    """The regular expression of a pattern."""
+    """Return the regular expression of a pattern."""
     parts = []
     for taken, one in _PARTS.findall(pattern):
         parts.append({"%": ".*", "_": "."}.get(one) or re.escape(taken or one))
@@ -397,5 +400,5 @@ def _expression(pattern: str) -> str:
 
 
 def _of_rows(found: pa.Array | pa.Scalar, batch: pa.RecordBatch) -> pa.Array:
-    """One value for all rows, repeated."""
+    """Repeat one value for all rows."""
     return found if isinstance(found, pa.Array) else pa.repeat(found, batch.num_rows)

@@ -1,4 +1,6 @@
-"""A condition's syntax tree -> its tests on the columns of a dataset, which their types allow."""
+"""Build the tests of a condition from its syntax tree, and check them against the columns'
+types.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,10 @@ class Condition(Struct, frozen=True):
 
     @classmethod
     def of(cls, where: str, schema: pa.Schema) -> Self:
-        """The condition of this text on rows with this schema.
+        """Parse a condition on rows with this schema.
 
-        Raises:  ConfigError: it is not a condition, names a column that does not exist, or does
-        with a column what its type does not allow; names the column.
+        Raises:  ConfigError: the text is not a condition, names a column that does not exist, or
+        applies an operation that a column's type does not allow; names the column.
         """
         typed = _Typed(schema)
         test = typed.test(parse(where))
@@ -90,14 +92,14 @@ class Condition(Struct, frozen=True):
 
 
 class _Typed:
-    """Finds columns and checks types."""
+    """Resolves columns and checks types."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
         self.fields: dict[str, FieldValue] = {}
 
     def test(self, node: Node) -> RowTest:
-        """The test of a condition."""
+        """Build the test of a condition."""
         match node:
             case Junction(operator, parts):
                 return Joined(operator, [self.test(part) for part in parts])
@@ -223,7 +225,7 @@ class _Typed:
 def _below(
     kind: pa.DataType, parts: Sequence[str]
 ) -> Iterator[tuple[tuple[int, ...], pa.DataType]]:
-    """The field at these names below a column: its path and type, if it exists."""
+    """Yield the path and type of the field at these names below a column, if it exists."""
     kind_in = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     if not parts:
         yield (), kind
@@ -256,7 +258,7 @@ def _is_number(value: Scalar) -> TypeGuard[float | Decimal]:
 
 
 def _is_float(value: Scalar) -> bool:
-    """Whether a number equals a float. One with a fraction means the nearest float."""
+    """Whether a number equals a float. A number with a fraction means the nearest float."""
     return not isinstance(value, int) or value == float(value)
 
 
@@ -269,7 +271,7 @@ def _constant_kind(value: Scalar) -> OperandKind:
 
 
 def _as_stored(node: Node, field: FieldValue, value: Scalar) -> pa.Scalar:
-    """A constant in the type in which the column's values are compared."""
+    """Convert a constant to the type in which the column's values are compared."""
     match field.kind, value:
         case OperandKind.FLOAT, (int() | float() | Decimal()) if _is_number(value):
             return pa.scalar(float(value))
@@ -292,7 +294,7 @@ def _as_stored(node: Node, field: FieldValue, value: Scalar) -> pa.Scalar:
 
 
 def _time(node: Node, field: FieldValue, text: str) -> pa.Scalar:
-    """A time in the unit and time zone of a column. Without a zone, UTC is meant."""
+    """Parse a time in the unit and time zone of a column; without a zone, it is in UTC."""
     kind = unwrapped(field.type)
     try:
         if pa.types.is_timestamp(kind) and kind.tz is not None:
@@ -308,9 +310,10 @@ def _time(node: Node, field: FieldValue, text: str) -> pa.Scalar:
 
 
 def _instant(text: str, kind: pa.DataType) -> pa.Scalar:
-    """Nanoseconds have all digits of a text, and the column's own unit has all of its years.
+    """Parse a time. Nanoseconds keep all digits of a text, and the column's own unit allows all of
+    its years.
 
-    Raises:  ArrowInvalid: it is no time, or the column has no room for it.
+    Raises:  ArrowInvalid: the text is no time, or lies outside of the column's range.
     """
     for unit, zone in itertools.product(("ns", kind.unit), ("UTC", None)):
         with contextlib.suppress(pa.ArrowInvalid):  # a text that names a zone, or one that does not

@@ -23,7 +23,7 @@ def draw_keys(
     shards: NDArray[np.integer],
     rows: NDArray[np.integer],
 ) -> Words:
-    """The key of each sample for a step of a column: "jpg/RandomResizedCrop".
+    """Return the key of each sample for a step of a column, such as "jpg/RandomResizedCrop".
 
     Shapes:  shards, rows: integer[n], the sample ids.   result: uint64[n].
     """
@@ -31,7 +31,7 @@ def draw_keys(
 
 
 def uniform(keys: Words, count: int) -> Floats:
-    """`count` numbers a key, each of them in [0, 1): number i from the key extended by i.
+    """Draw `count` numbers in [0, 1) for each key: number i comes from the key extended by i.
 
     Shapes:  keys: uint64[n].   result: float64[n, count].
     """

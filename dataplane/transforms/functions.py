@@ -22,9 +22,9 @@ _MOVE = (
 
 
 def function_name(given: object, argument: str) -> str:
-    """The name of a function or class, as "package.module:function"; "" for None.
+    """Return the name of a function or class, as "package.module:function"; "" for None.
 
-    Raises:  ConfigError: it is not one that a worker finds by its name; says what to do.
+    Raises:  ConfigError: a worker cannot find it by its name; says what to do.
     """
     if given is None:
         return ""

@@ -52,7 +52,7 @@ class ImageSteps(Struct, frozen=True):
     decode: Decoding
 
     def crops(self, sizes: NDArray[np.int32], draw: Draw) -> Crops:
-        """Which part of each image becomes the result.
+        """Compute the part of each image that becomes the result.
 
         Shapes:  sizes: int32[n, 2], height and width of each image, upright.
         Raises:  ImageError: a step cannot be applied to an image of this size; row is its index.
@@ -100,7 +100,7 @@ def _drawn(kind: StepKind[AnyStep], draw: Draw, count: int) -> Floats:
 
 
 def kind_of(step: AnyStep) -> StepKind[AnyStep]:
-    """The declarations in the file of this step."""
+    """Return the declarations in the file of this step."""
     return kinds()[type(step)]
 
 
@@ -110,7 +110,9 @@ def kinds() -> dict[type, StepKind[AnyStep]]:
 
 
 def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
-    """The steps in the order in which they run. Steps that change pixels keep the given order."""
+    """Sort steps into the order in which they run. Steps that change pixels keep the given
+    order.
+    """
     places = {kind.step: place for place, kind in enumerate(registry.STEPS)}
 
     def key(step: AnyStep) -> tuple[int, int]:
@@ -133,8 +135,8 @@ def may_follow(step: type, before: Sequence[type]) -> bool:
 
 
 def saved(column: str, steps: Sequence[AnyStep]) -> ImageSpec:
-    """The spec for these steps: equal for all lists with the same meaning. Height and width are 0
-    if no step fixes them.
+    """Return the spec for these steps: equal for all lists with the same meaning. Height and width
+    are 0 if no step fixes them.
     """
     image = ImageSpec(column, 0, 0, Cut.WHOLE)
     for step in in_order(_with_implied(steps)):
@@ -159,7 +161,7 @@ def _with_implied(steps: Sequence[AnyStep]) -> list[AnyStep]:
 
 
 def steps_of(image: ImageSpec) -> ImageSteps:
-    """The steps that a spec contains.
+    """Return the steps that a spec contains.
 
     Raises:  ConfigError: this version does not know one of them.
     """

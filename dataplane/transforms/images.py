@@ -50,11 +50,11 @@ def image_specs(
     decode: str | None = None,
     bad_images: str = RAISE,
 ) -> tuple[ImageSpec, ...]:
-    """The specs of these lists, by column; `decode` is "exact", "fast" or None, for all columns,
-    and `bad_images` is "raise" or "replace".
+    """Convert lists of steps to specs, by column. `decode` is "exact", "fast" or None, for all
+    columns; `bad_images` is "raise" or "replace".
 
-    Raises:  ConfigError: steps that are invalid or in an invalid order; names column and step.
-    A `decode` or `bad_images` that is unknown, or given without transforms.
+    Raises:  ConfigError: steps that are invalid or in an invalid order; names column and step. A
+    `decode` or `bad_images` that is unknown, or given without transforms.
     """
     decoding, replaces = _decoding(decode), _replaces(bad_images, transforms)
     if decode is not None and not transforms:
@@ -103,7 +103,9 @@ def _decoding(given: object) -> Decoding:
 
 
 def _with_decoding(spec: ImageSpec, decoding: Decoding) -> ImageSpec:
-    """The spec with this decoding; unchanged if it means the same, so that digests are equal."""
+    """Return the spec with this decoding; unchanged if it means the same, so that digests are
+    equal.
+    """
     asked = replace(spec, decode=decoding)
     return spec if steps_of(asked).may_reduce == steps_of(spec).may_reduce else asked
 
@@ -190,9 +192,9 @@ def check_image(spec: ImageSpec) -> None:
 
 
 def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple[ColumnSpec, ...]:
-    """The columns of batches, with those named by `images` turned into pixels.
+    """Return the columns of batches, with those named by `images` turned into pixels.
 
-    Raises:  ConfigError: there is no such column, or it holds no bytes; says what it holds.
+    Raises:  ConfigError: a column does not exist, or holds no bytes; says what it holds.
     """
     by_name = {spec.name: spec for spec in specs}
     pixels: dict[str, ColumnSpec] = {}
@@ -220,8 +222,8 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
 
 
 def masks_advice(images: Sequence[ImageSpec]) -> str:
-    """What to know of transforms that are wrong for masks; "" if they are of photographs alone,
-    as far as their names and steps say.
+    """Warn of transforms that are wrong for masks; "" if all columns seem to be photographs, as far
+    as their names and steps say.
     """
     moved = [image.column for image in images if image.cut is Cut.RANDOM or 0 < image.flip < 1]
     way = (
@@ -249,8 +251,8 @@ def masks_advice(images: Sequence[ImageSpec]) -> str:
 
 
 def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:
-    """The column that was most likely meant: bytes within a struct of that name (Hugging Face's
-    image has `bytes` and `path`), a similar name, or the only one that has bytes.
+    """Guess the column that was meant: bytes within a struct of that name (Hugging Face's image has
+    `bytes` and `path`), a similar name, or the only column of bytes.
     """
     encoded = [spec.name for spec in specs if spec.kind is Kind.BYTES]
     within = [name for name in encoded if name.startswith(f"{column}.")]

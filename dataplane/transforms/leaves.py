@@ -49,7 +49,7 @@ def leaves_of(schema: pa.Schema) -> Iterator[Leaf]:
 
 
 def _leaves(at: Leaf) -> Iterator[Leaf]:
-    """The leaves at this place: those of a struct, or the field itself."""
+    """Yield the leaves at this place: those of a struct, or the field itself."""
     kind = at.type.storage_type if isinstance(at.type, pa.BaseExtensionType) else at.type
     node = at.row_nodes[-1] + 1
     if not pa.types.is_struct(kind) or not kind.num_fields:
@@ -82,7 +82,7 @@ def _with_nodes(leaf: Leaf) -> Leaf:
 
 
 def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
-    """The form of a leaf's values."""
+    """Return the form of a leaf's values."""
     number = _NUMBERS.get(leaf.type.id)
     if number is not None:
         return ColumnSpec(leaf.name, Kind.FIXED, number[0])
@@ -103,7 +103,7 @@ def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type below extensions, dictionaries, run-end encodings and views."""
+    """Return the type below extensions, dictionaries, run-end encodings and views."""
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -116,7 +116,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a column's single values, or of the items of its lists."""
+    """Return the type of a column's single values, or of the items of its lists."""
     if isinstance(kind, pa.FixedShapeTensorType):
         return value_type(kind.value_type)
     kind = _plain(kind)
@@ -161,7 +161,7 @@ def _numeric(dtype: str) -> pa.DataType:
 
 
 def canonical_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type of a leaf's values, whatever the encoding and the width of the offsets."""
+    """Return the Arrow type of a leaf's values, ignoring encodings and the width of offsets."""
     number = _NUMBERS.get(kind.id)
     if number is not None:
         return number[1]
@@ -183,8 +183,8 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
 
 
 def block_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type in which a leaf of this type lies in the block arena: the canonical one, but
-    with 32-bit offsets if they are stored so. A raw block is then as good as a decoded one.
+    """Return the Arrow type of such a leaf in the block arena: the canonical one, but with 32-bit
+    offsets if they are stored so. Then a raw block needs no decoding.
     """
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
         return pa.binary()

@@ -1,4 +1,4 @@
-"""How lists become rows of a batch: their maximum length and their padding."""
+"""Options for lists in batches: their maximum length and their padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
 
 
 class ListForm(Struct, frozen=True):
-    """How the lists of one column become rows of a batch.
+    """The form of one column's lists in a batch.
 
     Lists keep their first `length_max` values, or their last ones if `keeps_end`; 0 keeps all.
     `padding` is the bytes of one value, b"" for zero.
@@ -32,7 +32,7 @@ AS_THEY_ARE = ListForm()
 
 
 def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[int, ListForm]:
-    """The list columns, by index, that do not have the default form: uncut, padded with zeros.
+    """Return the list columns, by index, whose form is not the default: uncut, padded with zeros.
     Only padded lists have padding, and only a value that the column can hold: see `check_lists`.
     """
     if not _are_changed(options):

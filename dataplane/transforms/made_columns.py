@@ -1,4 +1,4 @@
-"""The columns that user functions make: a map of a block, a collate function of a batch."""
+"""Columns made by user functions: a map of a block, or a collate function of a batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class _Facts(Struct, frozen=True):
 
 
 class MappedColumns(Struct, frozen=True):
-    """What a map makes of the columns of a dataset, as a worker found out over the first rows.
+    """The columns that a map makes of a dataset, determined by a worker from the first rows.
 
-    `reads` are the stored columns that it takes, `row_bytes` what a row of its result takes, about.
-    `code` is a hash of the file that defines it: blocks of other code are not mixed with these.
+    `reads` are the stored columns that the map takes; `row_bytes` is the approximate size of a row
+    of its result. `code` is a hash of the file that defines the map: blocks made by different code
+    are not mixed.
     """
 
     schema: pa.Schema
@@ -43,7 +44,7 @@ class MappedColumns(Struct, frozen=True):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self:
-        """The inverse of `to_bytes`."""
+        """Invert `to_bytes`."""
         line, _, schema = content.partition(b"\n")
         facts = msgspec.json.decode(line, type=_Facts)
         found = pa.ipc.read_schema(pa.py_buffer(schema))
@@ -51,8 +52,9 @@ class MappedColumns(Struct, frozen=True):
 
 
 class CollatedColumns(Struct, frozen=True):
-    """What a collate function makes of batches, as a worker found out over the first one, and the
-    bytes that it takes for each sample, about. `code` is a hash of the file that defines it.
+    """The columns that a collate function makes of batches, and their approximate size per sample,
+    determined by a worker from the first batch. `code` is a hash of the file that defines the
+    function.
     """
 
     specs: tuple[ColumnSpec, ...]
@@ -61,13 +63,13 @@ class CollatedColumns(Struct, frozen=True):
 
 
 def with_mapped(schema: pa.Schema, mapped: MappedColumns | None) -> pa.Schema:
-    """The schema of shards, with the columns that a map makes of them in its metadata."""
+    """Return the schema of shards with the columns of a map in its metadata."""
     if mapped is None:
         return schema
     return schema.with_metadata({**(schema.metadata or {}), _KEY: mapped.to_bytes()})
 
 
 def mapped_in(schema: pa.Schema) -> MappedColumns | None:
-    """What `with_mapped` has added; None if there is no map."""
+    """Return the columns that `with_mapped` has added; None if there is no map."""
     content = (schema.metadata or {}).get(_KEY)
     return None if content is None else MappedColumns.from_bytes(content)

@@ -1,4 +1,4 @@
-"""How users ask for a mixture of datasets, and what that means. Pure: a trainer links it."""
+"""Parse and check a user's description of a mixture of datasets. Pure: a trainer links it."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Source(Struct, frozen=True):
     map: str | Callable[..., Any] | None = None
 
     def own_options(self) -> dict[str, object]:
-        """The loader's options that it replaces, as they were given."""
+        """The loader's options that this source overrides, with the given values."""
         given = {name: getattr(self, name) for name in _OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class MixStep(NamedTuple):
-    """A step of an epoch, both counted from 0. It is the first one that may have samples of other
+    """A step of an epoch, both counted from 0: the first step that may have samples of the new
     weights.
     """
 
@@ -126,8 +126,8 @@ class Mixture:
     def asked(
         self, urls: Mapping[str, tuple[str, ...]], views: Mapping[str, View], form: str = ""
     ) -> MixtureAsked:
-        """The message that asks for it, with these absolute urls and views of the sources, in this
-        format unless they have their own.
+        """Return the message that requests the mixture, with these absolute urls and views of the
+        sources, in this format unless they have their own.
         """
         return MixtureAsked(
             tuple(
@@ -185,10 +185,10 @@ class Mixture:
 
 
 def source_of_text(text: str) -> tuple[str, Source]:
-    """What a command line means with "web=s3://bucket/web/,weight=0.7": a name, a url, and
-    arguments of Source.
+    """Parse the text of a command line, such as "web=s3://bucket/web/,weight=0.7": a name, a url,
+    and arguments of Source.
 
-    Raises:  ConfigError: it is no such text.
+    Raises:  ConfigError: the text has another form.
     """
     whole, *parts = _NEXT_OPTION.split(text)
     name, mark, url = whole.partition("=")
@@ -211,9 +211,9 @@ def source_of_text(text: str) -> tuple[str, Source]:
 
 
 def weights_of(names: Sequence[str], given: object, field: str) -> tuple[float, ...]:
-    """The weights of sources with these names, in their order.
+    """Return the weights of sources with these names, in their order.
 
-    Raises:  ConfigError: they are not a weight for each, or all are 0.
+    Raises:  ConfigError: there is not one weight for each, or all are 0.
     """
     example = ", ".join(f"{name!r}: …" for name in names[:_NAMED_MAX])
     if not isinstance(given, Mapping):
@@ -292,9 +292,9 @@ def _count(field: str, given: object, most: int, whose: str = "") -> int:
 
 
 def _counted(length: object, unit: MixUnit) -> object:
-    """The count that a text such as "10B tokens" means; anything else as it is.
+    """Parse a count such as "10B tokens"; return anything else unchanged.
 
-    Raises:  ConfigError: it is no such text, or counts something else than `unit`.
+    Raises:  ConfigError: the text is invalid, or counts something else than `unit`.
     """
     if not isinstance(length, str):
         return length

@@ -1,4 +1,4 @@
-"""Guesses the content of bytes that no decoder recognizes as an image."""
+"""Guess the content of bytes that no decoder recognizes as an image."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SHOWN_LETTERS = 40
 
 
 def said_of(found: bytes) -> str:
-    """Describes bytes that are not an image: their count, the first of them, a guess."""
+    """Describe bytes that are not an image: their count, the first of them, a guess."""
     if not found:
         return "0 bytes, where an image should be"
     size = "1 byte that is" if len(found) == 1 else f"{len(found)} bytes that begin with"

@@ -1,7 +1,7 @@
-"""Nulls in columns whose tensors cannot hold them: their replacements, and the columns refused.
+"""Nulls in columns whose tensors cannot hold them: their replacements, and the columns to refuse.
 
 Null floats become NaN, lists become empty, text and objects become None. Integers, bools and times
-need a value from the job; columns without one are reported before anything is read, all in one
+need a value from the job. Columns without one are reported before anything is read, all in one
 error, as far as the index knows of nulls.
 """
 
@@ -34,12 +34,12 @@ class Fills(Struct, frozen=True):
 
     @classmethod
     def of(cls, options: ColumnOptions) -> Fills:
-        """The values that a job gives."""
+        """Return the values that a job gives."""
         return cls(dict(options.fill_null), options.fill_null_all)
 
     def value(self, spec: ColumnSpec, *, is_marked: bool = False) -> float | None:
-        """The value for one column: NaN for floats without a value, None if its nulls are refused.
-        Marked nulls without a value become 0.
+        """Return the value for one column: NaN for floats without a value, None if its nulls are
+        refused. Marked nulls without a value become 0.
         """
         named = self.by_column.get(spec.name)
         if named is not None:
@@ -102,7 +102,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequen
     """Refuse columns that are known to have nulls but have no value for them. `urls` are those of
     the shards.
 
-    Raises:  ConfigError: names all of them, with the fill_null to pass.
+    Raises:  ConfigError: names all of these columns, with the fill_null to pass.
     """
     if nulls is None or not (nulls.shards >= 0).any():
         return
@@ -119,7 +119,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequen
 
 
 def _nodes(spec: ColumnSpec, leaf: Leaf, options: ColumnOptions) -> list[int]:
-    """The field nodes whose nulls a tensor of this column cannot hold."""
+    """Return the field nodes whose nulls a tensor of this column cannot hold."""
     is_refused = spec.kind is Kind.FIXED and not marks_nulls(options)
     rows = leaf.row_nodes if is_refused else ()
     return [*rows, *range(*leaf.inner_nodes)]
@@ -134,14 +134,16 @@ class NullsFound:
         self._refused: list[tuple[ColumnSpec, str]] = []
 
     def add(self, spec: ColumnSpec, fill: float | None, url: str = "") -> None:
-        """A column with nulls, the value that replaces them, if any, and a shard with a null."""
+        """Note a column with nulls, the value that replaces them, if any, and a shard with
+        a null.
+        """
         if fill is None:
             self._refused.append((spec, f", the first in {url}" if url else ""))
         elif not math.isnan(fill):
             self._fills[spec.name] = fill
 
     def check(self, source: str) -> None:
-        """Refuse columns without such a value.   Raises:  ConfigError."""
+        """Refuse columns for whose nulls there is no value.   Raises:  ConfigError."""
         refused = self._refused
         if not refused:
             return
@@ -159,7 +161,7 @@ class NullsFound:
         )
 
     def _to_paste(self) -> str:
-        """The `fill_null` to pass, including the values already passed."""
+        """Return the `fill_null` to pass, including the values already passed."""
         if len(self._refused) > _COLUMNS_SHOWN:
             return "fill_null=0, which is for all columns"
         passed = dict(self._options.fill_null)
@@ -172,7 +174,7 @@ class NullsFound:
 
 
 def _written(value: float) -> str:
-    """A value as Python source."""
+    """Format a value as Python source."""
     if not math.isfinite(value):
         return f'float("{value}")'
     return str(int(value)) if value == int(value) else repr(value)

@@ -1,7 +1,7 @@
-"""Columns of whole numbers and decimals against constants, exactly.
+"""Compare columns of whole numbers and decimals with constants exactly.
 
-Their values are whole multiples of a unit: 1, or 10**-scale. So a constant between two of them is
-compared as the one below or above it, and is equal to none.
+Column values are whole multiples of a unit: 1, or 10**-scale. A constant between two multiples
+equals no value, and is otherwise compared like the multiple below or above it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataplane.transforms.where import Relation
 
 
 class NumberGrid(Struct, frozen=True):
-    """The values that a type has room for: so many units, from `lowest` to `highest`."""
+    """The values that a type can hold: whole numbers of units, from `lowest` to `highest`."""
 
     type: pa.DataType
     scale: int
@@ -30,7 +30,9 @@ class NumberGrid(Struct, frozen=True):
 
     @classmethod
     def of(cls, kind: pa.DataType) -> Self | None:
-        """That of a column of this type; None of floats, and of others than numbers."""
+        """Return the grid of a column of this type; None for floats, and for types other than
+        numbers.
+        """
         kind = unwrapped(kind)
         if pa.types.is_decimal(kind):
             highest = 10**kind.precision - 1
@@ -42,7 +44,7 @@ class NumberGrid(Struct, frozen=True):
         return cls(kind, 0, -end if is_signed else 0, end - 1)
 
     def test(self, relation: Relation, field: FieldValue, value: float | Decimal) -> FieldTest:
-        """A column of this type, compared with a number."""
+        """Build the test that compares a column of this type with a number."""
         units = self._units(value)
         if units != math.floor(units):
             if relation in {Relation.EQ, Relation.NE}:
@@ -56,14 +58,16 @@ class NumberGrid(Struct, frozen=True):
         return FieldTest(field, relation, None, always=relation in {Relation.NE, *is_less})
 
     def members(self, values: Iterable[float | Decimal]) -> pa.Array:
-        """Those of these numbers that the type has."""
+        """Select the numbers that are values of the type."""
         units = map(self._units, values)
         whole = [int(one) for one in units if one == math.floor(one)]
         inside = [one for one in whole if self.lowest <= one <= self.highest]
         return pa.array(map(self._value, inside), self.type)
 
     def _units(self, value: float | Decimal) -> Fraction:
-        """A decimal is compared with a number as it is written: 0.1 is a tenth."""
+        """Return the value in units. With decimals, numbers are compared as they are written: 0.1
+        is a tenth.
+        """
         is_written = isinstance(value, float) and not pa.types.is_integer(self.type)
         return Fraction(repr(value) if is_written else value) * Fraction(10) ** self.scale
 

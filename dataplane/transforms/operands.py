@@ -1,4 +1,4 @@
-"""The values in a condition: columns, constants, and what is computed of them."""
+"""The values in a condition: columns, constants, and computed values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INT64_END = 1 << 63
 
 
 class OperandKind(enum.StrEnum):
-    """What may be done with a value."""
+    """The kind of a value, which decides what may be done with it."""
 
     INTEGER = "whole numbers"
     FLOAT = "numbers"
@@ -37,8 +37,8 @@ NUMBERS = frozenset((OperandKind.INTEGER, OperandKind.FLOAT))
 
 
 class Operand(Protocol):
-    """A value of each row of a block. `kind` says what may be done with it, `columns` has the
-    columns that it needs; it is null if one of these is.
+    """A value of each row of a block, null if a column that it needs is null. `kind` says which
+    operations it allows, `columns` are the columns that it needs.
     """
 
     @property
@@ -48,7 +48,7 @@ class Operand(Protocol):
     def columns(self) -> frozenset[str]: ...
 
     def values(self, batch: pa.RecordBatch, /) -> pa.Array | pa.Scalar:
-        """Its values, in one of the plain types of its kind."""
+        """Return the values, in one of the plain types of their kind."""
 
 
 class FieldValue(Struct, frozen=True):
@@ -65,11 +65,11 @@ class FieldValue(Struct, frozen=True):
         return frozenset((self.name,))
 
     def stored(self, batch: pa.RecordBatch) -> pa.Array:
-        """As it lies in the block."""
+        """Return the field as it is stored in the block."""
         return leaf_array(batch.column(self.top), self.path)
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `Operand.values`."""
+        """Implement `Operand.values`."""
         array = decoded(self.stored(batch))
         plain = _plain_type(array.type)
         return array if plain is None else array.cast(plain)
@@ -83,7 +83,7 @@ class ConstantValue(Struct, frozen=True):
     columns: frozenset[str] = frozenset()
 
     def values(self, _: pa.RecordBatch) -> pa.Scalar:
-        """As `Operand.values`."""
+        """Implement `Operand.values`."""
         value = self.value
         if isinstance(value, int) and not -_INT64_END <= value < _INT64_END:
             return pa.scalar(Decimal(value))
@@ -109,9 +109,9 @@ class ComputedValue(Struct, frozen=True):
         return self.left.columns | self.right.columns
 
     def values(self, batch: pa.RecordBatch) -> pa.Array | pa.Scalar:
-        """As `Operand.values`.
+        """Implement `Operand.values`.
 
-        Raises:  ConfigError: a result has no room in 64 bits.
+        Raises:  ConfigError: a result exceeds 64 bits.
         """
         import pyarrow.compute as pc
 
@@ -143,7 +143,7 @@ class LengthValue(Struct, frozen=True):
         return self.of.columns
 
     def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """As `Operand.values`."""
+        """Implement `Operand.values`."""
         import pyarrow.compute as pc
 
         array = self.of.values(batch)
@@ -164,7 +164,7 @@ def kind_of(stored: pa.DataType) -> OperandKind:
 
 
 def unwrapped(kind: pa.DataType) -> pa.DataType:
-    """The type of the values in a dictionary, in run ends, or under the name of an extension."""
+    """Return the type of the values within a dictionary, run ends or an extension."""
     while isinstance(kind, pa.BaseExtensionType) or _is_wrapped(kind):
         kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
     return kind
@@ -209,7 +209,7 @@ _KERNELS = {
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType | None:
-    """The type to compare values of this type in, if kernels lack it."""
+    """Return the type in which to compare values of this type, if kernels do not support it."""
     if pa.types.is_float16(kind):
         return pa.float32()
     if pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind):
@@ -222,7 +222,9 @@ def _plain_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def _remainder(left: pa.Array | pa.Scalar, right: pa.Array | pa.Scalar, rows: int) -> pa.Array:
-    """The remainder with the sign of the divisor, as in Python; null where that is 0."""
+    """Return the remainder with the sign of the divisor, as in Python; null where the
+    divisor is 0.
+    """
     both = [one if isinstance(one, pa.Array) else pa.repeat(one, rows) for one in (left, right)]
     values = [one.fill_null(0).to_numpy() for one in both]
     is_null = np.logical_or.reduce([

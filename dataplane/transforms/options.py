@@ -1,4 +1,5 @@
-"""Column arguments of a loader -> ColumnOptions, checked as far as possible without the dataset.
+"""Convert the column arguments of a loader to ColumnOptions, checked as far as possible without the
+dataset.
 
 Pure, and without arrays: a trainer links it.
 """
@@ -46,7 +47,7 @@ def column_options(
     codes: Sequence[str] | None = None,
     dtype: Mapping[str, object] | None = None,
 ) -> ColumnOptions:
-    """The options that these arguments of a DataLoader mean.
+    """Convert these arguments of a DataLoader to options.
 
     Raises:  ConfigError: one of them is invalid; says what is allowed.
     """
@@ -89,7 +90,7 @@ ARGUMENTS: Final = tuple(inspect.signature(column_options).parameters)
 
 
 def in_order(options: ColumnOptions) -> ColumnOptions:
-    """Mappings sorted by name, so that equal jobs are equal; `columns` keep their order."""
+    """Sort mappings by name, so that equal jobs have equal options; `columns` keep their order."""
     given = structs.asdict(options)
     by_name: dict[str, Any] = {
         name: tuple(sorted(value, key=lambda one: getattr(one, "name", one)))
@@ -100,7 +101,7 @@ def in_order(options: ColumnOptions) -> ColumnOptions:
 
 
 def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
-    """The options with these columns added, if they name columns at all."""
+    """Return the options with these columns added, if they name columns at all."""
     named = set(options.columns)
     if not named:
         return options
@@ -109,12 +110,12 @@ def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
 
 
 def only(columns: Sequence[str]) -> ColumnOptions:
-    """Options that read these columns, and are the usual ones otherwise."""
+    """Return options that read these columns, with defaults otherwise."""
     return ColumnOptions(columns=tuple(columns))
 
 
 def to_find_values(columns: Sequence[str]) -> ColumnOptions:
-    """Options that read all values of some columns and distinguish nulls."""
+    """Return options that read all values of some columns and distinguish nulls."""
     return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)
 
 
@@ -183,7 +184,7 @@ def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:
 def _by_column(
     argument: str, given: object, value_of: Callable[[str, str, object], Number]
 ) -> tuple[tuple[tuple[str, Number], ...], Number | None]:
-    """The numbers for single columns, by name, and the one for every column."""
+    """Return the numbers for single columns, by name, and the one for every column."""
     if given is None:
         return (), None
     if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""How users ask for packs of documents, and what that means. Pure: a trainer links it."""
+"""Parse and check a user's description of packs of documents. Pure: a trainer links it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class Pack(Struct, frozen=True):
 
 
 def pack_of_text(text: str) -> PackSpec:
-    """What a command line means with "tokens,length=4096": a column, and arguments of Pack.
+    """Parse the text of a command line, such as "tokens,length=4096": a column, and arguments of
+    Pack.
 
-    Raises:  ConfigError: as `pack_spec`, or it is no such text.
+    Raises:  ConfigError: as `pack_spec`, or the text has another form.
     """
     column, *parts = text.split(",")
     given: dict[str, str | int] = {}
@@ -81,7 +82,7 @@ def pack_of_text(text: str) -> PackSpec:
 
 
 def pack_spec(given: object) -> PackSpec | None:
-    """What this argument of a DataLoader means.
+    """Convert this argument of a DataLoader to a spec.
 
     Raises:  ConfigError: it is no Pack, or one of its values is invalid; says what is allowed.
     """
@@ -129,10 +130,10 @@ def pack_spec(given: object) -> PackSpec | None:
 def balanced(
     pack: PackSpec | None, given: object, *, shuffle: bool, mixes: bool
 ) -> PackSpec | None:
-    """The packs of a job, balanced if this argument of a DataLoader asks for it. If it `mixes`, a
+    """Return the packs of a job, balanced if this argument of a DataLoader requests it. `mixes`: a
     global batch has packs of several sources.
 
-    Raises:  ConfigError: it is not "cost", or this job cannot have it.
+    Raises:  ConfigError: the value is not "cost", or this job cannot be balanced.
     """
     if given is None:
         return pack

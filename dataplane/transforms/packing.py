@@ -1,4 +1,4 @@
-"""The columns of batches of packs: sequence packing, as plan/packs.py plans it."""
+"""The columns of batches of packs; plan/packs.py plans the packs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKING = "packing"
 
 
 def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[ColumnSpec, ...]:
-    """The columns of a job's batches, from those of its decoded blocks.
+    """Return the columns of a job's batches, from those of its decoded blocks.
 
     Raises:  ConfigError: a column has no images, or cannot be packed.
     """
@@ -37,7 +37,7 @@ def delivered_columns(specs: Sequence[ColumnSpec], spec: JobSpec) -> tuple[Colum
 
 
 def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnSpec, ...]:
-    """The columns of packs: those that are packed, then what is made for each pack.
+    """Return the columns of packs: the packed ones, then those made for each pack.
 
     Raises:  ConfigError: a column is missing, or has no numbers for tokens.
     """
@@ -72,7 +72,7 @@ def packed_columns(specs: Sequence[ColumnSpec], pack: PackSpec) -> tuple[ColumnS
 
 
 def batch_columns(columns: tuple[ColumnSpec, ...], pack: PackSpec) -> tuple[ColumnSpec, ...]:
-    """The columns of batches of packs, from those of packs. Padded batches have each its own
+    """Return the columns of batches of packs, from those of packs. Each padded batch has its own
     shape.
     """
     if pack.policy is not PackPolicy.PAD or pack.outputs == (PACKING,):
@@ -96,7 +96,7 @@ def _packed(name: str, known: dict[str, ColumnSpec], pack: PackSpec) -> ColumnSp
 
 
 def _cast(tokens: ColumnSpec, pack: PackSpec) -> ColumnSpec:
-    """The tokens in the type that is asked for, which has all values of the stored one."""
+    """Return the tokens in the requested type, which must hold all values of the stored one."""
     if not np.can_cast(tokens.dtype, pack.dtype):
         raise ConfigError(
             f"dtype={pack.dtype!r} in Pack({pack.column!r}, …) has not all values of"

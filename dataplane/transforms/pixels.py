@@ -1,4 +1,4 @@
-"""Encoded images in memory -> resized crops in a slab, in the form that training wants.
+"""Turn encoded images in memory into resized crops in a slab, in the form that training wants.
 
 Every image becomes RGB: grey is repeated, CMYK and YCCK are taken as inverted (as Adobe and Pillow
 do) and converted without a colour profile, an alpha channel is dropped and the colours under it
@@ -7,8 +7,8 @@ only inside its box, and at 1/2, 1/4 or 1/8 scale if it may be reduced and that 
 pixels. Every other image is decoded whole, by Pillow.
 
 A result depends on image, box, flip, view and `may_reduce`, not on the processor. It differs by at
-most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced.
-Without the compiled library Pillow and numpy make all pixels, within `TOLERANCE` of the library's.
+most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced. Without
+the compiled library Pillow and numpy make all pixels, within `TOLERANCE` of the library's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Crop(Struct, frozen=True):
     may_reduce: bool
 
     def shrink(self, view: PixelView) -> int:
-        """The largest reduction that leaves as many pixels as the view has: 1, 2, 4 or 8."""
+        """Return the largest reduction that leaves as many pixels as the view has: 1, 2, 4 or 8."""
         if not self.may_reduce:
             return 1
         least = min(self.box[2] / view.height, self.box[3] / view.width)
@@ -70,7 +70,7 @@ class _Crop(Struct, frozen=True):
 
 
 def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
-    """(height, width) of each image, from its header, its EXIF orientation applied.
+    """Return (height, width) of each image, from its header, with EXIF orientation applied.
 
     Shapes:  images: int64[n, 2], address and length of each: the caller keeps the memory alive.
              result: int32[n, 2].
@@ -166,8 +166,8 @@ def _render_changed(
     may_reduce: bool,
     changes: Sequence[PixelChange],
 ) -> None:
-    """As `render`, for a few images at a time: make RGB bytes, change them, convert them to the
-    view's form.
+    """Render a few images at a time: make RGB bytes, change them, and convert them to the view's
+    form. Otherwise the same as `render`.
     """
     plain = replace(view, layout="HWC", dtype="uint8", mean=None, std=None)
     step = max(1, _CHANGED_BYTES // plain.bytes)
@@ -221,7 +221,7 @@ def _render_by_pillow(
 def _resize(
     library: ctypes.CDLL, decoded: pillow.StoredPixels, crop: _Crop, view: PixelView, out: Bytes
 ) -> bool:
-    """Resize one image; False if memory ran out."""
+    """Resize one image; return False if memory ran out."""
     pixels = decoded.pixels
     failed = library.pixels_resize(
         pixels.tobytes("raw", "RGBX"), _Sides(pixels.height, pixels.width),
@@ -260,7 +260,10 @@ def _check(box: Doubles, height: int, width: int, row: int) -> None:
 
 
 def _delivered(pixels: NDArray[np.uint8], view: PixelView, *, is_flipped: bool) -> Bytes:
-    """Shapes:  pixels: uint8[height, width, 3].   result: uint8[view.bytes]."""
+    """Convert pixels to the form of the view.
+
+    Shapes:  pixels: uint8[height, width, 3].   result: uint8[view.bytes].
+    """
     values: NDArray[np.generic] = pixels[:, ::-1] if is_flipped else pixels
     if view.dtype != "uint8":
         scale, bias = view.factors()

@@ -1,8 +1,8 @@
-"""Advice on what to install so that a host can make pixels, or makes the same as another host.
-Imports nothing.
+"""Advice on packages to install so that a host can make pixels, or makes the same pixels as another
+host. Imports nothing.
 
 The maker of pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels
-79c2f673; Pillow 13.0.0 (…)", or only what follows the semicolon if Pillow makes them alone.
+79c2f673; Pillow 13.0.0 (…)". If Pillow makes all pixels, it is only the part after the semicolon.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INSTALL_LIBJPEG: Final = (
 
 
 def how_to_agree(expected: str, found: str) -> str:
-    """How to change a host with the maker `found` so that it agrees with one with `expected`."""
+    """Advise how to change a host whose maker is `found` so that it agrees with `expected`."""
     expected_c, _, expected_pillow = expected.rpartition("; ")
     found_c, _, found_pillow = found.rpartition("; ")
     steps = []

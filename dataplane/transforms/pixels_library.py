@@ -67,7 +67,7 @@ class Maker(Struct, frozen=True):
 
 @functools.cache
 def maker() -> Maker:
-    """The best maker that this installation has, loaded once."""
+    """Return the best maker of this installation, loaded once."""
     return load(LIBRARY, SOURCES)
 
 
@@ -78,7 +78,9 @@ def pillow_maker(missing: str = "chosen") -> Maker:
 
 
 def load(path: Path, sources: Path) -> Maker:
-    """The library at this path, if it was compiled from these sources and its libjpeg works."""
+    """Load the library at this path, if it was compiled from these sources and its libjpeg
+    works.
+    """
     changes = {kind.c_function: _CHANGE for kind in registry.STEPS if kind.in_c}
     try:
         library = compiled.load_if_usable(path, sources, "pixels_source_crc", _SIGNATURES | changes)
@@ -95,8 +97,8 @@ def load(path: Path, sources: Path) -> Maker:
 
 
 def _libjpeg_version(path: Path) -> str:
-    """The version in a library's file, since no function returns it; if the file has none, its
-    checksum.
+    """Read libjpeg's version from the library's file, since no function returns it; if the file
+    does not state it, return its checksum.
     """
     try:
         content = path.read_bytes()

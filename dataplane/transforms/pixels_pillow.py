@@ -1,4 +1,5 @@
-"""Pixels by Pillow: of every format but JPEG, and of all formats without the compiled library.
+"""Make pixels with Pillow: of every format but JPEG, and of all formats without the compiled
+library.
 
 Pillow converts to RGB, by our rules: grey is repeated, CMYK becomes RGB without a colour profile,
 an alpha channel is dropped and the colours under it stay. 16-bit channels keep their upper eight
@@ -136,7 +137,7 @@ def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Decode an image, as it is stored."""
+    """Decode an image without applying its orientation."""
     if image.mode.startswith("I"):
         bits = _TWELVE_BITS if getattr(image, "tag_v2", {}).get(_BITS) == (_TWELVE_BITS,) else 16
         values = np.asarray(image).clip(0, (1 << bits) - 1) >> (bits - 8)
@@ -145,7 +146,9 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 class StoredPixels(Struct, frozen=True):
-    """RGB pixels as they are stored; a JPEG may be 1/shrink of its `height` x `width`."""
+    """RGB pixels before their orientation is applied; a JPEG may be 1/shrink of its `height` x
+    `width`.
+    """
 
     pixels: Image.Image
     orientation: int
@@ -155,7 +158,7 @@ class StoredPixels(Struct, frozen=True):
 
 
 def decode(image: Image.Image, orientation: int, shrink: int) -> StoredPixels:
-    """Decode an image that was opened; a JPEG at 1/shrink, a power of two, as libjpeg does it."""
+    """Decode an image that was opened; a JPEG at 1/shrink, a power of two, as in libjpeg."""
     height, width = image.height, image.width
     if shrink > 1 and image.draft(None, (width // shrink, height // shrink)) is None:
         shrink = 1
@@ -180,10 +183,10 @@ def resized(decoded: StoredPixels, box: NDArray[np.float64], height: int, width:
 
 
 def _box_reduced(box: NDArray[np.float64], decoded: StoredPixels) -> NDArray[np.float64]:
-    """The place of a box in the decoded pixels, upright.
+    """Return the place of a box in the decoded, upright pixels.
 
     If a side is not a multiple of `shrink`, the last decoded row or column is only partly within
-    the image. It is the last one stored, and so the first one seen of a mirrored image.
+    the image. In a mirrored image, this last stored row or column is the first one seen.
     """
     shrink, orientation = decoded.shrink, decoded.orientation
     surplus = [-(-side // shrink) - side / shrink for side in (decoded.height, decoded.width)]

@@ -1,4 +1,4 @@
-"""Arrow arrays without encodings: their rows can be taken, joined and made Python objects.
+"""Arrow arrays without encodings, whose rows can be taken, joined and converted to Python objects.
 
 Values without a tensor form are kept in one layout of each kind: large lists, large strings,
 structs, maps, unions. Dates, times, timestamps and durations are the stored integers, nested or
@@ -14,12 +14,12 @@ from dataplane.formats.arrays import ANY_LISTS, read_as
 
 
 def is_any_list(kind: pa.DataType) -> bool:
-    """Lists of any length, in any layout."""
+    """Whether a type is lists of any length, in any layout."""
     return kind.id in ANY_LISTS
 
 
 def list_ends(array: pa.Array) -> pa.Array:
-    """The offsets of an array's lists within its flattened values; a null list is empty.
+    """Return the offsets of an array's lists within its flattened values; a null list is empty.
 
     Shapes:  result: int64[len(array) + 1].
     """
@@ -30,7 +30,7 @@ def list_ends(array: pa.Array) -> pa.Array:
 
 
 def object_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which values of `kind`, which have no tensor form, are kept."""
+    """Return the type in which values of `kind`, which have no tensor form, are kept."""
     if isinstance(kind, pa.BaseExtensionType):
         return object_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -61,5 +61,5 @@ def _scalar_type(kind: pa.DataType) -> pa.DataType:
 
 
 def objects(array: pa.Array) -> pa.Array:
-    """The same values as an array of `object_type`."""
+    """Convert an array to `object_type`."""
     return read_as(array, object_type(array.type))

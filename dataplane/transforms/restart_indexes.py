@@ -1,4 +1,4 @@
-"""Where the restart indexes of images lie. Pure.
+"""Compute where the restart indexes of images are stored. Pure.
 
 The worker that first crops an image records, in memory beside the image's block, where in its bytes
 other crops can start (transforms/csrc/restart_index.c).

@@ -1,4 +1,4 @@
-"""Leaves out the rows of a decoded block that a view does not have."""
+"""Drop the rows of a decoded block that do not belong to a view."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Bools = NDArray[np.bool_]
 
 
 class BlockRows(Struct, frozen=True):
-    """Which rows a block stores: `count` rows of its shard from `first` on. `word` stands for the
-    shard in the keys of its rows.
+    """The rows that a block stores: `count` rows of its shard from `first` on. `word` stands for
+    the shard in the keys of its rows.
     """
 
     count: int
@@ -32,14 +32,14 @@ class BlockRows(Struct, frozen=True):
 
 
 class RowFilter(Struct, frozen=True):
-    """What a view asks of each row, for the blocks of one dataset."""
+    """The conditions of a view on each row, for the blocks of one dataset."""
 
     view: View
     condition: Condition | None
 
     @classmethod
     def of(cls, view: View, schema: pa.Schema) -> Self | None:
-        """None if the view has all rows, but for a limit.
+        """Return the filter of a view; None if the view has all rows, apart from a limit.
 
         Raises:  ConfigError: its condition does not suit the schema.
         """
@@ -52,14 +52,14 @@ class RowFilter(Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The top-level columns that it reads."""
+        """The top-level columns that the filter reads."""
         return () if self.condition is None else self.condition.columns
 
     def mask(self, batch: pa.RecordBatch, rows: BlockRows) -> Bools:
-        """Which rows of a whole block are left.
+        """Return which rows of a whole block the view keeps.
 
         Shapes:  result: bool[rows].
-        Raises:  ConfigError: a number that the condition computes has no room.
+        Raises:  ConfigError: a number that the condition computes exceeds its type.
         """
         mask = chosen(self.view, rows.word, rows.first, rows.count)
         if self.condition is not None:
@@ -68,8 +68,8 @@ class RowFilter(Struct, frozen=True):
         return mask
 
     def count_known(self, bounds: Bounds, rows: BlockRows) -> int | None:
-        """How many rows are left of a block with these bounds of columns; None if its values
-        decide that.
+        """Return how many rows the view keeps of a block with these bounds of columns; None if that
+        depends on its values.
         """
         from dataplane.transforms.condition import Outcomes
 
@@ -83,13 +83,13 @@ class RowFilter(Struct, frozen=True):
         return int(np.count_nonzero(chosen(self.view, rows.word, rows.first, rows.count)))
 
     def left(self, batch: pa.RecordBatch, rows: BlockRows) -> pa.RecordBatch:
-        """The rows of a whole block that are left."""
+        """Return the rows of a whole block that the view keeps."""
         mask = self.mask(batch, rows)
         return batch if mask.all() else filtered(batch, mask)
 
 
 def reads_columns(view: View, schema: pa.Schema, columns: Sequence[str]) -> tuple[str, ...]:
-    """These columns, and those that the view reads besides.
+    """Return these columns, and the others that the view reads.
 
     Raises:  ConfigError: as `RowFilter.of`.
     """
@@ -98,7 +98,7 @@ def reads_columns(view: View, schema: pa.Schema, columns: Sequence[str]) -> tupl
 
 
 def filtered(batch: pa.RecordBatch, mask: Bools) -> pa.RecordBatch:
-    """The rows of a batch that are marked.
+    """Return the rows of a batch that are marked.
 
     Shapes:  mask: bool[rows].
     """

@@ -1,5 +1,5 @@
-"""Columns of numbers stacked into one tensor [B, columns]: how users name them, what that means,
-and which columns a block then has. Pure, and without arrays: a trainer links it.
+"""Columns of numbers stacked into one tensor [B, columns]: the user's arguments, their meaning, and
+the resulting columns of a block. Pure, and without arrays: a trainer links it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stacks_of(options: ColumnOptions) -> tuple[StackSpec, ...]:
 
 
 def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:
-    """The stacks that a mapping from new names to columns declares, by name.
+    """Return the stacks that a mapping from new names to columns declares, by name.
 
     Raises:  ConfigError: it is not such a mapping, or names a column twice.
     """
@@ -70,7 +70,7 @@ def _spec(name: str, given: object) -> StackSpec:
 def stacked_columns(
     specs: Sequence[ColumnSpec], stacks: Sequence[StackSpec]
 ) -> tuple[ColumnSpec, ...]:
-    """The columns of batches: those that are not stacked, then the stacks.
+    """Return the columns of batches: those that are not stacked, then the stacks.
 
     Raises:  ConfigError: a column has more than one number a sample, the columns have several
     types, or the name is taken; says what to do.
@@ -118,5 +118,7 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
 
 
 def _becomes(dtype: str, target: str) -> bool:
-    """Any number may become a float; integers only become a type that holds all of them."""
+    """Whether a number type can become another: any may become a float, integers only a type that
+    holds all of them.
+    """
     return np.dtype(target).kind == "f" or np.can_cast(dtype, target, "safe")

@@ -1,5 +1,5 @@
-"""The arguments of a loader that choose rows -> View, checked as far as possible without the
-dataset. Pure: a trainer links it.
+"""Convert the arguments of a loader that choose rows to a View, checked as far as possible without
+the dataset. Pure: a trainer links it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def view_of(
     split: Sequence[object] | None = None,
     limit: int | None = None,
 ) -> View:
-    """The view that these arguments of a DataLoader mean.
+    """Convert these arguments of a DataLoader to a view.
 
     Raises:  ConfigError: one of them is invalid; says what is allowed.
     """
@@ -57,7 +57,7 @@ VIEW_ARGUMENTS: Final = tuple(inspect.signature(view_of).parameters)
 
 
 def split_of_text(text: str) -> tuple[object, ...]:
-    """The argument `split` that a command line means with "train:0.99"."""
+    """Convert the text of a command line, such as "train:0.99", to the argument `split`."""
     name, *shares = text.split(":")
     try:
         return (name, *map(float, shares))
@@ -80,7 +80,7 @@ def _sample(given: object) -> int:
 
 
 def _split(given: object) -> tuple[int, int]:
-    """The range of hashes, in units of 2**-32. A share and its complement meet exactly."""
+    """Return the range of hashes, in units of 2**-32. A share and its complement meet exactly."""
     wrong = ConfigError(f"split={given!r:.80}: {_SPLIT_EXAMPLES}", field="split")
     match given:
         case str() | bytes():
@@ -111,7 +111,7 @@ def _split(given: object) -> tuple[int, int]:
 
 
 def _share(given: object) -> Fraction | None:
-    """A number as it is written: 0.1 is a tenth."""
+    """Parse a number exactly as it is written: 0.1 is a tenth."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return None
     try:

@@ -58,7 +58,7 @@ class Length(Struct, frozen=True):
 
 
 class Compared(Struct, frozen=True):
-    """Two values, compared."""
+    """A comparison of two values."""
 
     relation: Relation
     left: Node
@@ -66,14 +66,14 @@ class Compared(Struct, frozen=True):
 
 
 class Membership(Struct, frozen=True):
-    """Whether a value is one of these."""
+    """Whether a value is in a list."""
 
     of: Node
     values: tuple[Scalar, ...]
 
 
 class Matching(Struct, frozen=True):
-    """Whether a text is like a pattern, in which % is any text and _ any character."""
+    """Whether a text matches a pattern, in which % is any text and _ any character."""
 
     of: Node
     pattern: str
@@ -110,12 +110,12 @@ _ATOM = 7
 
 
 def canonical_text(node: Node) -> str:
-    """The text that every way to write this condition has; it parses to the same tree."""
+    """Return one text for all ways to write this condition; it parses to the same tree."""
     return _written(node)[0]
 
 
 def _written(node: Node) -> tuple[str, int]:
-    """Text, and how strongly its outermost operator binds."""
+    """Return the text, and how strongly its outermost operator binds."""
     match node:
         case Name(parts):
             return ".".join(map(_name_written, parts)), _ATOM

@@ -1,4 +1,4 @@
-"""A condition as text -> its syntax tree. Nothing is evaluated, and never as Python.
+"""Parse the text of a condition into its syntax tree. Nothing is evaluated, and never as Python.
 
 Pure: a trainer links it.
 """
@@ -64,9 +64,9 @@ class _Token(Struct, frozen=True):
 
 
 def parse(text: str) -> Node:
-    """The syntax tree of a condition.
+    """Return the syntax tree of a condition.
 
-    Raises:  ConfigError: it is not one; names the place and what may stand there.
+    Raises:  ConfigError: the text is not a condition; names the place and what may stand there.
     """
     if len(text) > TEXT_MAX:
         raise ConfigError(
@@ -135,7 +135,7 @@ class _Parser:
         )
 
     def _took(self, *texts: str) -> str:
-        """The next token if it is one of these, which is then taken; else ""."""
+        """Consume and return the next token if it is one of these; else return ""."""
         if not self._is(*texts):
             return ""
         self._at += 1
@@ -290,7 +290,7 @@ class _Parser:
         raise self._error(f"expected a column or a value, as in {_EXAMPLE}")
 
     def _number(self, text: str) -> int | float | Decimal:
-        """A whole number, the float that `text` is written as, or else exactly what it says."""
+        """Parse a whole number, the float that `text` stands for, or else the exact decimal."""
         written, nearest = Decimal(text), float(text)
         # Without limits, a short text would be a fraction of a billion digits.
         if nearest == float("inf"):

@@ -37,7 +37,9 @@ def _faults(step: CenterCrop, steps: tuple[AnyStep, ...]) -> Iterator[str]:
 
 
 def _place(step: CenterCrop, crops: Crops, drawn: Floats) -> Crops:
-    """Source:  torchvision.transforms.v2.functional.center_crop: the corner is rounded to even.
+    """Take the middle of each image.
+
+    Source:  torchvision.transforms.v2.functional.center_crop: the corner is rounded to even.
 
     Raises:  ImageError: an image is smaller than the crop; row is its index.
     """

@@ -40,7 +40,7 @@ class StepGroup(enum.IntEnum):
 
 
 class Crops(Struct, frozen=True, eq=False):
-    """Which part of each image becomes the result.
+    """The part of each image that becomes the result.
 
     Shapes:  whole: float64[n, 2], height and width of each image, upright.
              resized: float64[n, 2], the size to which the whole image is resized.
@@ -55,8 +55,8 @@ class Crops(Struct, frozen=True, eq=False):
 
 
 class SpecFields(Struct, Generic[Values], frozen=True):
-    """How a step is kept in fields of an `ImageSpec`. Saved digests cover these fields, so they do
-    not change. New steps have no fields: they are entries of `ImageSpec.steps`.
+    """The way in which a step is stored in fields of an `ImageSpec`. Saved digests cover these
+    fields, so they do not change. New steps have no fields: they are entries of `ImageSpec.steps`.
     """
 
     write: Callable[[Values, ImageSpec], ImageSpec]
@@ -104,7 +104,7 @@ class StepKind(Struct, Generic[Values], frozen=True, kw_only=True):
         return self.step.__name__
 
     def of_numbers(self, numbers: tuple[float, ...]) -> Values:
-        """The inverse of `numbers_of`."""
+        """Invert `numbers_of`."""
         return self.step(*numbers) if self.read_numbers is None else self.read_numbers(numbers)
 
     @property

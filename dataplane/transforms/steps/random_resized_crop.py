@@ -61,8 +61,10 @@ def _is_range(given: Sequence[float], most: float) -> bool:
 
 
 def _place(step: RandomResizedCrop, crops: Crops, drawn: Floats) -> Crops:
-    """Source:  torchvision.transforms.RandomResizedCrop.get_params: the first of ten tries that
-    fits, else the largest part in the middle whose ratio is allowed.
+    """Take the first of ten tries that fits, else the largest part in the middle whose ratio is
+    allowed.
+
+    Source:  torchvision.transforms.RandomResizedCrop.get_params
     """
     whole, (least, most), (low, high) = crops.whole, step.scale, step.ratio
     area = whole.prod(axis=1)[:, None] * (least + drawn[:, :_TRIES] * (most - least))
@@ -83,7 +85,7 @@ def _place(step: RandomResizedCrop, crops: Crops, drawn: Floats) -> Crops:
 
 
 def _largest(whole: Floats, low: float, high: float) -> Floats:
-    """The largest part of each image whose width by height is allowed.
+    """Return the largest part of each image whose ratio of width to height is allowed.
 
     Shapes:  whole, result: float64[n, 2], height and width.
     """

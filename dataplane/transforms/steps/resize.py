@@ -56,8 +56,9 @@ def _size(step: Resize) -> tuple[int, int] | None:
 
 
 def _place(step: Resize, crops: Crops, drawn: Floats) -> Crops:
-    """Source:  torchvision.transforms.v2.functional.resize: of one int, the long side is rounded
-    down.
+    """Scale the whole image. Of one int, the long side is rounded down.
+
+    Source:  torchvision.transforms.v2.functional.resize
     """
     del drawn
     size = _size(step)
