@@ -11,7 +11,7 @@ from msgspec import Struct
 
 
 class Role(enum.Enum):
-    """What a caller may be."""
+    """The roles that a caller may have."""
 
     NODE = "node"
     TRAINER = "trainer"
@@ -43,12 +43,13 @@ CALLS: Mapping[str, frozenset[Role]] = {
 
 
 class WrongTokenError(Exception):
-    """Why a token was refused, in words that do not contain it."""
+    """The reason why a token was refused, in words that do not contain the token."""
 
 
 class Caller(Struct, frozen=True):
-    """Who makes a call, as its token says: its roles, its only job ("" for all), the prefixes of
-    its datasets (None for all), and its name (None for the shared token, which has none).
+    """The caller of a call according to its token: its roles, its only job ("" for all), the
+    prefixes of its datasets (None for all), and its name (None for the shared token, which has
+    none).
     """
 
     roles: frozenset[Role]

@@ -1,8 +1,8 @@
-"""The secrets in this process's environment, and how processes that do not need them lose them.
+"""Keep the secrets in a process's environment from processes that do not need them.
 
-Workers parse bytes of strangers and call users' functions, so they and whatever forks them have no
-token of the service, no keys of stores and nothing else that is called a secret. Fetchers, which
-read stores, get the node's variables over their socket.
+Workers parse untrusted bytes and call users' functions. So workers, and the processes that fork
+them, have no token of the service, no keys of stores, and no other variable whose name says that it
+is a secret. Fetchers, which read stores, get the node's variables over their socket.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ENV_START, _ENV_END = 50 - 3, 51 - 3
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """These variables without those that name a secret, or configure access to stores."""
+    """Return these variables without those that name a secret, or configure access to stores."""
     return {name: value for name, value in environ.items() if not _is_secret(name, value)}
 
 
 def forget_secrets() -> None:
-    """Remove the secrets from the environment of this process, and from what the kernel shows of
-    it in /proc, for its children, too.
+    """Remove the secrets from the environment of this process and its children, and from the copy
+    that the kernel shows in /proc.
     """
     for name in [name for name, value in os.environ.items() if _is_secret(name, value)]:
         del os.environ[name]
@@ -40,8 +40,8 @@ def forget_secrets() -> None:
 
 
 def hide_secrets() -> None:
-    """Keep the secrets in the environment of this process, and remove them from what the kernel
-    shows of it in /proc to other processes. Before anything else has threads that read variables.
+    """Keep the secrets in the environment of this process, but remove them from the copy that the
+    kernel shows to other processes in /proc. Call this before any thread reads variables.
     """
     for name, value in list(os.environ.items()):
         if _is_secret(name, value):
@@ -55,9 +55,9 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _overwrite_initial() -> None:
-    """Overwrite the secrets among the variables with which the kernel has started this program:
-    they stay where it put them, and in /proc/self/environ, whatever a process changes later. Not
-    with zeros: some readers of /proc take an empty variable for the end of all of them.
+    """Overwrite the secrets among the variables with which the kernel started this program: they
+    stay in place, and in /proc/self/environ, whatever the process changes later. Zeros cannot be
+    used: some readers of /proc take an empty variable for the end of all variables.
     """
     fields = Path("/proc/self/stat").read_text("latin-1").rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])

@@ -1,8 +1,8 @@
-"""Tokens that say who holds them: JSON Web Tokens, with a role, an end, and limits.
+"""Tokens that name their holder: JSON Web Tokens, with a role, an end, and limits.
 
 The algorithms are fixed: HS256 with a shared token as the secret, and RS256 or ES256 with the
-public key of `jwt_key`, whichever that key is for. A token names the audience "dataplane", ends
-within a day, and has the roles of its holder; it may name one job, and prefixes of urls.
+public key of `jwt_key`, according to the kind of that key. A token names the audience "dataplane",
+ends within a day, and has the roles of its holder; it may name one job, and prefixes of urls.
 
 Source: RFC 7519; RFC 8725, 3.1 and 3.2, about algorithms.
 """
@@ -50,12 +50,15 @@ _Key = tuple[str, Any]
 
 
 class Jwts:
-    """Checks tokens. Those that were right are remembered until they end, or a key changes."""
+    """Checks tokens. Valid tokens are remembered until they end, or a key changes."""
 
     def __init__(
         self, tokens: TokenSource, key_file: str = "", clock: Callable[[], float] = time.time
     ) -> None:
-        """Raises:  ConfigError: the key cannot be used, or PyJWT is missing."""
+        """Load the keys.
+
+        Raises:  ConfigError: the key cannot be used, or PyJWT is missing.
+        """
         self._tokens = tokens
         self._clock = clock
         self._key: Watched[_Key] | None = None
@@ -65,7 +68,7 @@ class Jwts:
         self._known: OrderedDict[tuple[str, int, int], tuple[Caller, float]] = OrderedDict()
 
     def caller(self, token: str) -> Caller:
-        """Who holds this token.
+        """Return the holder of this token.
 
         Raises:  WrongTokenError.
         """
@@ -88,13 +91,13 @@ class Jwts:
 
 
 def is_jwt(token: str) -> bool:
-    """Whether it looks like one."""
+    """Whether a token has the form of a JWT."""
     return token.startswith("eyJ") and token.count(".") == 2
 
 
 def outline(token: str, now: float) -> tuple[str, str]:
-    """What a JWT says of itself, and why a coordinator would refuse it now whatever its signature
-    is; "" for what is not known. For its holder, who needs neither key nor PyJWT.
+    """Return a description of a JWT, and why a coordinator would refuse it now even with a valid
+    signature; "" where unknown. Meant for its holder, and needs neither key nor PyJWT.
     """
     if not is_jwt(token):
         return "", ""
@@ -126,7 +129,7 @@ def _decoded(part: str) -> bytes:
 
 
 def _verified(token: str, secrets: tuple[str, ...], public: _Key | None) -> Mapping[str, Any]:
-    """The claims of a token with a right signature, audience and time."""
+    """Return the claims of a token with a valid signature, audience and time."""
     try:
         import jwt
     except ImportError:
@@ -161,7 +164,7 @@ def _verified(token: str, secrets: tuple[str, ...], public: _Key | None) -> Mapp
 
 
 def _caller(claims: Mapping[str, Any], now: float) -> tuple[Caller, float]:
-    """What the claims say, and when the token ends."""
+    """Return the caller that the claims describe, and when the token ends."""
     ends = float(claims["exp"])
     if ends > now + LIFE_S_MAX + _LEEWAY_S:
         raise WrongTokenError("the token ends in more than 24 hours: make shorter ones")
@@ -198,7 +201,7 @@ def _are_prefixes(given: object) -> bool:
 
 
 def public_key(path: str) -> _Key:
-    """The algorithm of a public key, and the key.
+    """Return the algorithm of a public key, and the key.
 
     Raises:  ConfigError: it cannot be used, or PyJWT is missing.
     """

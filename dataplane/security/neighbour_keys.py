@@ -1,6 +1,6 @@
-"""The keys with which the nodes of a job know each other when they exchange blocks.
+"""The keys by which the nodes of a job recognize each other when they exchange blocks.
 
-A key follows from a secret of the coordinator, the job and its generation, so that none is stored,
+A key is derived from a secret of the coordinator, the job and its generation. So no key is stored,
 and nodes of an older generation, or of another job, do not have it. The secret is in a file of the
 state directory, which the first coordinator there creates. It is read once, at the start: to
 replace it, remove the file and start the coordinator again.
@@ -24,7 +24,7 @@ _KEY, _SALT = b"dataplane key", b"dataplane salt"
 
 
 class NeighbourKeys:
-    """Makes the keys. Its secret is in no text of it."""
+    """Derives the keys. No text of this object shows its secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -33,15 +33,15 @@ class NeighbourKeys:
         return "NeighbourKeys()"
 
     def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
-        """32 bytes for the nodes of one generation of a job, which lend what is under these urls;
-        () for all.
+        """Return 32 bytes for the nodes of one generation of a job, which lend what is under these
+        urls; () for all.
         """
         urls = (url.encode() for url in only_under)
         return self._made(_KEY, job_id.encode(), generation.to_bytes(8, "little"), *urls)
 
     @property
     def salt(self) -> bytes:
-        """32 bytes that differ from those of every other secret, and say nothing about it."""
+        """Return 32 bytes that differ for every secret, and reveal nothing about it."""
         return self._made(_SALT)
 
     def _made(self, *parts: bytes) -> bytes:
@@ -51,7 +51,7 @@ class NeighbourKeys:
 
 
 def keys_in(path: Path) -> NeighbourKeys:
-    """The keys of the secret in this file, which is created if it does not exist.
+    """Return the keys of the secret in this file, which is created if it does not exist.
 
     Raises:  ConfigError: it cannot be created or read, others can read it, or it is no such file.
     """
@@ -72,5 +72,5 @@ def keys_in(path: Path) -> NeighbourKeys:
 
 
 def own_keys() -> NeighbourKeys:
-    """Keys that end with this process."""
+    """Return keys that end with this process."""
     return NeighbourKeys(secrets.token_bytes(_SECRET_BYTES))

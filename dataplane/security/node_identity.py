@@ -1,9 +1,9 @@
 """The id of a node, which only that node can use.
 
-A node makes a secret when it starts, and its id ends with a hash of it. It shows the secret with
-each call that names the id, so a coordinator knows the node without having stored anything: before
-its first call, and after a restart of either. Whoever has another node's token, or the shared one,
-cannot speak as that node.
+A node makes a secret when it starts, and its id ends with a hash of the secret. It sends the secret
+with each call that names the id, so a coordinator recognizes the node without stored state: at its
+first call, and after a restart of either. A process with another node's token, or the shared one,
+cannot speak for that node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SALT = b"dataplane node id\0"
 
 
 class NodeIdentity(Struct, frozen=True):
-    """A node's id and its secret, which is in no text of it."""
+    """A node's id and its secret. No text of this object shows the secret."""
 
     node_id: str
     secret: bytes
@@ -33,12 +33,12 @@ class NodeIdentity(Struct, frozen=True):
 
 
 def own_identity() -> NodeIdentity:
-    """A new one, for the node of this process."""
+    """Make a new identity for the node of this process."""
     return identity_of(f"{socket.gethostname()}-{os.getpid()}", os.urandom(SECRET_BYTES))
 
 
 def identity_of(name: str, secret: bytes) -> NodeIdentity:
-    """The one of this secret of 32 bytes whose id begins with this name."""
+    """Return the identity for this secret of 32 bytes; its id begins with this name."""
     return NodeIdentity(f"{name}-{_hashed(secret)}", secret)
 
 

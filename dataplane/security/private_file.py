@@ -1,4 +1,4 @@
-"""Files with secrets that this program creates: only its user can read them."""
+"""Files with secrets that this program creates; only its user can read them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataplane.errors import ConfigError
 
 
 def make(path: Path, text: str, what: str, instead: str = "") -> None:
-    """Create the file, unless it exists: whole or not at all, and only one of two at once. `what`
-    and `instead` are words for the error.
+    """Create the file, unless it exists: whole or not at all, even if two processes try at once.
+    `what` and `instead` are words for the error.
 
     Raises:  ConfigError: it cannot be created.
     """
@@ -41,9 +41,9 @@ def make(path: Path, text: str, what: str, instead: str = "") -> None:
 
 
 def check(path: Path) -> None:
-    """Whether only this user can read it.
+    """Check that only this user can read it.
 
-    Raises:  ConfigError: others can, or it cannot be looked at.
+    Raises:  ConfigError: others can, or it cannot be examined.
     """
     try:
         status = path.stat()

@@ -1,7 +1,7 @@
-"""What a process shows to others, and asks of them, when they speak over TCP.
+"""The credentials that a process shows to others, and requires from them, over TCP.
 
-One value, made once, and handed to every listener and channel. Nothing is asked on a Unix socket:
-its file has mode 0600, so that only processes of the same user (and root) can connect.
+One value, made once, and handed to every listener and channel. Nothing is required on a Unix
+socket: its file has mode 0600, so that only processes of the same user (and root) can connect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HOW = (
 
 
 class Security(Struct, frozen=True):
-    """The token, the certificates, the URIs of peers with certificates ("spiffe://cluster/ns/*":
-    all that start so; () for all), whether plain text may cross the network, and the prefixes of
-    the urls that jobs may read; () for all.
+    """The token; the certificates; the URIs of peers with certificates ("spiffe://cluster/ns/*"
+    matches all that start so; () for all); whether plain text may cross the network; and the
+    prefixes of the urls that jobs may read (() for all).
     """
 
     tokens: TokenSource | None = None
@@ -42,12 +42,12 @@ class Security(Struct, frozen=True):
     allowed_urls: tuple[str, ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client sends with each call."""
+        """The metadata that a client sends with each call."""
         token = "" if self.tokens is None else self.tokens.first()
         return ((AUTHORIZATION, _BEARER + token),) if token else ()
 
     def caller(self, metadata: Mapping[str, str | bytes]) -> Caller:
-        """Who sent a call.
+        """Return the caller of a call.
 
         Raises:  WrongTokenError.
         """
@@ -69,15 +69,15 @@ class Security(Struct, frozen=True):
         return is_any_of(uris, self.peers)
 
     def advice(self) -> str:
-        """What to do about a refused token, for the one whose call was refused."""
+        """The advice for a caller whose token was refused."""
         if self.tokens is None or not self.tokens.first():
             return f"This process has no token: {_HOW}"
         return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
 
     def check_listener(self, address: str, *, is_loopback: bool) -> None:
-        """Whether it is allowed to listen there.
+        """Check that listening on this address is allowed.
 
-        Raises:  ConfigError: not without a token, or open to the network without TLS.
+        Raises:  ConfigError: there is no token, or it would be open to the network without TLS.
         """
         if self.tokens is None:
             raise ConfigError(
@@ -105,9 +105,9 @@ class Security(Struct, frozen=True):
             )
 
     def check_peer_tls(self) -> None:
-        """Whether connections between nodes can be encrypted: both sides show certificates.
+        """Check that connections between nodes can be encrypted: both sides show certificates.
 
-        Raises:  ConfigError: not without all files.
+        Raises:  ConfigError: a file is missing.
         """
         files = TlsFiles() if self.tls is None else self.tls.files
         missing = [f"tls_{name}" for name in ("cert", "key", "ca") if not getattr(files, name)]
@@ -119,7 +119,7 @@ class Security(Struct, frozen=True):
             )
 
     def check_channel(self, address: str, *, is_loopback: bool) -> None:
-        """Whether it is allowed to send the token there.
+        """Check that the token may be sent to this address.
 
         Raises:  ConfigError: it would cross the network in plain text.
         """
@@ -135,7 +135,7 @@ class Security(Struct, frozen=True):
 def security_of(
     settings: Mapping[str, object], environ: Mapping[str, str] = os.environ, *, listens: bool
 ) -> Security:
-    """From the values of the settings and the environment. `listens`: on TCP, so that a token is
+    """Make the value from the settings and the environment. `listens`: on TCP, so that a token is
     created if there is none.
 
     Raises:  ConfigError: the token or a certificate cannot be read.

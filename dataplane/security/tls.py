@@ -37,7 +37,7 @@ class TlsFiles(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pems:
-    """What the files hold; None where there is none."""
+    """The content of the files; None where there is none."""
 
     cert: bytes | None
     key: bytes | None
@@ -48,7 +48,10 @@ class Certificates:
     """The certificates of this process. May be used from any thread."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises:  ConfigError: a file cannot be read, or they do not fit each other."""
+        """Read the files.
+
+        Raises:  ConfigError: a file cannot be read, or they do not fit each other.
+        """
         if bool(files.cert) != bool(files.key):
             given, missing = ("tls_cert", "tls_key") if files.cert else ("tls_key", "tls_cert")
             raise ConfigError(f"{given} is set and {missing} is not: give both", key=missing)
@@ -66,7 +69,7 @@ class Certificates:
         return self._pems.current()
 
     def complaint(self) -> str:
-        """What to do about the certificate of this process if nobody trusts it now; else ""."""
+        """Return what to do about this process's certificate if nobody trusts it now; else ""."""
         own = self.current()[0].cert
         why = "" if own is None else why_not_valid(own, dt.datetime.now(dt.UTC))
         if not why:
@@ -78,7 +81,9 @@ class Certificates:
 
 
 def is_any_of(uris: Sequence[str], peers: Sequence[str]) -> bool:
-    """Whether one of these URIs is one of `peers`: "spiffe://cluster/ns/*" is all that start so."""
+    """Whether one of these URIs matches one of `peers`: "spiffe://cluster/ns/*" matches all that
+    start so.
+    """
     return any(
         uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
         for uri in uris
@@ -110,10 +115,10 @@ def _read(files: TlsFiles) -> Pems:
 
 
 def load_cert_chain(context: ssl.SSLContext, pem: bytes) -> None:
-    """Use this key and certificate. The ssl module reads only files, and the bytes checked must be
-    those used.
+    """Load this key and certificate. The ssl module reads only files, and must get the bytes that
+    were checked.
 
-    Raises:  ssl.SSLError, OSError, ValueError: they are none.
+    Raises:  ssl.SSLError, OSError, ValueError: they are invalid.
     """
     fd = os.memfd_create("dataplane-tls", os.MFD_CLOEXEC)
     try:

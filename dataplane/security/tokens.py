@@ -1,11 +1,11 @@
-"""The token that processes of a service show each other over TCP: where it is found and kept.
+"""The token that processes of a service show each other over TCP: its sources and its file.
 
 The first of these that is set counts: the variable DATAPLANE_TOKEN, the setting `token_file`, and
-the file `token` in the state directory, which the first coordinator there creates. A source that
-is set and cannot be used is an error, never a reason to try the next one.
+the file `token` in the state directory, which the first coordinator there creates. A source that is
+set but cannot be used is an error, never a reason to try the next one.
 
 A file may have several lines: a server accepts each of them, a client sends the first. So a token
-is replaced without an interruption: add the new one below the old one everywhere, swap them
+can be replaced without an interruption: add the new one below the old one everywhere, swap them
 everywhere, remove the old one everywhere.
 """
 
@@ -32,7 +32,7 @@ _FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
 
 
 class TokenSource:
-    """Tokens from one source, `told` in messages. A file is read again when it changes."""
+    """Tokens from one source, which messages name `told`. A file is read again when it changes."""
 
     def __init__(
         self,
@@ -41,7 +41,9 @@ class TokenSource:
         *,
         is_own: bool = False,
     ) -> None:
-        """`is_own`: only this user can read it, so that only this user's processes have it."""
+        """Create the source. `is_own`: only this user can read it, so only this user's processes
+        have it.
+        """
         self.told = told
         self.is_own = is_own
         self._tokens = tokens
@@ -50,7 +52,7 @@ class TokenSource:
         return f"TokenSource({self.told})"
 
     def accepts(self, shown: str) -> bool:
-        """Whether this is one of the tokens; takes as long whether or not it is."""
+        """Whether this is one of the tokens; takes the same time for right and wrong ones."""
         given = shown.encode()
         found = False
         for token in self.current()[0]:
@@ -74,8 +76,8 @@ def find(
     makes: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> TokenSource:
-    """The source of this process. `makes`: create the state directory's own token if it is to be
-    used and does not exist. Otherwise there is none until a coordinator, which may start later,
+    """Return the source of this process. `makes`: create the state directory's own token if it is
+    needed and does not exist. Otherwise there is none until a coordinator, which may start later,
     creates it.
 
     Raises:  ConfigError: the source cannot be read, or has no usable token.

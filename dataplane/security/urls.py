@@ -1,4 +1,4 @@
-"""Prefixes of urls, as tokens and settings name them."""
+"""Prefixes of urls, in tokens and settings."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def is_under(url: str, prefixes: Iterable[str]) -> bool:
 
 
 def covers(url: str, prefixes: Iterable[str]) -> bool:
-    """As `is_under`, for the url of an object that was listed: at the commit of a repository to
-    which its dataset was pinned, it lies where it lies on the branch. That the branch may be read
-    is for those to check who get its name.
+    """Check the url of a listed object like `is_under`. An object at a pinned commit of a
+    repository counts as the object on the branch; the code that gets the branch's name checks
+    whether the branch may be read.
     """
     prefixes = tuple(prefixes)
     if is_under(url, prefixes):
@@ -39,13 +39,13 @@ def covers(url: str, prefixes: Iterable[str]) -> bool:
 
 
 def are_under(urls: Collection[str], prefixes: Collection[str]) -> bool:
-    """Whether there are some, and all lie under the prefixes."""
+    """Whether the urls are not empty, and all lie under the prefixes."""
     return bool(urls) and all(is_under(url, prefixes) for url in urls)
 
 
 def roots(urls: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of everything that these urls and patterns can name: the urls themselves, and the
-    folders in which wildcards begin. What is under some prefixes has its roots there, too.
+    """Return prefixes of everything that these urls and patterns can name: the urls themselves, and
+    the folders in which wildcards begin. If the urls lie under some prefixes, so do their roots.
     """
     found = set[str]()
     for url in urls:
@@ -55,8 +55,8 @@ def roots(urls: Iterable[str]) -> tuple[str, ...]:
 
 
 def literal(pattern: str) -> str:
-    """What is before the first wildcard or brace: what all urls that match begin with. In an http
-    url, a question mark starts the query, and the host may have brackets.
+    """Return the text before the first wildcard or brace, with which all matching urls begin. In an
+    http url, a question mark starts the query, and the host may have brackets.
     """
     if _is_http(pattern):
         host = pattern.find("/", len("https://"))

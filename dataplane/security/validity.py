@@ -1,5 +1,5 @@
-"""When a certificate is valid, from its DER (RFC 5280, 4.1): Python's ssl module does not tell it
-of a certificate that is no CA's, and a node installs no other library that does.
+"""Read when a certificate is valid from its DER (RFC 5280, 4.1): Python's ssl module reports this
+only for CAs' certificates, and a node installs no other library for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _SEQUENCES_BEFORE = 2  # the signature's algorithm, and the issuer
 
 
 def why_not_valid(pem: bytes, now: dt.datetime) -> str:
-    """Why the first certificate of these is not valid now, such as "it ended at 2026-10-25 17:35
-    UTC"; "" if it is, or if its times cannot be read.
+    """Return why the first of these certificates is not valid now, such as "it ended at 2026-10-25
+    17:35 UTC"; "" if it is valid, or if its times cannot be read.
     """
     try:
         begins, ends = _validity(pem)
@@ -25,7 +25,10 @@ def why_not_valid(pem: bytes, now: dt.datetime) -> str:
 
 
 def _validity(pem: bytes) -> tuple[dt.datetime, dt.datetime]:
-    """Raises:  ValueError, IndexError: it is no certificate in PEM."""
+    """Return the first and the last moment at which a certificate is valid.
+
+    Raises:  ValueError, IndexError: it is no certificate in PEM.
+    """
     text = pem.decode("ascii", "replace")
     first = text[text.index(ssl.PEM_HEADER) : text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
     der = ssl.PEM_cert_to_DER_cert(first)
@@ -45,7 +48,7 @@ def _validity(pem: bytes) -> tuple[dt.datetime, dt.datetime]:
 
 
 def _element(der: bytes) -> tuple[int, bytes, bytes]:
-    """The tag and content of the first element, and what follows it."""
+    """Return the tag and content of the first element, and the bytes after it."""
     tag, length, at = der[0], der[1], 2
     if length & 0x80:
         at += length & 0x7F

@@ -20,11 +20,11 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[T]):
-    """What `read` makes of these files. They are looked at once a second at most, by a stat each;
-    at every call as long as `read` has found nothing.
+    """The value that `read` makes of these files. They are checked with a stat each, once a second
+    at most; at every call as long as `read` has failed.
 
-    While a file is replaced, it may be missing, half written, or not fit the others: then what was
-    read last stays in use, the log says so, and the next look tries again. May be used from any
+    While a file is replaced, it may be missing, half written, or not fit the others. Then the last
+    value stays in use, the log says so, and the next check tries again. May be used from any
     thread.
     """
 
@@ -35,7 +35,10 @@ class Watched(Generic[T]):
         read: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises:  ConfigError: as `read`."""
+        """Read the files.
+
+        Raises:  ConfigError: as `read`.
+        """
         self._what, self._paths, self._read, self._clock = what, paths, read, clock
         self._lock = threading.Lock()
         self._looked = clock()
@@ -44,7 +47,7 @@ class Watched(Generic[T]):
         self._version = 0
 
     def current(self) -> tuple[T, int]:
-        """What the files hold, and a number that grows when that changes."""
+        """Return the value, and a number that grows when the value changes."""
         with self._lock:
             now = self._clock()
             if not self._found or now - self._looked >= LOOK_S:

@@ -1,1 +1,1 @@
-"""Reads bytes from object stores."""
+"""Read bytes from object stores."""

@@ -15,7 +15,7 @@ LAST = "\U0010ffff" * 256
 
 
 class NotInOrderError(Exception):
-    """A page of a list is not what follows the one before."""
+    """A page of a list does not continue the page before."""
 
 
 class Store(Protocol):
@@ -26,28 +26,28 @@ class Store(Protocol):
     """
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose url starts with `prefix`, in url order, folders left out. But an
-        object without bytes may be none: consoles make empty objects "folder/", and obstore lists
-        them as "folder". `head` tells.
+        """Yield every object whose url starts with `prefix`, in url order, without folders. An
+        object without bytes may stand for a folder: consoles make empty objects "folder/", and
+        obstore lists them as "folder". `head` distinguishes them.
 
         Raises:  ShardNotFound: no such bucket.  StoreDenied.  StoreUnavailable.
         """
 
     def head(self, url: str) -> ObjectInfo:
-        """One object's size and etag.
+        """Return one object's size and etag.
 
         Raises:  ShardNotFound.  StoreDenied.  StoreUnavailable.
         """
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
-        """Exactly bytes [offset, offset + length) of the object that has this etag.
+        """Return exactly bytes [offset, offset + length) of the object with this etag.
 
         Raises:  DatasetChangedError: the object has another etag.  TruncatedRead: fewer bytes
         came.  ShardNotFound, StoreDenied, StoreThrottled, StoreUnavailable.
         """
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
-        """The whole object from its start, in pieces of the store's choice.
+        """Yield the whole object from its start, in pieces of the store's choice.
 
         Raises:  as `read`.
         """
@@ -60,10 +60,10 @@ class Filling(Protocol):
     """
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
-        """Fill these, one after the other, with the object's bytes from `offset` on, in one
-        request; their content is undefined after an error, and while this runs. Nothing is written
-        before `sent` of the thread's race (store/race.py), which makes the memory ready while the
-        answer is on its way.
+        """Fill these buffers, one after the other, with the object's bytes from `offset` on, in one
+        request. Their content is undefined while this runs and after an error. Nothing is written
+        before the thread's race (store/race.py) has called `sent`, which makes the memory ready
+        while the answer is on its way.
 
         Shapes:  into: uint8, writable, contiguous.
         Raises:  as `Store.read`.
@@ -72,10 +72,10 @@ class Filling(Protocol):
 
 @runtime_checkable
 class Reconnecting(Protocol):
-    """A store whose connections may be dead without notice."""
+    """A store whose connections may break without notice."""
 
     def reconnect(self) -> None:
-        """Use new connections for new requests; requests in flight continue.
+        """Open new connections for new requests; requests in flight continue.
 
         Raises:  ConfigError: the environment no longer configures access. The old connections are
         kept.
@@ -87,24 +87,24 @@ class Restricted(Protocol):
     """A store that opens only some of its urls."""
 
     def opens(self, url: str) -> bool:
-        """Whether it opens this url."""
+        """Whether the store opens this url."""
 
 
 @runtime_checkable
 class Pinning(Protocol):
-    """A store that keeps versions of its objects, and can name the one that it has now."""
+    """A store that keeps versions of its objects, and can name the present one."""
 
     def pinned(self, url: str) -> str:
-        """The url or pattern at the version that the store has now, which nobody can change; what
-        has no versions is unchanged.
+        """Return the url or pattern at the present version, which nobody can change; unchanged if
+        there are no versions.
 
         Raises:  As `Store.head`.
         """
 
 
 class Page(Struct, frozen=True):
-    """Objects in url order, and whether no more follow. Those without bytes are apart, and in any
-    order: what is listed as "folder" may have come where "folder/" belongs.
+    """Objects in url order, and whether more follow. Objects without bytes are separate, and in any
+    order: an object listed as "folder" may have come where "folder/" belongs.
     """
 
     objects: list[ObjectInfo]
@@ -117,11 +117,11 @@ class Paged(Protocol):
     """A store that can list from any key on."""
 
     def has_pages(self) -> bool:
-        """Whether it can do so, as far as is known."""
+        """Whether the store can list in pages, as far as is known."""
 
     def page(self, prefix: str, after: str | None) -> Page:
-        """The first objects whose urls start with `prefix`, and come after the url `after` (any
-        text that starts with `prefix`), if there is one.
+        """List the first objects whose urls start with `prefix`, and come after the url `after`
+        (any text that starts with `prefix`), if it is given.
 
         Raises:  NotInOrderError: the store does not list in url order.  As `Store.list`.
         """

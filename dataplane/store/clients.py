@@ -34,7 +34,7 @@ _NO_RETRIES: RetryConfig = {"max_retries": 0}
 
 
 def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
-    """A client of one bucket, container or http server.
+    """Make a client of one bucket, container or http server.
 
     Raises:  ConfigError: no bucket has this name, the profile does not exist, or the endpoint is
     not a url.  ValueError and obstore's own errors, for other mistakes.
@@ -62,8 +62,8 @@ def client(base: str, environment: Mapping[str, str], request_timeout_s: float) 
 
 
 def may_renew(base: str, environment: Mapping[str, str]) -> bool:
-    """Whether a new client may have other credentials: those in the environment of a process stay
-    as they are.
+    """Whether a new client may get other credentials: those in a process's environment never
+    change.
     """
     is_fixed = environment.get("AWS_ACCESS_KEY_ID") and not _needs_profile(environment)
     return not (base.startswith("s3://") and is_fixed)
@@ -96,7 +96,7 @@ def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S
 
 
 def _check_endpoint(endpoint: str, origin: str) -> None:
-    """Obstore panics at the first request if the endpoint is not a url."""
+    """Refuse an endpoint that is not a url, since obstore panics at the first request to it."""
     try:
         parts = urllib.parse.urlsplit(endpoint)
         port = parts.port

@@ -1,4 +1,4 @@
-"""The store of a url: one per scheme and authority, shared by all threads of the process."""
+"""Find the store of a url: one per scheme and authority, shared by all threads of the process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Stores:
     """Opens stores and keeps them, since open connections make later reads fast.
 
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
-    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `pauses` is
-    told when a store asks to slow down, and what others tell it there is kept here. `policy` says
-    which urls may be opened. With `is_settled`, the environment is that of the first call: reading
-    it takes longer than finding a store.
+    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `pauses`
+    exchanges requests to slow down with other processes. `policy` says which urls may be opened.
+    `is_settled`: keep the environment of the first call, since reading it takes longer than finding
+    a store.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Stores:
         self.pauses.join(self._slow_down)
 
     def connect(self, url: str) -> Store:
-        """The store of this url, with retries. Credentials come from the environment, and a
+        """Return the store of this url, with retries. Credentials come from the environment, and a
         changed environment opens another store, unless it is settled.
 
-        Raises:  ConfigError: no such scheme, or an environment that does not say how.
+        Raises:  ConfigError: there is no such scheme, or the environment does not configure access.
         """
         base = base_of(normalise(url))
         settings = self._settings
@@ -81,7 +81,7 @@ class Stores:
             return store
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this url are waiting now, if they are."""
+        """Return why reads of this url are waiting now, if they are."""
         stores = self._of(base_of(url))
         return next((found for store in stores if (found := store.trouble(url))), None)
 
@@ -110,9 +110,10 @@ class Stores:
 def open_store(
     base: str, request_timeout_s: float = 30.0, policy: UrlPolicy | None = None
 ) -> Store:
-    """A separate store, without retries, that opens what `policy` allows: all, if it is None.
+    """Open a separate store, without retries, that opens only urls that `policy` allows; None
+    allows all.
 
-    Raises:  ConfigError: no such scheme, or an environment that does not say how.
+    Raises:  ConfigError: there is no such scheme, or the environment does not configure access.
     """
     if policy is None:
         return _opened(base, request_timeout_s)
@@ -148,7 +149,7 @@ def connect(url: str) -> Store:
 
 
 def forget() -> None:
-    """Close the shared stores, after a configuration change outside the environment, and in
+    """Close the shared stores, after a configuration change outside of the environment, and in
     tests.
     """
     _SHARED.close()

@@ -1,9 +1,9 @@
-"""HTTP connections that are used again, and reading from them straight into memory.
+"""Reusable HTTP connections that read straight into memory.
 
 Invariants:
 1. A connection is reused only after a whole answer was read from it.
-2. A request ends at its deadline, however slowly bytes arrive; before that if no bytes arrive for
-   `silence_s` in the middle of an answer, or if for so long the server's host does not answer.
+2. A request ends at its deadline, however slowly bytes arrive. It ends earlier if no bytes arrive
+   for `silence_s` in the middle of an answer, or if the server's host does not respond for as long.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Connect = Callable[[http.client.HTTPConnection], None]
 
 
 class _Patience(Struct):
-    """How long an answer is waited for: until `deadline`, and `silence_s` for its next bytes."""
+    """The limits of waiting for an answer: until `deadline`, and `silence_s` for its next bytes."""
 
     deadline: float = math.inf
     silence_s: float = math.inf
 
 
 class TimedConnection(http.client.HTTPConnection):
-    """A connection whose answers end at a deadline. The timeout of a socket alone bounds each
-    receive call, and an answer may need as many of these as it has bytes.
+    """A connection whose answers end at a deadline. A socket's timeout alone bounds each receive
+    call, and an answer may take as many calls as it has bytes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -70,7 +70,7 @@ class TimedConnection(http.client.HTTPConnection):
 
 
 class _TlsConnection(TimedConnection, http.client.HTTPSConnection):
-    """The same, over TLS."""
+    """A TimedConnection over TLS."""
 
 
 class _Answer(http.client.HTTPResponse):
@@ -82,14 +82,14 @@ class _Answer(http.client.HTTPResponse):
         self.fp = io.BufferedReader(self.arriving, _HEAD_BYTES)
 
     def _read_status(self) -> tuple[str, int, str]:
-        """Of what may come before an answer, http.client skips only 100 (Continue)."""
+        """Skip all interim answers; http.client skips only 100 (Continue)."""
         version, status, reason = super()._read_status()  # type: ignore[misc]
         is_early = http.HTTPStatus.SWITCHING_PROTOCOLS < status < http.HTTPStatus.OK
         return version, http.HTTPStatus.CONTINUE if is_early else status, reason
 
 
 class _Arriving(io.RawIOBase):
-    """What a socket receives."""
+    """A file of the bytes that a socket receives."""
 
     def __init__(self, sock: socket.socket, patience: _Patience) -> None:
         self._sock, self._patience = sock, patience
@@ -168,11 +168,11 @@ class Connections:
         race: Race,
         connect: Connect = operator.methodcaller("connect"),
     ) -> tuple[TimedConnection, http.client.HTTPResponse]:
-        """The head of an answer from `base`, "https://host:port". A server may close an idle
-        connection at any moment, even during a request: only the failure of a new connection
-        counts.
+        """Send a request to `base`, "https://host:port", and return the head of its answer. A
+        server may close an idle connection at any moment, even during a request, so only the
+        failure of a new connection is an error.
 
-        Raises:  OSError, http.client.HTTPException, and what `connect` raises.
+        Raises:  OSError, http.client.HTTPException, and any error of `connect`.
         """
         while True:
             connection, is_new = self._connection(base)
@@ -202,7 +202,8 @@ class Connections:
         into: memoryview,
         race: Race,
     ) -> int:
-        """How many bytes of the answer there were for this memory; fewer only if the answer ended.
+        """Read the answer into this memory, and return the number of bytes; fewer only if the
+        answer ended.
 
         Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke.  What
                  `race.sent` raises.
@@ -218,7 +219,9 @@ class Connections:
         return at + _copied(answer, sink, len(into) - at)
 
     def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
-        """It is no longer in use. `is_whole`: all of the answer was read, so it may be reused."""
+        """Return a connection that is no longer in use. `is_whole`: all of the answer was read, so
+        it may be reused.
+        """
         if is_whole:
             with self._lock:
                 waiting = self._idle.setdefault(base, [])
@@ -228,7 +231,7 @@ class Connections:
         connection.close()
 
     def close(self) -> None:
-        """Close those that wait. May be called twice."""
+        """Close idle connections. May be called twice."""
         with self._lock:
             _close_all(self._idle)
 
@@ -334,8 +337,8 @@ def _written(sink: Sink, body: Buffer) -> int:
 
 
 def _probe(sock: socket.socket, silence_s: float) -> None:
-    """Let the kernel find out if the server's host is gone. Otherwise what is sent again after an
-    outage comes as late as the outage was long.
+    """Let the kernel find out if the server's host is gone. Otherwise data resent after an outage
+    may arrive as late as the outage was long.
     """
     every_s = max(1, int(silence_s / _PROBES))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

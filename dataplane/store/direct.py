@@ -1,10 +1,10 @@
 """Ranged reads from S3 over our own connections, straight into the destination memory.
 
-obstore returns bytes in its own memory, collected from small pieces, and these must be copied
-again: that is more than half of the client's CPU time. Here the kernel writes received bytes
-directly to their destination. obstore still finds the credentials and signs each request. It also
-repeats each request whose answer is neither the bytes nor that the store cannot serve them now, so
-that all other errors come from one place.
+obstore returns bytes in its own memory, collected from small pieces, which must be copied again;
+that takes more than half of the client's CPU time. Here the kernel writes received bytes directly
+to their destination. obstore still finds the credentials and signs each request. If an answer is
+neither the bytes nor a temporary failure of the store, obstore repeats the request, so that all
+other errors come from one place.
 
 Invariant: memory is filled with exactly the range of the object with that etag. Status, range,
 length and etag of the answer are checked.
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class DirectReads:
-    """Connections to one endpoint. `sign` is asked for every request: it costs 15 us."""
+    """Connections to one endpoint. `sign` is called for every request, which costs 15 us."""
 
     def __init__(self, sign: Sign, request_timeout_s: float) -> None:
         self._sign = sign
@@ -51,13 +51,13 @@ class DirectReads:
 
     @property
     def is_of_use(self) -> bool:
-        """False if requests were refused repeatedly, because the server needs another kind of
-        request.
+        """Whether to try direct requests: not after repeated refusals, which mean that the server
+        needs another kind of request.
         """
         return not self._off_until or time.monotonic() > self._off_until
 
     def read_into(self, url: str, key: str, offset: int, etag: str, *into: memoryview) -> None:
-        """Fill these, one after the other, from that offset on.
+        """Fill these buffers, one after the other, from that offset on.
 
         Raises:  Refused.  StoreThrottled, StoreUnavailable.
         """
@@ -117,7 +117,7 @@ class DirectReads:
 
 
 def is_possible(environment: Mapping[str, str]) -> bool:
-    """Whether direct requests are possible: no proxy is set, and requests are to be signed."""
+    """Whether direct requests are possible: no proxy is set, and requests are signed."""
     upper = {name.upper(): value for name, value in environment.items() if value}
     through = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "PROXY_URL"}
     return not through & upper.keys() and "AWS_SKIP_SIGNATURE" not in upper
@@ -129,7 +129,7 @@ def _split(signed: str) -> tuple[str, str]:
 
 
 def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
-    """Continue only if the answer is the requested range."""
+    """Check that the answer is the requested range."""
     if issubclass(kind_of(answer.status), UNREACHABLE):
         # To ask again at once would double the load.
         raise refusal(url, answer.status)

@@ -1,4 +1,4 @@
-"""Expands the urls that a user passes to the existing objects."""
+"""Expand the urls that a user passes to the existing objects."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _ONCE = (
 
 
 def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
-    """Every object that `urls` names: in the order of the names, and by url within one name.
+    """Return every object that `urls` name: in the order of the names, and by url within one name.
 
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
-    objects below it that are not hidden (see globs), and are one dataset (see layouts). Objects of
-    a repository with revisions have urls at the present commit. `stores` gives the store of a url.
-    An object without bytes may be none: see `missing`.
+    objects below it that are not hidden (see globs) and form one dataset (see layouts). Objects of
+    a repository with revisions have urls at the present commit. `stores` returns the store of a
+    url. An object without bytes may stand for a folder: see `missing`.
 
-    Raises:  ConfigError: an object is listed twice, or a name is not a url, or names what is not
-    one dataset.  ShardNotFound: a name matches nothing; suggests similar ones.  Errors of the
-    stores.
+    Raises:  ConfigError: an object is listed twice, a name is not a url, or a name matches
+    something other than one dataset.  ShardNotFound: a name matches nothing; suggests similar ones.
+    Errors of the stores.
     """
     names = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not names:
@@ -85,8 +85,8 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
 
 
 def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
-    """The urls of those that were listed and are no objects: see `Store.list`. Each one is asked
-    for alone, many at a time.
+    """Return the urls of listed objects that do not exist: see `Store.list`. Each needs a request
+    of its own; many are sent at a time.
 
     Raises:  Errors of the stores.
     """
@@ -104,8 +104,8 @@ def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
 
 
 def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[ObjectInfo], list[str]]]:
-    """The objects of each name, and the folders above that may be tables. Several patterns are
-    looked up at once, whichever names have them: each is a round trip.
+    """Yield the objects of each name, and the folders above it that may be tables. Several patterns
+    are looked up at once, also patterns of different names, since each takes a round trip.
     """
     commits: dict[tuple[str, str], str] = {}
     patterns = (
@@ -121,7 +121,9 @@ def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[Objec
 
 
 def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
-    """`call` of each one, in the order of the given; only a few are ahead of the caller."""
+    """Yield the results of `call` in the given order; only a few calls run ahead of the
+    consumer.
+    """
     rest = iter(given)
     ahead = list(islice(rest, 2))
     if len(ahead) < 2:
@@ -149,8 +151,8 @@ def _patterns(name: Url) -> Iterator[str]:
 
 
 def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> str:
-    """The url or pattern at the commit that its branch has now, so that a push during the run
-    changes nothing. Each branch is looked up once: a dataset is of one version.
+    """Return the url or pattern at the present commit of its branch, so that a push during the run
+    changes nothing. Each branch is looked up once, so that a dataset has one version.
     """
     hub = hub_parts(url)
     if hub is None or is_commit(hub[1]):
@@ -172,7 +174,7 @@ def _objects(pattern: str, stores: Connect) -> _Found:
 
 
 def _named(url: str, stores: Connect) -> _Found:
-    """The object with that url, or else all objects below the folder with that url."""
+    """Return the object with that url, or else all objects below the folder with that url."""
     store = stores(url)
     is_folder = (url.endswith("/") and _can_be_folder(url)) or url == base_of(url)
     if not is_folder:
@@ -246,7 +248,7 @@ def _matching(pattern: str, stores: Connect) -> _Found:
 
 
 def _near(pattern: str, urls: Sequence[str]) -> str:
-    """A guess at what was meant: the pattern with another suffix, else existing names."""
+    """Guess the intended name: the pattern with another suffix, else existing names."""
     import difflib
 
     stem, dot, ending = pattern.rpartition(".")
@@ -260,7 +262,7 @@ def _near(pattern: str, urls: Sequence[str]) -> str:
 
 
 def _near_file(url: str) -> str:
-    """The names beside a missing local file; for remote ones, listing costs too much."""
+    """Return the names beside a missing local file; for remote ones, listing costs too much."""
     path = local_path(url)
     if path is None:
         return ""
@@ -281,7 +283,7 @@ def _near_file(url: str) -> str:
 
 
 def _without_files(folder: Path) -> str:
-    """An explanation of why no file was found below a folder."""
+    """Explain why no file was found below a folder."""
     names = sorted(entry.name for entry in islice(os.scandir(folder), _NAMES_SHOWN))
     if not names:
         return "is an empty folder: pass one that has shards, or check that they were written"
@@ -294,5 +296,5 @@ def _some(infos: Sequence[ObjectInfo]) -> str:
 
 
 def _can_be_folder(url: str) -> bool:
-    """An http server has only files: it cannot list a folder."""
+    """Whether a url may name a folder; http servers have only files, since they cannot list."""
     return not url.startswith(("http://", "https://"))

@@ -123,7 +123,7 @@ class FsspecStore:
         return _described(url, info)
 
     def pinned(self, url: str) -> str:
-        """As `base.Pinning.pinned`: a repository of the Hub at the commit of its branch."""
+        """Implement `base.Pinning.pinned`: a repository of the Hub at the commit of its branch."""
         hub = hub_parts(url)
         if hub is None or is_commit(hub[1]):
             return url
@@ -180,7 +180,7 @@ class FsspecStore:
         return path
 
     def _request(self, name: str, path: str, **options: Any) -> Any:
-        """One request, with a deadline if the file system supports one."""
+        """Make one request, with a deadline if the file system supports one."""
         files = self._files
         if not files.async_impl:
             return getattr(files, name)(path, **options)
@@ -222,8 +222,8 @@ def _mapped(url: str, cause: Exception) -> StoreError:
 
 
 def _http_status(cause: Exception) -> int:
-    """The HTTP status of an exception of aiohttp, requests, httpx, gcsfs and the like; 0: it has
-    none.
+    """Return the HTTP status of an exception of aiohttp, requests, httpx, gcsfs and the like; 0 if
+    it has none.
     """
     for holder in (cause, getattr(cause, "response", None)):
         for name in ("status", "status_code", "code"):
@@ -241,7 +241,9 @@ def _described(url: str, info: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _etag(info: Mapping[str, Any], size: int) -> str:
-    """The store's own etag or checksum, else its first known time and its size, else its size."""
+    """Return the store's own etag or checksum, else the first known time and the size, else the
+    size.
+    """
     for key in _ETAG_KEYS:
         if value := info.get(key):
             return str(value.get("sha256") or value) if isinstance(value, Mapping) else str(value)
@@ -255,6 +257,6 @@ def _etag(info: Mapping[str, Any], size: int) -> str:
 
 
 def _is_fixed(url: str) -> bool:
-    """Whether a url is of a commit, where nothing changes."""
+    """Whether a url names a commit, where nothing changes."""
     hub = hub_parts(url)
     return hub is not None and is_commit(hub[1])

@@ -40,7 +40,7 @@ RETURN_S = 1.0
 
 
 class Wait(Struct, frozen=True):
-    """How waits grow: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
+    """The growth of waits: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
     random between zero and that ("full jitter").
 
     Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
@@ -50,7 +50,7 @@ class Wait(Struct, frozen=True):
     cap_s: float
 
     def span_s(self, attempt: int) -> float:
-        """The longest wait after the attempt of that number, counted from 1."""
+        """Return the longest wait after the attempt with this number, counted from 1."""
         return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
 
 
@@ -95,8 +95,8 @@ class SlowDown:
         return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
 
     def refused(self, began_in: int, store: str) -> StorePause | None:
-        """The store throttled a call that began in that round. The pause that begins with it, if
-        one does.
+        """Note that the store throttled a call that began in that round. Return the pause that this
+        begins, if any.
         """
         if began_in != self.round:
             return None
@@ -107,13 +107,15 @@ class SlowDown:
         return StorePause(store, self._level, left_s)
 
     def told(self, pause: StorePause) -> None:
-        """Another process of the host was throttled; what began before counts as the same."""
+        """Note that another process of the host was throttled. Calls that began earlier do not
+        count again.
+        """
         self.round += 1
         self._level = max(self._level, pause.level)
         self._until = max(self._until, self._clock.now() + pause.left_s)
 
     def served(self) -> None:
-        """The store answered: the next pause is shorter again."""
+        """Note that the store answered: the next pause is shorter again."""
         self._level = max(0, self._level - 1)
 
 
@@ -155,13 +157,13 @@ class Gate:
 
     @property
     def last_error(self) -> StoreError | None:
-        """Why the store is away; None while it answers."""
+        """Return why the store is away; None while it answers."""
         return self._last_error
 
     def enter(self, deadline: float) -> Turn | None:
-        """Wait until a request may be sent; None if that is not before the deadline.
+        """Wait until a request may be sent; return None if that is not before the deadline.
 
-        Raises:  ClosedError: while it waited, the gate was closed.
+        Raises:  ClosedError: the gate was closed during the wait.
         """
         me, was_held = object(), False
         with self._changed:
@@ -184,9 +186,9 @@ class Gate:
                 self._changed.notify_all()
 
     def pause(self, seconds: float, deadline: float) -> bool:
-        """Wait, but not for the gate: False if that would pass the deadline.
+        """Pause this call alone; return False if that would pass the deadline.
 
-        Raises:  ClosedError: while it waited, the gate was closed.
+        Raises:  ClosedError: the gate was closed during the wait.
         """
         with self._changed:
             until = self._clock.now() + seconds
@@ -196,7 +198,7 @@ class Gate:
             return True
 
     def answered(self, turn: Turn) -> None:
-        """The store answered, with success or a refusal."""
+        """Note that the store answered, with success or a refusal."""
         with self._changed:
             self._left(turn)
             self._answered_at, self._failing_since = self._clock.now(), None
@@ -211,7 +213,7 @@ class Gate:
         self._tell()
 
     def failed(self, turn: Turn, error: StoreError) -> None:
-        """The store gave no answer, or asked to try again later."""
+        """Note that the store gave no answer, or asked to try again later."""
         pause = None
         with self._changed:
             self._left(turn)
@@ -232,12 +234,12 @@ class Gate:
             self._share(pause)
 
     def slow_down(self, pause: StorePause) -> None:
-        """Another process of this host was asked to slow down."""
+        """Note that another process of this host was asked to slow down."""
         with self._changed:
             self._slow_down.told(pause)
 
     def dropped(self, turn: Turn) -> None:
-        """The attempt ended without showing anything about the store."""
+        """Note that the attempt ended without showing anything about the store."""
         with self._changed:
             self._left(turn)
 
@@ -262,7 +264,9 @@ class Gate:
         return self._probe_at - self._clock.now()
 
     def _waited(self, seconds: float, deadline: float) -> bool:
-        """Wait; False if that would exceed the deadline. An infinite wait ends at the deadline."""
+        """Wait; return False if that would exceed the deadline. An infinite wait ends at the
+        deadline.
+        """
         left = deadline - self._clock.now()
         if left <= 0 or (left < seconds < float("inf")):
             return False

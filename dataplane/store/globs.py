@@ -3,7 +3,7 @@
 `*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
 set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc", "_temporary/")
 are hidden: wildcards do not match them, and folders do not include them. "_key=value" is not
-hidden. Nor do folders include what Hadoop names "name._COPYING_" and "name_$folder$".
+hidden. Hadoop's "name._COPYING_" and "name_$folder$" are hidden, too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether it contains a wildcard. In an http url, a question mark starts the query."""
+    """Whether a pattern contains a wildcard. In an http url, a question mark starts the query."""
     return _MAGIC.search(_searched(pattern)) is not None
 
 
 def literal_prefix(pattern: str) -> str:
-    """The longest start of the pattern that has no wildcard: what to ask a store to list."""
+    """Return the longest start of the pattern without a wildcard: the prefix to list."""
     found = _MAGIC.search(_searched(pattern))
     return pattern[: found.start()] if found else pattern
 
@@ -34,7 +34,7 @@ def is_hidden(name: str) -> bool:
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The expression that whole urls match."""
+    """Return the regular expression that whole urls match."""
     scheme, _, rest = pattern.partition("://")
     question = re.escape("?") if scheme in ("http", "https") else "[^/]"
     segments = rest.split("/")
@@ -86,7 +86,7 @@ def _set(inner: str) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """The part that may contain wildcards: not the query of an http url, which is sent
+    """Return the part that may contain wildcards. The query of an http url may not, and is sent
     unchanged.
     """
     if pattern.startswith(("http://", "https://")):

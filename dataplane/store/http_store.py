@@ -1,9 +1,9 @@
-"""Objects of http servers that are not trusted, over our own connections.
+"""Objects of untrusted http servers, over our own connections.
 
-obstore resolves names and follows redirects by itself, and does not tell where it connects to. A
-node that serves others reads http urls here instead: every address is checked when it is connected
-to, whatever DNS said before, and every redirect before it is followed. Through a proxy this is not
-possible: then obstore is used, and what can be reached is up to the proxy.
+obstore resolves names and follows redirects by itself, and does not report where it connects to. So
+a node that serves others reads http urls here: every address is checked when it is connected to,
+whatever DNS said before, and every redirect before it is followed. Through a proxy this is not
+possible: then obstore is used, and the proxy decides what can be reached.
 
 Invariants:
 1. Nothing is sent before the connected address was checked.
@@ -49,7 +49,7 @@ _SPAN = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 
 class HttpStore:
-    """One http server, and those that it redirects to."""
+    """One http server, and the servers that it redirects to."""
 
     def __init__(self, base: str, request_timeout_s: float, policy: UrlPolicy) -> None:
         self._base = base
@@ -73,7 +73,7 @@ class HttpStore:
         return into
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
-        """As `base.Filling.read_into`."""
+        """Implement `base.Filling.read_into`."""
         if not any(map(len, into)):
             check_etag(self.head(url), etag)
             return
@@ -104,7 +104,7 @@ class HttpStore:
         return in_pieces(self, url, etag)
 
     def reconnect(self) -> None:
-        """As `base.Reconnecting.reconnect`."""
+        """Implement `base.Reconnecting.reconnect`."""
         self._connections.close()
 
     def _get(
@@ -116,8 +116,8 @@ class HttpStore:
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
-        """What the object is, and how many bytes of the range it has: only all of them are read.
-        Without a length, it is asked for as a whole.
+        """Return the object's facts, and how many bytes of the range the answer has: a part of the
+        range is an error. Without a length, the whole object is requested.
         """
         headers = {"Range": f"bytes={offset}-{offset + length - 1}"} if length else {}
         if etag and is_strong(etag):
@@ -156,7 +156,10 @@ class HttpStore:
         raise StoreError(f"{url} redirects more than {_REDIRECTS_MAX} times", shard=url)
 
     def _redirected(self, url: str, at: str, location: str) -> str:
-        """Raises:  StoreDenied: it leads to what may not be opened.  StoreError: it is no url."""
+        """Return the url that a redirect leads to.
+
+        Raises:  StoreDenied: that url may not be opened.  StoreError: it is no url.
+        """
         try:
             target = urllib.parse.urljoin(at, location)
             parts = urllib.parse.urlsplit(target)
@@ -179,7 +182,7 @@ class HttpStore:
     def _asked(
         self, url: str, at: str, headers: Mapping[str, str], deadline: float, race: Race
     ) -> tuple[TimedConnection, http.client.HTTPResponse]:
-        """The head of an answer."""
+        """Send a request, and return the head of its answer."""
         parts = urllib.parse.urlsplit(at)
         target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         target = urllib.parse.quote(target, safe="/%?&=+$,;:@~!*'()-._")
@@ -208,13 +211,13 @@ class HttpStore:
 
 
 def _server_of(url: str) -> str:
-    """Its scheme, host and port, without the credentials in it."""
+    """Return a url's scheme, host and port, without credentials."""
     parts = urllib.parse.urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
-    """Those in the url, for its own server only."""
+    """Return the credentials in the url, to be sent only to its own server."""
     if parts.username is None:
         return {}
     pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
@@ -224,8 +227,8 @@ def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
 def _described(
     url: str, answer: http.client.HTTPResponse, offset: int, length: int, asked: str
 ) -> tuple[ObjectInfo, int]:
-    """The object that an answer is about, and how many bytes of the range follow. `asked`: the etag
-    of a conditional request.
+    """Return the object that an answer describes, and how many bytes of the range follow. `asked`:
+    the etag of a conditional request.
 
     Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
     """
@@ -260,9 +263,9 @@ def _described(
 def _given(
     url: str, answer: http.client.HTTPResponse, span: re.Match[str], offset: int, length: int
 ) -> int:
-    """How many bytes of the range follow.
+    """Return how many bytes of the range follow.
 
-    Raises:  TruncatedRead: others do.  StoreError: they are compressed.
+    Raises:  TruncatedRead: another range follows.  StoreError: the bytes are compressed.
     """
     first, last, size = int(span[1] or 0), int(span[2] or -1), int(span[3])
     given = last + 1 - first
@@ -282,7 +285,7 @@ def _given(
 
 
 def _etag_of_time(modified: str | None, size: int) -> str:
-    """An etag made of the time and the size; empty if that is no time."""
+    """Make an etag of the time and the size; empty if the time is invalid."""
     try:
         at = email.utils.parsedate_to_datetime(modified or "").timestamp()
     except (ValueError, OverflowError):

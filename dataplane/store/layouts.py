@@ -1,12 +1,12 @@
-"""Folders that are more than a folder: which of the objects below one make up a dataset.
+"""Choose the objects below a folder that make up one dataset.
 
-A table format keeps the files of older versions beside those of the present one, a saved dataset
-the caches of its user, and many datasets their test data beside the training data. Read as plain
-folders, they would give other samples than their owners' readers give.
+A table format keeps the files of older versions beside the present ones, a saved dataset keeps its
+user's caches, and many datasets keep test data beside training data. Read as plain folders, they
+would give other samples than their own readers give.
 
 Invariants:
-1. What is refused or left out follows from one listing, and from a few requests for each name that
-   a user gives, never from one for each shard.
+1. The decision needs one listing and a few requests for each name that a user gives, never one
+   request for each shard.
 2. Objects that a user names one by one are read, whatever lies beside them.
 """
 
@@ -96,11 +96,11 @@ class _State(msgspec.Struct):
 def of_one_dataset(
     name: str, prefix: str, chosen: Sequence[ObjectInfo], listed: Sequence[ObjectInfo], store: Store
 ) -> list[ObjectInfo]:
-    """The objects, of those that a user's name chose, that are one dataset. The name is a folder or
-    a pattern; `prefix` is what was listed for it, hidden objects too.
+    """Select the objects that make up one dataset from those that a user's name matched. The name
+    is a folder or a pattern; `prefix` is the listed prefix, including hidden objects.
 
-    Raises:  ConfigError: they are a table, or several splits or revisions.  ShardNotFound: a saved
-    dataset lacks a file.  Errors of the store.
+    Raises:  ConfigError: the objects are a table, or several splits or revisions.  ShardNotFound: a
+    saved dataset lacks a file.  Errors of the store.
     """
     folder = folder_of(prefix)
     marks = _Marks(folder, listed)
@@ -116,8 +116,8 @@ def of_one_dataset(
 
 
 def tables_above(prefix: str) -> Iterator[str]:
-    """The folders, without their slash, that may be a table around what is listed with a prefix,
-    and that this list does not show: the folder of names that begin so, and those around folders of
+    """Yield the folders around a listed prefix that may be tables but do not show in the listing,
+    without their slash: the folder of names that begin with the prefix, and those around folders of
     partitions and around "data".
     """
     at, is_shown = folder_of(prefix)[:-1], prefix.endswith("/")
@@ -132,7 +132,8 @@ def tables_above(prefix: str) -> Iterator[str]:
 
 
 def refuse_table(root: str, store: Store) -> None:
-    """Refuse what lies in a folder that is a table. A folder that may not be listed is none.
+    """Refuse objects in a folder that is a table. A folder that may not be listed counts as no
+    table.
 
     Raises:  ConfigError.  Errors of the store.
     """
@@ -147,8 +148,8 @@ def refuse_table(root: str, store: Store) -> None:
 
 
 def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The keys of the folders "key=value" in which these shards lie, but for folders that a user
-    has named in full.
+    """Return the keys of the folders "key=value" that contain these shards, except folders that a
+    user has named in full.
     """
     named = "\n".join(f"{name}/" for name in names)
     keys: dict[str, None] = {}
@@ -160,10 +161,11 @@ def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
 def series_together(
     urls: Sequence[str], names: Iterable[str]
 ) -> tuple[str, Mapping[str, int]] | None:
-    """The first folder of which shards of several complete series "en-00000-of-00003" are read as
-    one dataset, and how many shards each has, by what its names begin with; None if there is none.
-    Names with words for splits have been looked at before. A user who has named every series, in
-    the last part of any name, wants all of them. The urls are in the order of a list.
+    """Find the first folder whose shards form several complete series, such as "en-00000-of-00003",
+    that would be read as one dataset. Return the folder and the number of shards of each series, by
+    the start of their names; None if there is no such folder. Names with words for splits were
+    checked before. A folder is skipped if the user's names contain, in their last parts, every
+    series of it. The urls are in the order of a list.
     """
     named = "\n".join(name.rstrip("/").rpartition("/")[2] for name in names)
     of_folder: dict[str, dict[str, int]] = {}
@@ -186,7 +188,7 @@ def series_together(
 
 
 def _numbered(url: str) -> tuple[str, int, int]:
-    """How a url "…/name-00001-of-00003" begins, and its numbers; zeros for another one."""
+    """Split "…/name-00001-of-00003" into its beginning and its numbers; zeros for other urls."""
     above, slash, last = url.rpartition("/")
     match = _NUMBERED.match(last)
     if match is None:
@@ -195,8 +197,8 @@ def _numbered(url: str) -> tuple[str, int, int]:
 
 
 def note_hidden(folder: str, listed: Sequence[ObjectInfo]) -> None:
-    """Log that shards whose names begin with an underscore are left out, but for those of
-    unfinished jobs and of tables.
+    """Log that shards whose names begin with an underscore are left out, except those of unfinished
+    jobs and of tables.
     """
     names = (info.url[len(folder) :] for info in listed)
     hidden = [name for name in names if _UNDERSCORED.match(name) and _is_shard(name)]
@@ -210,7 +212,7 @@ def note_hidden(folder: str, listed: Sequence[ObjectInfo]) -> None:
 
 
 class _Marks:
-    """The objects of a listing that say what their folders are."""
+    """The objects of a listing that show what their folders are."""
 
     def __init__(self, folder: str, listed: Sequence[ObjectInfo]) -> None:
         self.tables: dict[str, str] = {}
@@ -239,7 +241,7 @@ class _Marks:
             self.tables[above.removesuffix("metadata")] = _ICEBERG
 
     def _note_folder(self, folder: str, start: int) -> None:
-        """Note what the names of the folders from `start` on say."""
+        """Note what the names of the folders from `start` on show."""
         for match in _TABLE_FOLDER.finditer(f"{folder[start:]}/"):
             root = folder[: start + match.start()]
             if match[1] != "_versions" or root.endswith(".lance"):
@@ -275,8 +277,8 @@ def _without_caches(
     *,
     is_whole: bool,
 ) -> list[ObjectInfo]:
-    """The objects without those that the `datasets` library keeps beside a dataset. Of a dataset
-    that it saved, only the files in its state.json are left. `is_whole`: all of them were listed.
+    """Remove the objects that the `datasets` library keeps beside a dataset. Of a dataset saved by
+    it, only the files in its state.json stay. `is_whole`: all objects of the folder were listed.
     """
     if not marks.with_info:
         return list(chosen)
@@ -304,7 +306,9 @@ def _without_caches(
 
 
 def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
-    """The urls of the files of each saved dataset, by its folder, in order; none is in another."""
+    """Return the urls of the files of each saved dataset, by its folder, in order; saved datasets
+    are never nested.
+    """
     files: dict[str, dict[str, None]] = {}
     outer = ""
     for info in sorted(marks.states, key=lambda info: info.url.removesuffix("state.json")):
@@ -347,7 +351,7 @@ def _refuse_revisions(infos: Sequence[ObjectInfo], folder: str) -> None:
 
 
 def _may_have_splits(below: str) -> bool:
-    """Whether these names, one a line, in lower case, may be of several splits."""
+    """Whether these names, in lower case, one a line, may belong to several splits."""
     stems = [stem for stem in _STEMS if stem in below]
     if len(stems) != 1:
         return bool(stems)
@@ -358,7 +362,7 @@ def _may_have_splits(below: str) -> bool:
 def _refuse_splits(
     name: str, infos: Sequence[ObjectInfo], folder: str, dicts: Sequence[str]
 ) -> None:
-    """Refuse objects of several splits, unless a pattern names one by itself."""
+    """Refuse objects of several splits, unless a pattern names a single split."""
     if any(_split_in(part) for part in name[len(folder) :].split("/")):
         return
     splits, others = _splits_of(infos, len(folder))
@@ -387,7 +391,7 @@ def _refuse_splits(
 
 
 def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[str]) -> None:
-    """Log that shards of one split are read with shards of none, if so."""
+    """Log, if so, that shards of one split are read together with shards of no split."""
     shards = [*filter(_is_shard, others)]
     if shards and any(map(_is_shard, urls)):
         _trace.failed(
@@ -401,9 +405,9 @@ def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[st
 
 
 def _splits_of(infos: Sequence[ObjectInfo], start: int) -> tuple[dict[str, list[str]], list[str]]:
-    """The urls of each split: that of a file's own name, or else of the nearest folder. Once there
-    are splits in a folder, other names "name-00000-of-00001" there are splits of their own. And the
-    urls of no split.
+    """Return the urls of each split, and the urls of no split. A file's own name decides, or else
+    the nearest folder. If a folder has splits, other names "name-00000-of-00001" in it are splits
+    of their own.
     """
     of_folder: dict[str, str] = {}
     splits: dict[str, list[str]] = {}
@@ -432,7 +436,7 @@ def _splits_of(infos: Sequence[ObjectInfo], start: int) -> tuple[dict[str, list[
 
 
 def _split_in(part: str) -> str:
-    """The split that one part of a path names, if any."""
+    """Return the split that one part of a path names, if any."""
     match = _SPLIT.search(part)
     return _SPLIT_OF[match[1].lower()] if match else ""
 
@@ -443,7 +447,9 @@ def _is_shard(url: str) -> bool:
 
 
 def _way(split: str, splits: Mapping[str, Sequence[str]], folder: str) -> str:
-    """A name of all shards of a split, and of no others; else how many they are."""
+    """Return a name that matches all shards of a split and no others; else how many shards there
+    are.
+    """
     urls = splits[split]
     others = [url for other, its in splits.items() if other != split for url in its]
     if len(urls) == 1:

@@ -1,23 +1,23 @@
-"""Lists what is below a prefix, many pages at a time.
+"""List the objects below a prefix, many pages at a time.
 
-An object store gives a list in pages of a thousand keys, each of which tells where the next one
-begins: a million keys take a thousand round trips, one after the other. But a page can begin at any
-key. So the keys are cut into ranges, which are listed side by side.
+An object store gives a list in pages of a thousand keys, each of which says where the next one
+begins. Read one after the other, a million keys take a thousand round trips. But a page can begin
+at any key, so the keys are cut into ranges, which are listed in parallel.
 
-Where the keys are is a guess: that they are spread evenly over what the characters of those already
-seen can spell, as numbers and hashes are. The range that seems the longest is cut in the middle. A
-wrong guess costs a page without new keys.
+The distribution of keys is a guess: that they are spread evenly over all texts that the characters
+seen so far can spell, as numbers and hashes are. The range that seems the longest is cut in the
+middle. A wrong guess costs a page without new keys.
 
 Invariants:
 1. Each key is in one range, wherever the cuts are.
 2. No range is cut while more than `_WASTED_MIN` pages and a share of `_WASTED` of the pages read
-   were of no use. A list of one page takes one request.
-3. A page that fails is asked for again alone.
-4. Not every server lists in the order of its keys: some list a folder before its longer namesakes.
-   So what one range stopped at must be what the next one began with. Then together they are what a
-   list of one page after the other gives, wherever the server began at a cut.
-5. Objects without bytes are in no range, since some are listed under a key that is not where they
-   are ("folder" for "folder/"). They only say how far a page went.
+   were useless. A list of one page takes one request.
+3. A page that fails is requested again alone.
+4. Some servers do not list in the order of keys: they list a folder before its longer namesakes. So
+   each range must begin exactly where the one before it stopped. Then together they equal a list
+   read page by page, wherever the server began at a cut.
+5. Objects without bytes are in no range, since some are listed under another key than their own
+   ("folder" for "folder/"). They only show how far a page went.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DIGITS, _HEX = set("0123456789"), set("0123456789abcdef")
 
 
 class KeyRange(Struct, eq=False):
-    """Keys still to be listed: those after `after`, up to and with `until`."""
+    """Keys still to be listed: those after `after`, up to and including `until`."""
 
     after: str
     until: str
@@ -71,8 +71,8 @@ class KeyRange(Struct, eq=False):
 
 
 class Spelling:
-    """The characters seen at each place of the keys. They make a key a number from 0 to 1: a
-    fraction whose digits are its characters, each in a base of its own.
+    """The characters seen at each place of the keys. They map a key to a number from 0 to 1: a
+    fraction whose digits are its characters, each place with its own base.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Spelling:
         self._choices: list[list[str]] = []
 
     def learn(self, keys: Sequence[str]) -> None:
-        """Look at a few of the keys of a page."""
+        """Learn from a few of the keys of a page."""
         count = sum(map(len, self._seen))
         for key in (*keys[:: max(1, len(keys) // _SAMPLES)], keys[-1]):
             self._seen += [set() for _ in range(len(key) - len(self._seen))]
@@ -90,7 +90,7 @@ class Spelling:
             self._choose()
 
     def number(self, key: str) -> float:
-        """Where the key is among all that can be spelled."""
+        """Return the position of the key, from 0 to 1, among all keys that can be spelled."""
         found, span = 0.0, 1.0
         for character, choices in zip(key, self._choices, strict=False):
             index = bisect_left(choices, character)
@@ -101,7 +101,7 @@ class Spelling:
         return found
 
     def key(self, number: float, precision: float) -> str:
-        """The shortest beginning of a key that stands for this number, about."""
+        """Return the shortest prefix of a key that stands for about this number."""
         spelled, span = "", 1.0
         for choices in self._choices:
             if span < precision:
@@ -113,8 +113,9 @@ class Spelling:
         return spelled
 
     def _choose(self) -> None:
-        """A number or a hash may have any digit wherever it was seen to vary, and at the places
-        before these: a first page has keys with the same first digits.
+        """Choose the digits of each place. A number or a hash may have any digit wherever digits
+        were seen to vary, and at the places before: the first page has keys with the same first
+        digits.
         """
         after: set[str] = set()
         found = []
@@ -130,7 +131,9 @@ class Spelling:
 
 
 class Listing:
-    """Which page to ask for next, and what has come. Keys are what follows the prefix in urls."""
+    """The state of a listing: the pages to request next, and the objects received so far. Keys are
+    the parts of urls after the prefix.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -142,16 +145,16 @@ class Listing:
         self._empty: dict[str, ObjectInfo] = {}
 
     def due(self) -> KeyRange | None:
-        """A range whose next page is to be asked for now; None if there is none."""
+        """Return a range whose next page should be requested now; None if there is none."""
         taken = self._due.pop(0) if self._due else self._cut()
         if taken is not None:
             self._asked.append(taken)
         return taken
 
     def answered(self, asked: KeyRange, page: Page) -> None:
-        """Take the page that follows the `after` of a range.
+        """Add the page that follows the `after` of a range.
 
-        Raises:  NotInOrderError: it has nothing that comes after that.
+        Raises:  NotInOrderError: the page does not come after that key.
         """
         keys = [one.url[len(self._prefix) :] for one in page.objects]
         self._empty.update((one.url, one) for one in page.empty)
@@ -177,7 +180,7 @@ class Listing:
             self._due.append(asked)
 
     def found(self) -> list[ObjectInfo]:
-        """All that has come, in url order.
+        """Return all objects received, in url order.
 
         Raises:  NotInOrderError: a range does not begin where the one before it stopped.
         """
@@ -214,8 +217,8 @@ class Listing:
         return rest
 
     def _pages_left(self, asked: KeyRange) -> float:
-        """A guess. A range without a page is not cut, nor is one with a cut that nobody knows yet
-        to be of use.
+        """Guess the number of pages left. A range without a page is not cut, nor is one with a cut
+        that has not proved useful yet.
         """
         if not asked.pages or any(one.cut_from is asked for one in self._asked):
             return 0.0
@@ -224,15 +227,15 @@ class Listing:
         return (until - after) / page_span / asked.doubt
 
     def _as_path(self, cut: str) -> str:
-        """Without the first part that no key can have, and what follows it."""
+        """Cut a key before the first part that no key can have."""
         parts = f"{self._prefix}{cut}".split("/")
         bad = next((i for i, part in enumerate(parts) if i > 2 and part in ("", ".", "..")), None)
         return "/".join(parts[:bad])[len(self._prefix) :]
 
 
 def listed(prefix: str, ask: Callable[[str | None], Page]) -> list[ObjectInfo]:
-    """Every object below the prefix, in url order. `ask` gives the page after an url, or the first
-    one; it is called by several threads.
+    """Return every object below the prefix, in url order. `ask` returns the page after a url, or
+    the first one; several threads call it.
 
     Raises:  NotInOrderError: the store does not list in url order.  Errors of `ask`.
     """

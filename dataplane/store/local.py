@@ -40,8 +40,8 @@ class LocalStore:
     """The file system, as urls "file:///absolute/path". Paths are raw: nothing is quoted."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `Store.list`. A symbolic link that leads nowhere is an object without bytes, too:
-        `target_of` tells.
+        """Implement `Store.list`. A symbolic link that leads nowhere is listed as an object without
+        bytes; `target_of` recognizes it.
         """
         start = _path(prefix)
         folder = start if prefix.endswith("/") else start.parent
@@ -77,13 +77,13 @@ class LocalStore:
 
 
 def target_of(info: ObjectInfo) -> str:
-    """The target of a listed symbolic link that leads nowhere, or in a circle; else ""."""
+    """Return the target of a listed symbolic link that leads nowhere, or in a circle; else ""."""
     is_broken = not info.size_bytes and info.etag.startswith(_BROKEN)
     return info.etag.removeprefix(_BROKEN) if is_broken else ""
 
 
 def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | None:
-    """Two local files that are one, by a symbolic or a hard link, if there are any."""
+    """Return two local files that are the same by a symbolic or a hard link, if there are any."""
     files = [info for info in infos if info.url.startswith(FILE_PREFIX) and info.size_bytes]
     counts = Counter(info.etag for info in files)
     by_place: dict[tuple[int, int], ObjectInfo] = {}
@@ -109,7 +109,7 @@ def _fill(fd: int, into: memoryview, offset: int) -> int:
 
 
 def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-    """Every file below. Links are followed, but loops of links only once."""
+    """Yield every file below. Links are followed; loops of links only once."""
     with _mapped(f"file://{folder}"):
         try:
             status = folder.stat()
@@ -170,7 +170,7 @@ def _mapped(url: str) -> Iterator[None]:
 
 
 def _where(url: str) -> str:
-    """The first folder of the path that is missing, if it is a folder that is missing."""
+    """Return the first missing folder of the path, if a folder is missing."""
     for folder in reversed(_path(url).parents):
         if not folder.is_dir():
             return f": {folder} is not a folder"

@@ -1,11 +1,11 @@
-"""Converts obstore's exceptions to ours.
+"""Convert obstore's exceptions to ours.
 
 obstore has one exception for nearly everything, with the details in its text: the HTTP status, the
-store's own error code, and the kind of a broken connection. This is the one place that reads that
-text. obstore >= 0.9.4 writes it so; the conformance suite would notice a change.
+store's own error code, and the kind of a broken connection. Only this module reads that text, in
+the form of obstore >= 0.9.4; the conformance suite would notice a change.
 
-An error shows the code and the message of a store's answer, and no more of it: S3 sends the session
-token back that it refuses.
+An error shows only the code and the message of a store's answer, since S3 repeats a refused session
+token in the rest of it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ Fault = StoreError | DatasetChangedError
 
 
 class _Said(Struct, frozen=True):
-    """What a store says about why it refused a request. Without an answer, all is empty."""
+    """The reason that a store gives for refusing a request. Without an answer, all fields are
+    empty.
+    """
 
     status: int = 0
     code: str = ""
@@ -93,9 +95,9 @@ class _Said(Struct, frozen=True):
 def mapped(
     cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, may_renew: bool
 ) -> Fault:
-    """Our error for an error of obstore. `span` is (offset, length) of a read. `may_renew`: the
-    store took our credentials before, and is given other ones when there are any. Missing ones are
-    then an outage, not a denial.
+    """Convert an error of obstore. `span` is (offset, length) of a read. `may_renew`: the store
+    accepted our credentials before, and gets new ones when there are any; missing ones are then an
+    outage, not a denial.
     """
     text = str(cause)
     said = _said(text)
@@ -133,12 +135,12 @@ def has_no_range(cause: Exception) -> bool:
 
 
 def has_answer(cause: Exception) -> bool:
-    """Whether this shows an answer of the store, whole, and more than once."""
+    """Whether this error shows an answer of the store that was whole, and given more than once."""
     return _ANSWER.search(str(cause)) is not None
 
 
 def is_mute(cause: Exception) -> bool:
-    """Whether an answer to HEAD, which has no body, leaves open why it refuses."""
+    """Whether an answer to HEAD, which has no body, leaves open why the store refuses."""
     status = _said(str(cause)).status
     return bool(status) and kind_of(status) in (StoreError, StoreDenied)
 
@@ -153,7 +155,7 @@ def _said(text: str) -> _Said:
 
 
 def _is_of_credentials(cause: Exception, text: str, base: str, status: int) -> bool:
-    """Whether it is a failure to get credentials, or to find any: no key, no metadata service."""
+    """Whether credentials could not be fetched or found: no key, no metadata service."""
     asked = _ASKED.search(text)
     if asked is not None:
         name = base.partition("://")[2]
@@ -188,7 +190,7 @@ def _no_credentials(url: str, text: str, said: _Said, *, may_renew: bool) -> Sto
 def _refused(
     url: str, base: str, said: _Said, span: tuple[int, int] | None, *, may_renew: bool
 ) -> StoreError:
-    """The error of an answer of the store."""
+    """Return the error for an answer of the store."""
     kind = kind_of(said.status, said.code)
     if kind is StoreThrottled:
         return StoreThrottled(f"{url}: the store asks to slow down ({said.short})", shard=url)
@@ -222,7 +224,9 @@ def _refused(
 
 
 def _elsewhere(url: str, what: str, region: str) -> StoreError:
-    """A bucket of S3 in another region than the one that requests are signed for."""
+    """Return the error for a bucket of S3 in another region than the one for which requests are
+    signed.
+    """
     if url.startswith(("http://", "https://")):
         return StoreError(f"{url}: {what}", shard=url)
     advice = f"set AWS_REGION to {region}" if region else "set AWS_REGION to the bucket's region"

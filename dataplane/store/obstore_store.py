@@ -62,7 +62,9 @@ class ObstoreStore:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """As `base.Reconnecting.reconnect`: a client of obstore has one pool of connections."""
+        """Implement `base.Reconnecting.reconnect`: a client of obstore has one pool of
+        connections.
+        """
         try:
             made = client(self._base, os.environ, self._request_timeout_s)
         except (ValueError, obstore.exceptions.BaseError) as cause:
@@ -93,14 +95,14 @@ class ObstoreStore:
         return iter(sorted(infos, key=lambda info: info.url))
 
     def has_pages(self) -> bool:
-        """As `base.Paged.has_pages`. obstore asks Azure for the whole list, whatever the offset,
-        and S3's directory buckets know none.
+        """Implement `base.Paged.has_pages`. obstore requests the whole list from Azure, whatever
+        the offset, and S3's directory buckets support no offset.
         """
         is_able = isinstance(self._client, S3Store | GCSStore)
         return is_able and not self._base.endswith("--x-s3")
 
     def page(self, prefix: str, after: str | None) -> Page:
-        """As `base.Paged.page`."""
+        """Implement `base.Paged.page`."""
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/") or None
         start = self._before(prefix) if after is None else after[len(self._base) + 1 :]
         while True:
@@ -146,7 +148,7 @@ class ObstoreStore:
         return body
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
-        """As `base.Filling.read_into`."""
+        """Implement `base.Filling.read_into`."""
         ways = self._direct
         is_direct = ways is not None and ways.is_of_use and not etag.startswith(NO_ETAG)
         has_query, length = self._has_query(url), sum(map(len, into))
@@ -169,10 +171,10 @@ class ObstoreStore:
         return in_pieces(self, url, etag)
 
     def _listed(self, folder: str | None) -> dict[str, obstore.ObjectMeta]:
-        """What is below a folder, by path.
+        """List the objects below a folder, by path.
 
-        obstore takes a page without a token for the last one, even if it says that more follows. A
-        full page may be one of these: then what follows the last key is asked for.
+        obstore takes a page without a token for the last one, even if the page says that more
+        follows. A full page may be such a page, so the keys after its last one are requested, too.
         """
         found: dict[str, obstore.ObjectMeta] = {}
         while True:
@@ -199,8 +201,8 @@ class ObstoreStore:
         return next(iter(pages), ())
 
     def _before(self, prefix: str) -> str | None:
-        """A key close before those with this prefix; None if they are the first of their folder,
-        or there is no such key.
+        """Return a key shortly before those with this prefix; None if they are the first of their
+        folder, or there is no such key.
         """
         key = prefix[len(self._base) + 1 :]
         is_plain = key.isascii() and key.isprintable() and not key.endswith(" ")
@@ -291,7 +293,7 @@ def _by_head(client: Client, key: str) -> obstore.ObjectMeta:
 
 
 def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
-    """The result of a HEAD request, derived from a GET of the first byte."""
+    """Derive the result of a HEAD request from a GET of the first byte."""
     try:
         result = obstore.get(client, key, options={"range": (0, 1)})
         result.bytes()  # the connection can be used again
@@ -304,7 +306,10 @@ def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
 
 
 def _signed(client: S3Store, key: str) -> str:
-    """Raises:  direct.Refused: there is nothing to sign with."""
+    """Sign a request, and return its url.
+
+    Raises:  direct.Refused: there is nothing to sign with.
+    """
     try:
         return obstore.sign(client, "GET", key, SIGNED_FOR)
     except obstore.exceptions.BaseError as cause:

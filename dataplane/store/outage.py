@@ -1,8 +1,9 @@
-"""Stores that do not answer. Each outage is reported once when it begins and once when it ends.
+"""Track stores that do not answer. Each outage is reported once when it begins and once when it
+ends.
 
-An `Outage` is made of plain values, so that a process can send what it sees to another one. The
-stores of `connect.Stores` report to one `observe(outage)`: when an outage begins, at every request
-that fails from then on, and, with `until` set, when it ends. `Outages.note` is such a function.
+An `Outage` is made of plain values, so that a process can send it to another one. The stores of
+`connect.Stores` report to one `observe(outage)`: when an outage begins, at every request that fails
+from then on, and, with `until` set, when it ends. `Outages.note` is such a function.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def log(outage: Outage) -> None:
 
 
 class Outages:
-    """The stores that are away, as seen by this process and by those that report to it.
+    """The stores that are away, according to this process and those that report to it.
 
-    A store is away while at least one `source` says so. `tell` is called once when that begins, and
-    once, with `until` set, when it ends. Thread-safe.
+    A store is away while at least one `source` says so. `tell` is called once when an outage
+    begins, and once, with `until` set, when it ends. Thread-safe.
     """
 
     def __init__(self, tell: Tell = log) -> None:
@@ -62,7 +63,7 @@ class Outages:
         self._seen: dict[str, dict[object, Outage]] = {}
 
     def note(self, outage: Outage, source: object = None) -> None:
-        """Record an outage as seen by `source`: it has begun, continues, or is over."""
+        """Record an outage reported by `source`: it has begun, continues, or is over."""
         with self._lock:
             seen = self._seen.setdefault(outage.store, {})
             before = _together(seen)
@@ -78,8 +79,8 @@ class Outages:
                 self._tell(replace(before, until=outage.until))
 
     def now(self, now: float) -> tuple[Outage, ...]:
-        """The stores that are away, sorted by name. A store without requests for a while is left
-        out, since its state is unknown.
+        """Return the stores that are away, sorted by name. A store without requests for a while is
+        left out, since its state is unknown.
         """
         with self._lock:
             found = [_together(self._seen[store]) for store in sorted(self._seen)]
@@ -94,7 +95,7 @@ class Outages:
 
 
 def _together(seen: dict[object, Outage]) -> Outage | None:
-    """The outage that several sources see: the earliest start, and the last reported error."""
+    """Combine the reports of several sources: the earliest start, and the last reported error."""
     if not seen:
         return None
     *_, last = seen.values()

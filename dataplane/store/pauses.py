@@ -1,12 +1,11 @@
-"""The pauses that stores have asked for, kept by all who send requests from this host.
+"""Pauses requested by stores, kept by all processes of this host that send requests.
 
-A store that is asked too much limits what a host may ask, not what one process may. So each process
-knows some others, which tell it of pauses, and are told.
+An overloaded store limits the whole host, not one process. So processes tell each other of pauses.
 
 Invariants:
-1. Everybody who has joined is told of each pause, in the thread that tells of it, except the one it
-   comes from. So nobody who is told may wait.
-2. Who joins is told of the pauses that last.
+1. Each pause is passed to every member except its source, in the thread that reports it. So no
+   member may block.
+2. A new member gets the pauses that still last.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataplane.store.gate import Clock, Share
 
 
 class Pauses:
-    """What one process knows of them. Thread-safe."""
+    """The pauses that one process knows. Thread-safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or Clock()
@@ -29,19 +28,19 @@ class Pauses:
         self._known: dict[str, tuple[StorePause, float]] = {}
 
     def join(self, told: Share) -> None:
-        """Tell this of each pause, beginning with those that last."""
+        """Call this function with each pause, beginning with those that still last."""
         with self._lock:
             self._joined += (told,)
         for pause in self.now():
             told(pause)
 
     def leave(self, told: Share) -> None:
-        """Tell this no more. It may have left before."""
+        """Stop calling this function. May be called twice."""
         with self._lock:
             self._joined = tuple(one for one in self._joined if one != told)
 
     def tell(self, pause: StorePause, source: Share | None = None) -> None:
-        """A store has asked for this, or `source`, which has joined, has heard of it."""
+        """Pass on a pause that a store has requested, or that `source`, a member, has reported."""
         with self._lock:
             self._known[pause.store] = (pause, self._clock.now() + pause.left_s)
             joined = self._joined
@@ -50,7 +49,7 @@ class Pauses:
                 told(pause)
 
     def now(self) -> list[StorePause]:
-        """Those that last: of each store the last one it has asked for."""
+        """Return the pauses that still last: the latest of each store."""
         with self._lock:
             now = self._clock.now()
             self._known = {store: one for store, one in self._known.items() if one[1] > now}

@@ -1,8 +1,8 @@
-"""A whole object as a run of ranged reads, which is how every store streams.
+"""Stream a whole object as a run of ranged reads; every store streams this way.
 
-A request for a whole object lives as long as its consumer is slow: it trips the timeouts of
-clients and proxies, and when it breaks there is nothing to resume. Pieces have none of this, and
-each is pinned to the object's etag.
+A request for a whole object lasts as long as its consumer is slow: it trips the timeouts of clients
+and proxies, and when it breaks there is nothing to resume. Pieces avoid this, and each is pinned to
+the object's etag.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _OF_NOTHING = hashlib.blake2b(b"", digest_size=8).hexdigest()
 
 
 def etag_of_size(size_bytes: int) -> str:
-    """The etag of an object of which the store knows nothing else: another one of the same size has
-    the same etag.
+    """Return the etag of an object about which the store knows only its size. Another object of the
+    same size has the same etag.
     """
     return f"{_OF_NOTHING}-{size_bytes:x}"
 
 
 def in_pieces(store: Store, url: str, etag: str) -> Iterator[Buffer]:
-    """The object from its start. Every piece but the last has PIECE_BYTES.
+    """Yield the object from its start. Every piece but the last has PIECE_BYTES.
 
-    Raises:  DatasetChangedError.  What `read` and `head` of the store raise.
+    Raises:  DatasetChangedError.  Errors of the store's `read` and `head`.
     """
     found = store.head(url)
     check_etag(found, etag)
@@ -58,8 +58,8 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
 
 
 def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError:
-    """The error for a read that was refused because the object has another etag (412), with the one
-    it has now. Some servers and proxies refuse though it is the same.
+    """Return the error for a read that was refused because the object has another etag (412); the
+    error names the present one. Some servers and proxies refuse although it is the same.
     """
     try:
         check_etag(store.head(url), etag)
@@ -73,8 +73,8 @@ def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError
 
 
 def is_strong(etag: str) -> bool:
-    """Whether a server can be asked for the object with this etag (If-Match). A weak one never
-    matches there, though it stays the same as long as the object does.
+    """Whether a server accepts this etag in a condition (If-Match). A weak etag never matches
+    there, even if the object is unchanged.
 
     Source: RFC 9110, 13.1.1.
     """
@@ -82,8 +82,8 @@ def is_strong(etag: str) -> bool:
 
 
 def copy_into(body: Buffer, *into: memoryview) -> None:
-    """Copy a body into these, one after the other, without holding the interpreter's lock, as numpy
-    does.
+    """Copy a body into these buffers, one after the other, without holding the
+    interpreter's lock.
     """
     import numpy as np  # a late import: a process that only asks a store needs no arrays
 
@@ -94,7 +94,8 @@ def copy_into(body: Buffer, *into: memoryview) -> None:
 
 
 def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> None:
-    """Fill these, one after the other, with bytes of an object, whatever the store can do.
+    """Fill these buffers, one after the other, with bytes of an object, using the fastest way of
+    the store.
 
     Raises:  as `Store.read`.
     """

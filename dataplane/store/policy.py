@@ -1,10 +1,10 @@
-"""Which urls a node opens for its trainers, and a store that opens no others.
+"""Decide which urls a node opens for its trainers, and wrap a store to open no others.
 
 Invariants:
 1. A url is checked before anything is sent or opened for it, so that no error shows bytes of it.
-2. A local file counts as what it is after all symbolic links.
-3. An http connection counts as the address that it is connected to, and a redirect as the url that
-   it leads to.
+2. A local file is judged by its path after all symbolic links.
+3. An http connection is judged by the address that it is connected to, and a redirect by the url
+   that it leads to.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 class UrlPolicy(Struct, frozen=True):
     """The prefixes of urls that may be opened; () for all. Link-local addresses, and those where
-    clouds serve credentials, only if a prefix names them.
+    clouds serve credentials, must be named by a prefix.
     """
 
     prefixes: tuple[str, ...] = ()
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check what a trainer asks for, which may have wildcards.
+        """Check the urls that a trainer passes, which may have wildcards.
 
         Raises:  StoreDenied.  ConfigError: not a url.
         """
@@ -124,7 +124,7 @@ class UrlPolicy(Struct, frozen=True):
             )
 
     def _check_host(self, url: str) -> None:
-        """A host that is written as an address, in a url of any scheme."""
+        """Check a host that is written as an address, in a url of any scheme."""
         if address := _address_in(url):
             self.check_address(url, address)
 
@@ -133,7 +133,7 @@ class UrlPolicy(Struct, frozen=True):
         return any(_address_in(one) == address for one in self.prefixes)
 
     def _roots(self) -> tuple[str, ...]:
-        """Where the prefixes of files are: links may be in their own paths, too."""
+        """Return the resolved paths of file prefixes, which may contain links themselves."""
         return tuple(_target(path) for one in self.prefixes if (path := local_path(one)))
 
     def _denied(self, url: str, why: str = "is not below") -> StoreDenied:
@@ -146,19 +146,19 @@ class UrlPolicy(Struct, frozen=True):
 
 
 def refused(url: str, why: str) -> None:
-    """One line of the log. They are limited for each server that urls name."""
+    """Log a refused url in one line. Lines are limited for each server that urls name."""
     _trace.refused("url refused", by=_base(url), url=url, why=why)
 
 
 def _base(url: str) -> str:
-    """The scheme and the host of a url."""
+    """Return the scheme and the host of a url."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{_HOST_ENDS.split(rest, maxsplit=1)[0].rpartition('@')[2]}"
 
 
 def _address_in(url: str) -> str:
-    """The IP address that is the host of a url, in its usual form, however it is written there: as
-    inet_aton(3) reads it, with a dot at its end, or with characters that a resolver takes for
+    """Return the IP address that is the host of a url, in its usual form. It may be written in any
+    way that inet_aton(3) reads, with a dot at its end, or with characters that a resolver takes for
     these. "" if the host is a name.
     """
     scheme, _, host = _base(url).partition("://")
@@ -175,7 +175,7 @@ def _address_in(url: str) -> str:
 
 
 def _usual(address: str) -> str:
-    """An IP address in its usual form; "" if it is none."""
+    """Return an IP address in its usual form; "" if the text is none."""
     if _MAYBE_ADDRESS.fullmatch(address):
         with contextlib.suppress(ValueError):
             return str(ipaddress.ip_address(address))
@@ -183,8 +183,8 @@ def _usual(address: str) -> str:
 
 
 def is_of_machine(address: str) -> bool:
-    """Whether an IP address is link-local, or one where a cloud serves credentials, however it is
-    written.
+    """Whether an IP address, however it is written, is link-local or one where a cloud serves
+    credentials.
     """
     found: _Address = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
@@ -209,20 +209,20 @@ class PolicedStore:
         return iter(found)
 
     def pinned(self, url: str) -> str:
-        """As `base.Pinning.pinned`."""
+        """Implement `base.Pinning.pinned`."""
         self._policy.check_names([url])
         return self._inner.pinned(url) if isinstance(self._inner, Pinning) else url
 
     def opens(self, url: str) -> bool:
-        """As `base.Restricted.opens`."""
+        """Implement `base.Restricted.opens`."""
         return self._policy.allows(url)
 
     def has_pages(self) -> bool:
-        """As `base.Paged.has_pages`."""
+        """Implement `base.Paged.has_pages`."""
         return isinstance(self._inner, Paged) and self._inner.has_pages()
 
     def page(self, prefix: str, after: str | None) -> Page:
-        """As `base.Paged.page`."""
+        """Implement `base.Paged.page`."""
         assert isinstance(self._inner, Paged)
         self._policy.check_names([prefix])
         page = self._inner.page(prefix, after)
@@ -238,7 +238,7 @@ class PolicedStore:
         return self._inner.read(url, offset, length, etag)
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
-        """As `base.Filling.read_into`."""
+        """Implement `base.Filling.read_into`."""
         self._policy.check(url)
         fill(self._inner, url, offset, etag, *into)
 
@@ -247,11 +247,11 @@ class PolicedStore:
         return self._inner.stream(url, etag)
 
     def reconnect(self) -> None:
-        """As `base.Reconnecting.reconnect`."""
+        """Implement `base.Reconnecting.reconnect`."""
         if isinstance(self._inner, Reconnecting):
             self._inner.reconnect()
 
 
 def _target(path: str | Path) -> str:
-    """The url of what a path is after all symbolic links."""
+    """Return the url of a path after all symbolic links."""
     return f"{FILE_PREFIX}{os.path.realpath(path)}"

@@ -1,5 +1,5 @@
-"""One read that two requests race for: the first one writes into the destination, and is ended
-early if the second one, which reads into memory of its own, is faster.
+"""Let two requests race for one read. The first request writes into the destination; it is ended
+early if the second, which reads into its own memory, is faster.
 
 Invariants:
 1. Exactly one of the two wins. The loser never writes into the destination after that.
@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 
 
 class EndedEarlyError(Exception):
-    """Somebody else has read these bytes: this read is over, and has no result."""
+    """Another request has read these bytes: this read is over, and has no result."""
 
 
 class Sink(Protocol):
@@ -54,8 +54,8 @@ class Race:
         self._is_cut_off = False
 
     def hold(self, sock: socket.socket) -> None:
-        """The first request is about to be sent over this socket, and its answer written into the
-        destination.
+        """Note that the first request is about to be sent over this socket, and its answer written
+        into the destination.
 
         Raises:  EndedEarlyError.
         """
@@ -64,10 +64,10 @@ class Race:
             self._sock = sock
 
     def sent(self) -> None:
-        """The first request was sent, or its answer is here already: make the destination ready.
-        May be called again.
+        """Note that the first request was sent, or that its answer is here already: make the
+        destination ready. May be called again.
 
-        Raises:  what that does.
+        Raises:  errors of `meanwhile`.
         """
         meanwhile = self._meanwhile
         if meanwhile is not None:
@@ -84,14 +84,14 @@ class Race:
         return None if self._sink is None else self._sink(into)
 
     def release(self) -> None:
-        """The first request is over, whatever its outcome, and writes no more."""
+        """Note that the first request is over, whatever its outcome, and writes no more."""
         with self._changed:
             self._sock = None
             self._changed.notify_all()
 
     def claim(self) -> None:
-        """The first request has all bytes, or has failed: it wins, if it was not ended early. May
-        be called twice.
+        """Let the first request win, which has all bytes or has failed, if it was not ended early.
+        May be called twice.
 
         Raises:  EndedEarlyError.
         """
@@ -100,17 +100,17 @@ class Race:
             self._is_won = True
 
     def cut_off(self) -> None:
-        """Whatever the first request waits for fails, and so does the request."""
+        """Make the first request fail in whatever it waits for."""
         with self._changed:
             self._is_cut_off = True
             if self._sock is not None:
                 _shut(self._sock)
 
     def overtake(self, timeout_s: float) -> bool:
-        """The second request has all bytes. End the first one: True once it writes no more, False
-        if it has won.
+        """End the first request, since the second has all bytes. Return True once the first writes
+        no more, False if it has won.
 
-        Raises:  TimeoutError: it does not end.
+        Raises:  TimeoutError: the first request does not end.
         """
         with self._changed:
             if self._is_won:
@@ -129,7 +129,7 @@ class Race:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether what the first request waits for was made to fail."""
+        """Whether the first request was made to fail."""
         return self._is_cut_off
 
     def _check(self) -> None:
@@ -148,7 +148,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def raced(race: Race) -> Iterator[None]:
-    """Within the block, reads of this thread are the first request of this race."""
+    """Make this race that of the thread's reads within the block, as its first request."""
     _local.race = race
     try:
         yield
@@ -157,5 +157,5 @@ def raced(race: Race) -> Iterator[None]:
 
 
 def current_race() -> Race:
-    """The race of this thread's read; one that nobody else takes part in if there is none."""
+    """Return the race of this thread's read; if there is none, a race without a second request."""
     return getattr(_local, "race", None) or Race()

@@ -1,4 +1,6 @@
-"""What an HTTP answer without the requested bytes means: one table for all ways to ask a store."""
+"""The meaning of an HTTP answer without the requested bytes: one table for all ways to read a
+store.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _SAYS: dict[type[StoreError], str] = {
 
 
 def kind_of(status: int, code: str = "") -> type[StoreError]:
-    """The class of error that an HTTP status means. The store's own code says more than that, if
-    there is one.
+    """Return the class of error that an HTTP status means. The store's own code, if any, is more
+    specific.
     """
     if status in (429, 503) or is_throttle(code):
         return StoreThrottled
@@ -48,12 +50,12 @@ def is_throttle(text: str) -> bool:
 
 
 def refusal(url: str, status: int) -> StoreError:
-    """The error of an answer of which only the status is known, or to be shown."""
+    """Return the error for an answer of which only the status is known, or may be shown."""
     kind = kind_of(status)
     return kind(f"{url}: {_SAYS[kind]} (HTTP {status})", shard=url)
 
 
 def shortened(text: str) -> str:
-    """What an error shows of a text that a server or a library gave: some of them are pages."""
+    """Shorten a server's or library's text for an error message: some are whole pages."""
     line = text.strip().partition("\n")[0].strip()
     return line if len(line) <= _SAID_MAX else f"{line[:_SAID_MAX]}…"

@@ -1,12 +1,12 @@
-"""A store that rides out failures which pass.
+"""Retry the calls of a store whose failures are temporary.
 
 Invariants:
 1. Only the classes in the table are tried again. A changed, missing or denied object never is.
-2. A store that does not answer, or asks to slow down, is asked again until the call has failed for
-   `budget_s`. A call starts no attempt, and no wait that cannot end, after that: so it takes at
+2. If a store does not answer, or asks to slow down, a call is retried until it has failed for
+   `budget_s`. After that, a call starts no attempt, and no wait that cannot end: so it takes at
    most `budget_s` and the time of two requests.
-3. An answer that is too short is asked for again a few times: it may never become longer.
-4. How many callers ask at once, and when, is for the store's gate to say.
+3. An answer that is too short is requested again a few times: it may never become longer.
+4. The store's gate decides how many callers send requests at once, and when.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ANSWERS = (ShardNotFound, StoreDenied, TruncatedRead, DatasetChangedError)
 
 
 class _Call(Struct, eq=False):
-    """One call on its way."""
+    """The state of one call."""
 
     what: str
     url: str
@@ -72,7 +72,7 @@ class _Call(Struct, eq=False):
 
 
 class Retrying:
-    """A store that retries the calls of another store, as the table says.
+    """A store that retries the calls of another store, according to the table.
 
     `stream` reads in pieces, each in a separate call, so a failed stream resumes at the offset
     reached. `name` is the store's url as shown to people.
@@ -103,14 +103,14 @@ class Retrying:
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
 
     def pinned(self, url: str) -> str:
-        """As `base.Pinning.pinned`."""
+        """Implement `base.Pinning.pinned`."""
         inner = self._inner
         if not isinstance(inner, Pinning):
             return url
         return self._call(f"version of {url}", url, lambda: inner.pinned(url))
 
     def opens(self, url: str) -> bool:
-        """As `base.Restricted.opens`."""
+        """Implement `base.Restricted.opens`."""
         return not isinstance(self._inner, Restricted) or self._inner.opens(url)
 
     def head(self, url: str) -> ObjectInfo:
@@ -121,7 +121,7 @@ class Retrying:
         return self._call(what, url, lambda: self._inner.read(url, offset, length, etag))
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
-        """As `base.Filling.read_into`, even if the other store has no such method."""
+        """Implement `base.Filling.read_into`, even if the other store has no such method."""
         what = f"read of {url} bytes [{offset}, {offset + sum(map(len, into))})"
         self._call(what, url, lambda: fill(self._inner, url, offset, etag, *into))
 
@@ -129,13 +129,15 @@ class Retrying:
         return in_pieces(self, url, etag)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this url are waiting: the last error of one, or of the whole store."""
+        """Return why reads of this url are waiting: the last error of one, or of the whole
+        store.
+        """
         with self._lock:
             own = next((call.error for call in self._failing if call.url == url), None)
         return own or self._gate.last_error
 
     def slow_down(self, pause: StorePause) -> None:
-        """Another process of this host was asked to slow down by this store."""
+        """Note that another process of this host was asked to slow down by this store."""
         self._gate.slow_down(pause)
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class Retrying:
         return result
 
     def _after(self, call: _Call, error: StoreError) -> None:
-        """A failed attempt: pause before the next one, or raise."""
+        """Handle a failed attempt: pause before the next one, or raise."""
         wait = _wait_after(error)
         if wait is None:
             raise error
@@ -219,5 +221,5 @@ class Retrying:
 
 
 def _wait_after(error: StoreError) -> Wait | None:
-    """How to pause after this failure; None if it never passes."""
+    """Return how to pause after this failure; None if it is permanent."""
     return next((RETRY_TABLE[c] for c in type(error).__mro__ if c in RETRY_TABLE), None)

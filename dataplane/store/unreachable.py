@@ -1,4 +1,4 @@
-"""Defines when a store counts as unreachable, and the error that says so.
+"""Define when a store counts as unreachable, and the error that reports it.
 
 All of these conditions are temporary: a server restarts, the network is down, DNS does not know a
 name yet. Permanent ones (no such bucket, access refused, an untrusted certificate, an endpoint that
@@ -38,7 +38,7 @@ class SilentError(TimeoutError):
 
 
 class Why(enum.Enum):
-    """How a store cannot be reached."""
+    """The way in which a store cannot be reached."""
 
     REFUSED = "refused the connection"
     NO_ROUTE = "cannot be reached: there is no route to it"
@@ -50,7 +50,7 @@ class Why(enum.Enum):
 
 
 def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
-    """The error about an unreachable store, with what to check. `endpoint` did not answer."""
+    """Return the error for an unreachable store, with what to check. `endpoint` did not answer."""
     scheme = url.partition("://")[0]
     port, host = _ENDPOINT_HINTS.get(scheme, _OTHER_HINT)
     advice = {
@@ -66,7 +66,7 @@ def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
 
 
 def why_of(error: BaseException) -> Why | None:
-    """How a connection failed; None if it failed in another way."""
+    """Return how a connection failed; None if it failed in another way."""
     if isinstance(error, SilentError):
         return Why.SILENT
     if isinstance(error, TimeoutError):
@@ -81,7 +81,7 @@ def why_of(error: BaseException) -> Why | None:
 
 
 def passes(error: OSError) -> bool:
-    """Whether an OSError may be gone at the next attempt. Libraries raise those without an errno
+    """Whether an OSError may be gone at the next attempt. Libraries raise OSErrors without an errno
     for network errors of all kinds.
     """
     return why_of(error) is not None or error.errno is None or error.errno in _PASSING

@@ -1,7 +1,8 @@
-"""The urls that a user names, and ours.
+"""Parse and normalise the urls that a user names.
 
-Ours are "scheme://authority/key" with the key as the store knows it: nothing is percent-encoded,
-except in http urls, which stay as the web writes them. A local file is "file:///absolute/path".
+Normalised urls are "scheme://authority/key", with the key as the store knows it: nothing is
+percent-encoded, except in http urls, which keep the form of the web. A local file is
+"file:///absolute/path".
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def normalise(url: Url) -> str:
 
 
 def canonical(url: str) -> str:
-    """One text for all ways to write a normalised url. A key of a bucket has only one."""
+    """Return one text for all ways to write a normalised url. A bucket's key has only one way."""
     if url.startswith(_EXACT):
         return url
     if not url.startswith(("http://", "https://")):
@@ -89,7 +90,7 @@ def canonical(url: str) -> str:
 
 
 def prefixes_of(text: str) -> tuple[str, ...]:
-    """The prefixes of urls in a setting, as `normalise` writes urls.
+    """Parse the prefixes of urls in a setting, and normalise them.
 
     Raises:  ConfigError: one is not a url.
     """
@@ -106,7 +107,7 @@ def _check_slashes(text: str) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder of this name. No name is too long for it."""
+    """Whether there is a file or folder of this name; False if the name is too long."""
     return os.path.exists(path)  # noqa: PTH110 - Path.exists() raises
 
 
@@ -127,12 +128,12 @@ def base_of(url: str) -> str:
 
 
 def key_of(url: str) -> str:
-    """What follows the authority: "folder/name", as the store knows it."""
+    """Return the part after the authority: "folder/name", as the store knows it."""
     return url[len(base_of(url)) + 1 :]
 
 
 def folder_of(prefix: str) -> str:
-    """The folder, with its slash, that contains all urls that start with `prefix`."""
+    """Return the folder, with its slash, that contains all urls that start with `prefix`."""
     cut = prefix.rfind("/")
     return prefix[: cut + 1] if cut >= len(base_of(prefix)) else f"{base_of(prefix)}/"
 
@@ -176,7 +177,7 @@ def _from_file_url(rest: str, text: str) -> str:
 
 
 def _outer_braces(pattern: str) -> tuple[int, int]:
-    """Where the first brace to expand opens and closes; (-1, -1) if there is none."""
+    """Return where the first brace to expand opens and closes; (-1, -1) if there is none."""
     start, depth, index = -1, 0, 0
     while index < len(pattern):
         letter = pattern[index]
@@ -200,7 +201,9 @@ def _outer_braces(pattern: str) -> tuple[int, int]:
 
 
 def _alternatives(inner: str) -> list[str] | None:
-    """The texts that one pair of braces expands to; None if it is neither a list nor a range."""
+    """Return the texts that one pair of braces expands to; None if it is neither a list nor a
+    range.
+    """
     numbers = _RANGE.fullmatch(inner)
     if numbers:
         return _numbers(numbers[1], numbers[2], int(numbers[3] or 1))

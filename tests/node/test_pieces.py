@@ -29,7 +29,9 @@ def _jpeg(chance: np.random.Generator) -> bytes:
 
 
 def _write(folder: Path, jpegs: list[bytes]) -> str:
-    """Images with texts of all lengths, some of which are null, and lists of numbers."""
+    """Write a shard of images with texts of many lengths, some of them null, and lists of
+    numbers.
+    """
     folder.mkdir()
     texts = [None if row % 7 == 3 else f"{row} " * (row % 50) for row in range(len(jpegs))]
     lists = [list(range(row % 9)) for row in range(len(jpegs))]
