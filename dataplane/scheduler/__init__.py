@@ -1,1 +1,1 @@
-"""What a node loads, makes and hands over next: events in, effects out. Pure."""
+"""Decide what a node loads, makes and hands over next: events in, effects out. Pure."""

@@ -1,4 +1,4 @@
-"""Records where time went: for each slab that is being made, and for each dataset."""
+"""Record how time is spent: for each slab in progress, and for each dataset."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _US_A_S = 1e6
 
 
 class Stamps(Struct, eq=False):
-    """When a slab reached each stage, by the node's clock; 0.0: not yet. A slab that is made again
-    gets new stamps.
+    """The times at which a slab reached each stage, by the node's clock; 0.0: not yet. A slab that
+    is made again gets new stamps.
     """
 
     planned: float
@@ -27,16 +27,16 @@ class Stamps(Struct, eq=False):
     made: float = 0.0
 
     def slotted_for_copy(self, made: float, now: float) -> None:
-        """The slab got a slot for a copy of a slab that was `made` for another consumer. The wait
-        for that slab counts as waiting for a worker, the rest as waiting for room.
+        """Note that the slab got a slot for a copy of a slab that was `made` for another consumer.
+        The wait for that slab counts as waiting for a worker, the rest as waiting for room.
         """
         since = max(self.planned, self.gathered_from)
         self.slotted = since + min(now - made, now - since)
 
     def stages(self, now: float) -> tuple[int, ...]:
-        """(fetch, decode, room, queue, assemble, ready) as in StageTimes: their sum is the time
-        from plan to `now`, whatever is missing or out of order. The wait for a node that makes the
-        slab counts as `queue`.
+        """Return (fetch, decode, room, queue, assemble, ready) as in StageTimes. Their sum is the
+        time from plan to `now`, whatever is missing or out of order. The wait for a node that makes
+        the slab counts as `queue`.
         """
         room = min(self.wanted, self.slotted) if self.wanted else self.slotted
         ends = (self.fetched, self.gathered_from, room, self.started, self.made, now)
@@ -67,25 +67,25 @@ class Account(Struct, eq=False):
     _reading_since: float = 0.0
 
     def advanced(self, now: float) -> None:
-        """Something was done: a block was read or decoded, or a worker is at work on one."""
+        """Note progress: a block was read or decoded, or a worker is at work on one."""
         self.advanced_at = now
 
     def read_began(self, now: float) -> None:
-        """One more read from storage is under way."""
+        """Note that one more read from storage has begun."""
         if not self._reads:
             self._reading_since = now
         self._reads += 1
 
     def read_ended(self, now: float, read_bytes: int) -> None:
-        """A read has ended, and has read this many bytes, useful or not."""
+        """Note that a read has ended, and has read this many bytes, useful or not."""
         self._reads -= 1
         self.read_bytes += read_bytes
         if not self._reads:
             self._reading_s += now - self._reading_since
 
     def take(self, now: float) -> tuple[int, ...]:
-        """(bytes read, reading, decoding, waiting for disks, bytes from the node's disk, from
-        neighbours, from memory), times in microseconds. Counting restarts from zero.
+        """Return (bytes read, reading, decoding, waiting for disks, bytes from the node's disk,
+        from neighbours, from memory), times in microseconds, and restart from zero.
         """
         if self._reads:
             self._reading_s += now - self._reading_since
@@ -103,8 +103,8 @@ class Account(Struct, eq=False):
 def stage_times(
     stages: tuple[int, ...], accounts: Sequence[Account], worker_count: int, now: float
 ) -> StageTimes:
-    """The times of a slab that is handed over. The work done for its datasets is attributed to
-    it.
+    """Return the times of a slab that is handed over. The work done for its datasets is attributed
+    to it.
     """
     fetch, decode, room, queue, assemble, ready = stages
     done = [account.take(now) for account in accounts]

@@ -1,19 +1,19 @@
-"""Blocks that neighbours ask this node for: each is read if it is not in memory, and lent while it
-is sent.
+"""Blocks that neighbours request from this node. Each is read if it is not in memory, and lent
+while it is sent.
 
-    asked ──in memory──────────────> lent ──sent──> over
-      └──> waits for the read ──┘
-      └──> refused: there is no room now, the read failed, or it took too long to begin
+    requested ──in memory──────────> lent ──sent──> over
+         └──> waits for the read ──┘
+         └──> refused: there is no room now, the read failed, or it took too long to begin
 
 Invariants:
-1. Every ask is answered exactly once: with a region, with the size of the decoded block, or with a
-   refusal. None waits longer than its patience without a read under way, none of a run of blocks
-   waits for its read to begin, and none waits for room:
-   that may come only after the trainers here have gone on, which may wait for those of the
-   neighbour, or from what this node waits for itself from that neighbour.
-2. What is lent is neither freed nor written until its sending has ended.
+1. Every request is answered exactly once: with a region, with the size of the decoded block, or
+   with a refusal. No request waits longer than its patience without a read in progress, no request
+   for a run of blocks waits for its read to begin, and no request waits for room. Room may come
+   only after this node's trainers have gone on; they may wait for the neighbour's trainers, or for
+   a block that this node has requested from that neighbour.
+2. A lent block is neither freed nor written until its sending has ended.
 3. For a block that no task of this node waits for, nothing is evicted that an open stream needs,
-   but what other neighbours have got before: the neighbour can as well read it itself.
+   except blocks already sent to other neighbours: the neighbour can read the block itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Name = tuple[int, int]
 
 
 class _Waiting(Struct, eq=False):
-    """The asks that wait for one block, each with the time it came."""
+    """The requests that wait for one block, each with its time of arrival."""
 
     dataset: DatasetBlocks
     index: int
@@ -53,7 +53,7 @@ class _Waiting(Struct, eq=False):
 
 
 class Asks:
-    """The asks of all neighbours. `do` emits an effect."""
+    """The requests of all neighbours. `do` emits an effect."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Asks:
         )
 
     def asked(self, ask: NeighbourAsked) -> None:
-        """A neighbour wants a part of a block."""
+        """Handle a neighbour's request for a part of a block."""
         dataset, index = ask.dataset, ask.block
         self._blocks.holdings.is_asked = True
         block = self._blocks.find(dataset, index)
@@ -100,14 +100,14 @@ class Asks:
             self._count += 1
 
     def sent(self, number: int) -> None:
-        """The region that was lent to this ask is no longer read."""
+        """Note that the region that was lent for this request is no longer read."""
         block = self._lent.pop(number)
         self._borrowed.give_back(block)
         if self._blocks.find(block.dataset, block.index) is block:
             self._blocks.holdings.sent(block)
 
     def load(self) -> None:
-        """Begin to read what is asked for, and refuse that for which there is no room."""
+        """Begin to read requested blocks, and refuse those for which there is no room."""
         while self._idle and self._blocks.fetches.may_begin():
             name, waiting = next(iter(self._idle.items()))
             del self._idle[name]
@@ -115,14 +115,16 @@ class Asks:
                 self._refuse(waiting)
 
     def refuse_unread(self, asked_before: float = math.inf) -> None:
-        """Refuse what is not being read."""
+        """Refuse requests for blocks that are not being read."""
         for waiting in [*self._idle.values()]:
             is_read = self._blocks.find(waiting.dataset, waiting.index) is not None
             if not is_read and waiting.asks[0][0] < asked_before:
                 self._refuse(waiting)
 
     def refuse_idle_of_runs(self) -> None:
-        """Refuse what is asked for in runs and is not being read: other blocks wait for it."""
+        """Refuse requests for runs whose blocks are not being read, since other blocks wait for
+        them.
+        """
         # Not all of them: thousands may be being read, and this is called for each event.
         for name in sorted(self._idle.keys() & self._of_runs):
             waiting = self._waiting[name]
@@ -139,7 +141,7 @@ class Asks:
                 self._forget(waiting)
 
     def block_changed(self, changed: BlockChange) -> None:
-        """Answer the asks that wait for this block."""
+        """Answer the requests that wait for this block."""
         waiting = self._waiting.get((changed.dataset.dataset_id, changed.index))
         if waiting is None:
             return
@@ -154,7 +156,7 @@ class Asks:
                 self._answer(ask, block)
 
     def forget_dataset(self, dataset: DatasetBlocks) -> None:
-        """The dataset has no readers left here: refuse its asks, and drop its blocks."""
+        """Refuse the requests for a dataset without readers here, and drop its blocks."""
         for waiting in [*self._waiting.values()]:
             if waiting.dataset is dataset:
                 self._refuse(waiting)
@@ -162,7 +164,7 @@ class Asks:
         self._blocks.forget_dataset(dataset)
 
     def look(self) -> None:
-        """Refuse what has waited too long for its read to begin."""
+        """Refuse requests that have waited too long for their read to begin."""
         self.refuse_unread(self._time.now - PATIENCE_S)
 
     def _refuse(self, waiting: _Waiting) -> None:

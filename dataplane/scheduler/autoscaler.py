@@ -30,8 +30,8 @@ _BESIDE = 1.25
 
 
 class Utilization(Struct, frozen=True):
-    """Since the last look: how many workers were busy on average, how much they made, and whether a
-    trainer waits.
+    """Measurements since the last tick: how many workers were busy on average, how much they made,
+    and whether a trainer waits.
     """
 
     busy: float
@@ -40,8 +40,8 @@ class Utilization(Struct, frozen=True):
 
 
 class Autoscaler(Struct, frozen=True):
-    """`count` workers, and what the last looks showed. While `trial` is not 0, a trial runs that
-    compares the rate of `count` workers with `rate_before`, the rate of the `former` number.
+    """The number of workers, `count`, and the results of the last ticks. While `trial` is not 0, a
+    trial compares the rate of `count` workers with `rate_before`, the rate of the `former` number.
     """
 
     least: int
@@ -58,7 +58,7 @@ class Autoscaler(Struct, frozen=True):
     pause_next: int = _PAUSE_LOOKS
 
     def after(self, look: Utilization) -> Autoscaler:
-        """The autoscaler after this look."""
+        """Return the autoscaler after this measurement."""
         is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
         seen = replace(
             self,

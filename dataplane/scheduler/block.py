@@ -1,4 +1,4 @@
-"""What the scheduler keeps of each block that is in memory, or on its way there."""
+"""The scheduler's record of each block that is in memory, or being loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataplane.scheduler.dataset import DatasetBlocks
 
 
 class BlockPhase(enum.Enum):
-    """How far a block has come."""
+    """The stages of a block."""
 
     FETCHING = "fetching"
     FETCHED = "fetched"
@@ -44,22 +44,24 @@ class CachedBlock(Struct, eq=False):
         return self.guest_of is not None
 
     def is_here_for(self, order: SampleOrder | None) -> bool:
-        """Whether it is kept for this order, or for that of a stream that is not open."""
+        """Whether the block is kept for this order, or for that of a stream that is not open."""
         return self.guest_of is None or any(one is order for one in self.guest_of)
 
     @property
     def touched(self) -> int:
-        """When it was needed last."""
+        """When the block was last needed."""
         return int(self.dataset.marks.touched[self.index])
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions of the arena that it occupies."""
+        """The regions of the arena that the block occupies."""
         return tuple(r for r in (self.raw, self.decoded, self.restart_indexes) if r is not None)
 
     @property
     def raw_bytes(self) -> Region | None:
-        """Its bytes as they were read, without the shard's preamble, while they are in memory."""
+        """The region of the bytes as they were read, without the shard's preamble, while they are
+        in memory.
+        """
         places = self.dataset.places
         if self.raw is None or places is None:
             return None
@@ -68,18 +70,18 @@ class CachedBlock(Struct, eq=False):
 
     @property
     def kept_bytes(self) -> int:
-        """What its rows take in the arena; 0 if they are gathered from a file."""
+        """The size of its rows in the arena; 0 if they are gathered from a file."""
         kept = self.decoded or self.raw
         return 0 if kept is None else kept.length
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a waiting task has rows of it."""
+        """Whether a waiting task needs rows of the block."""
         return bool(self.dataset.marks.wanted[self.index])
 
     @property
     def is_evictable(self) -> bool:
-        """Whether no task has it pinned and nothing is writing it."""
+        """Whether no task has the block pinned and nothing is writing it."""
         is_pinned = bool(self.dataset.marks.pins[self.index])
         return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
 
@@ -104,7 +106,7 @@ class BlockOutcome(enum.Enum):
 
 
 class BlockChange(Struct, frozen=True):
-    """One block that has changed."""
+    """A change of one block."""
 
     change: BlockOutcome
     dataset: DatasetBlocks

@@ -90,7 +90,9 @@ class BlockTable:
 
     @property
     def in_flight_count(self) -> int:
-        """Blocks that a fetch or a worker is writing; an event will report the end of each."""
+        """The number of blocks that a fetch or a worker is writing; an event will report the end of
+        each.
+        """
         return self._fetching + self._decoding
 
     def pin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
@@ -113,11 +115,11 @@ class BlockTable:
         return self._by_key[key]
 
     def find(self, dataset: DatasetBlocks, index: int) -> CachedBlock | None:
-        """A block, if it is in memory or being loaded."""
+        """Return a block, if it is in memory or being loaded."""
         return self._blocks.get((dataset.dataset_id, index))
 
     def new_key(self) -> int:
-        """A key for an excerpt, which workers know as they know blocks."""
+        """Return a key for an excerpt, which workers treat like a block."""
         return next(self._keys)
 
     def take_changes(self) -> list[BlockChange]:
@@ -131,10 +133,10 @@ class BlockTable:
         self._changes.append(BlockChange(change, block.dataset, block.index, error))
 
     def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool, away: int = 0) -> bool:
-        """Start loading the block: False if there is no room for it now.
+        """Start loading the block; return False if there is no room for it now.
 
         `greedy`: a task waits for it, so every block that is not pinned may be evicted. Otherwise
-        it is for a task that is so many positions `away`.
+        the task that needs it is `away` positions from now.
         """
         self.forgotten.discard(dataset.dataset_id)
         self.room.is_full = False
@@ -154,13 +156,15 @@ class BlockTable:
         return True
 
     def read(self, dataset: DatasetBlocks, index: int) -> bool:
-        """Start reading a block for a neighbour, and go no further: False if there is no room."""
+        """Start reading a block for a neighbour, without decoding it; return False if there is no
+        room.
+        """
         if self.is_short or (dataset.dataset_id, index) in self._blocks:
             return not self.is_short
         return self._fetch(self._new(dataset, index), ReadMode(is_lent=True))
 
     def free_lent(self, block: CachedBlock) -> None:
-        """No part of it is being sent any more."""
+        """Free a block of which no part is being sent any more."""
         if (region := self._lent_raw.pop(block.key, None)) is not None:
             self._allocator.free(region.offset)
 
@@ -191,8 +195,8 @@ class BlockTable:
             self.evict(block)
 
     def inherit(self, event: BlocksInherited) -> None:
-        """Blocks of a dataset are those of another one from now on, under new keys: workers know
-        the former ones as blocks of the former dataset.
+        """Turn the blocks of one dataset into those of another, under new keys: workers know the
+        old keys as blocks of the former dataset.
         """
         heir, former = event.heir, event.former
         self.forgotten.discard(heir.dataset_id)
@@ -213,8 +217,8 @@ class BlockTable:
             self._become_ready(own)
 
     def _drop_forgotten(self, block: CachedBlock) -> bool:
-        """Drop a block that finished loading if its dataset was forgotten; whether it was. One that
-        is being sent is dropped later.
+        """Drop a block that finished loading if its dataset was forgotten, and return whether it
+        was. A block that is being sent is dropped later.
         """
         if block.dataset.dataset_id in self.forgotten and not block.lent:
             self.evict(block)
@@ -230,7 +234,7 @@ class BlockTable:
         return True
 
     def _read_following(self, first: CachedBlock, away: int) -> None:
-        """Read the blocks behind it in the same request."""
+        """Read the blocks that follow in the shard in the same request."""
         dataset = first.dataset
         if dataset.places is None or self.is_short or self.holdings.is_tight:
             return
@@ -268,7 +272,7 @@ class BlockTable:
         return True
 
     def fetched(self, event: BlockFetched) -> None:
-        """A fetch has ended."""
+        """Handle the end of a fetch."""
         block = self._by_key[event.key]
         into = block.raw or block.decoded
         assert into is not None
@@ -293,7 +297,7 @@ class BlockTable:
             self._go_on(block)
 
     def _go_on(self, block: CachedBlock) -> None:
-        """It was read."""
+        """Continue with a block that was read."""
         if block.raw is None or not block.dataset.needs_decode(block.index):
             self._become_ready(block)
         else:
@@ -314,7 +318,7 @@ class BlockTable:
         return True
 
     def decoded(self, event: BlockDecoded) -> None:
-        """A worker has decoded a block, or could not."""
+        """Handle the end of a block's decoding, or its failure."""
         block, result = self._by_key[event.key], event.result
         self._decoding -= 1
         account = block.dataset.account
@@ -339,7 +343,7 @@ class BlockTable:
         self._become_ready(block)
 
     def _grown(self, block: CachedBlock, decoded_bytes: int) -> None:
-        """The block is larger than was expected. Remember its true size."""
+        """Handle a block that is larger than predicted: remember its true size."""
         assert block.decoded is not None
         block.dataset.was_decoded(block.index, decoded_bytes)
         if decoded_bytes > self.arena_bytes:
@@ -358,7 +362,9 @@ class BlockTable:
             self._wait_for_room(block)
 
     def _wait_for_room(self, block: CachedBlock) -> None:
-        """It was read. It is decoded at once if it has room for that: it takes least when it is."""
+        """Decode a block at once if there is room, since it takes least memory once it is decoded;
+        else let it wait.
+        """
         block.phase = BlockPhase.FETCHED
         if block.decoded is not None:
             self._decode(block, greedy=False, away=0)
@@ -379,8 +385,8 @@ class BlockTable:
         self._changed(BlockOutcome.READY, block)
 
     def _give_restart_indexes(self, block: CachedBlock) -> None:
-        """If all blocks stay in memory, the images of this block will be cropped again, so restart
-        indexes pay off.
+        """Reserve restart indexes if all blocks stay in memory, since the block's images will then
+        be cropped again.
         """
         dataset = block.dataset
         is_of_use = dataset.keeps_restart_indexes and self._shared.streams.crops(dataset)
@@ -399,7 +405,9 @@ class BlockTable:
     # -- memory ----------------------------------------------------------------------------------
 
     def give_way(self, block: CachedBlock) -> None:
-        """Evict a block because others need its room. If its window is open, it is read again."""
+        """Evict a block because others need its room. If its window is open, it will be
+        read again.
+        """
         if not self._orders.uses.use_of(block.dataset, block.index):
             self._again.note(block, self._time.now)
         self.evict(block)
@@ -419,7 +427,7 @@ class BlockTable:
         self._drop(block)
 
     def _drop_raw(self, block: CachedBlock) -> None:
-        """Its bytes as they were read are no longer needed here."""
+        """Free a block's bytes as they were read, since they are no longer needed here."""
         raw, block.raw = block.raw, None
         if raw is not None and block.lent:
             self._lent_raw[block.key] = raw

@@ -1,7 +1,7 @@
 """Blocks whose bytes are read by others than workers: sent to a neighbour, or written to the disk.
 
 Invariants:
-1. What is borrowed is neither freed nor written until it was given back as often.
+1. A borrowed block is neither freed nor written until every borrower has given it back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataplane.scheduler.blocks import BlockTable
 
 
 class Borrowed:
-    """Those of one node."""
+    """The borrowed blocks of one node."""
 
     def __init__(self, blocks: BlockTable) -> None:
         self._blocks = blocks
@@ -21,17 +21,17 @@ class Borrowed:
 
     @property
     def count(self) -> int:
-        """How many blocks are borrowed; events will report that they are given back."""
+        """The number of borrowed blocks; events will report the end of each loan."""
         return len(self._borrowed)
 
     def borrow(self, block: CachedBlock) -> None:
-        """Keep its bytes where they are."""
+        """Keep a block's bytes in place."""
         self._borrowed[block.key] = block
         block.lent += 1
         self._blocks.pin(block.dataset, np.array([block.index]))
 
     def give_back(self, block: CachedBlock) -> None:
-        """They are no longer read."""
+        """End one loan of a block."""
         block.lent -= 1
         if not block.lent:
             del self._borrowed[block.key]

@@ -1,4 +1,6 @@
-"""Errors for budgets of the node that are too small: what needs how much, and how to raise it."""
+"""Errors for budgets of the node that are too small: which part needs how much, and how to raise
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Datasets as the scheduler knows them: what each block costs, how far each has come, and which
-blocks an order means by its numbers.
+"""Datasets in the scheduler: the cost and progress of each block, and the blocks behind an order's
+numbers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NONE = np.empty(0, np.int64)
 
 
 class Marks(Struct, frozen=True, eq=False):
-    """What is known of each block, as arrays, since every slab needs hundreds of them.
+    """The state of all blocks, as arrays, since every slab needs hundreds of them.
 
     Shapes:  all: int64[blocks], but fetched, used: float64[blocks], is_remote, is_exact:
     bool[blocks].
     keys: the key of the block while rows can be gathered from it, or 0.   pins: number of pins.
     touched: when it was last needed.   raw: bytes as fetched, 0 for a block of a local file.
     decoded: bytes once decoded, 0 for a block that needs no decoding.   is_exact: whether it was
-    decoded before; until then, `decoded` is what the index expects.
+    decoded before; until then, `decoded` is the index's estimate.
     fetched: when it was last read from storage.   used: when a stream last needed it for the first
     time, -1 if none has.   is_remote: it must be fetched into the arena.
-    wanted: number of waiting tasks that have rows of it.   held: bytes of the arena that it takes.
+    wanted: number of waiting tasks that need its rows.   held: bytes of the arena that it takes.
     """
 
     keys: Ints
@@ -61,8 +61,9 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
 
     `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,
     since all blocks and their restart indexes fit into the block arena together. `stream_bytes` is
-    what a decoded block takes besides its rows. `places`: where blocks lie; None if each is to be
-    read by itself. `digest` names it on disk, in any run; none is kept there without.
+    the size of a decoded block apart from its rows. `places`: where blocks lie; None if each must
+    be read by itself. `digest` identifies the dataset on disk in every run; without it, no block is
+    kept there.
 
     Shapes:  stored: int64[blocks], bytes of each block in its shard.   rows: int64[blocks].
     """
@@ -81,47 +82,47 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
     decoded_parts: DecodedParts = field(default_factory=DecodedParts)
 
     def cost(self, blocks: Ints) -> Ints:
-        """What each of these blocks takes of the arena while it is decoded, as far as is known."""
+        """Return the arena bytes that each block takes while it is decoded, as far as known."""
         return self.marks.raw[blocks] + self.decoded(blocks)
 
     def decoded(self, blocks: Ints) -> Ints:
-        """The bytes of each of these blocks once decoded, as far as is known; 0 if it needs no
-        decoding.
-        """
+        """Return the decoded bytes of each block, as far as known; 0 if it needs no decoding."""
         known = self.marks.decoded[blocks]
         return np.where(self.marks.is_exact[blocks], known, self.decoded_parts.all_expected(known))
 
     def kept(self, blocks: Ints) -> Ints:
-        """What each of these blocks takes of the arena once rows can be gathered from it."""
+        """Return the arena bytes that each block takes once rows can be gathered from it."""
         decoded = self.decoded(blocks)
         return np.where(decoded > 0, decoded, self.marks.raw[blocks])
 
     def decoded_bytes(self, block: int) -> int:
-        """As `decoded`, of one block."""
+        """Return the decoded bytes of one block; see `decoded`."""
         known = self.marks.decoded.item(block)
         return known if self.marks.is_exact.item(block) else self.decoded_parts.expected(known)
 
     def was_decoded(self, block: int, decoded_bytes: int) -> None:
-        """A block turned out to be so large."""
+        """Note the true size of a decoded block."""
         if not self.marks.is_exact.item(block):
             self.decoded_parts.seen(self.marks.decoded.item(block), decoded_bytes)
             self.marks.is_exact[block] = True
         self.marks.decoded[block] = max(decoded_bytes, 1)
 
     def read_bytes(self, block: int) -> int:
-        """What a fetch of the block reads: its region also has room for the shard's preamble."""
+        """Return the bytes that a fetch of the block reads. Its region also has room for the
+        shard's preamble.
+        """
         if self.places is None:
             return self.marks.raw.item(block)
         return self.places.read_bytes(block)
 
     def all_read_bytes(self, blocks: Ints) -> Ints:
-        """As `read_bytes`, of each of these blocks."""
+        """Return `read_bytes` of each of these blocks."""
         if self.places is None:
             return self.marks.raw[blocks]
         return self.places.all_read_bytes(blocks)
 
     def read_count(self, block: int) -> int:
-        """How many reads a fetch of the block is, if it is not longer than one range each."""
+        """Return how many reads a fetch of the block takes if no range is too long for one."""
         return 1 if self.places is None else self.places.read_count(block)
 
     def needs_fetch(self, block: int) -> bool:
@@ -170,12 +171,12 @@ class DatasetLookup:
         return dataset.dataset_id in self._start_of
 
     def number(self, dataset: DatasetBlocks, block: int) -> int:
-        """The order's number of a block of one of these datasets."""
+        """Return the order's number of a block of one of these datasets."""
         start: int = self._start_of[dataset.dataset_id]
         return start + block
 
     def find(self, number: int) -> tuple[DatasetBlocks, int]:
-        """The dataset of a block of the order, and its number there."""
+        """Return the dataset of a block of the order, and its number there."""
         if len(self.datasets) == 1:
             return self.datasets[0], number
         at = int(self.starts.searchsorted(np.int64(number), side="right")) - 1

@@ -1,4 +1,4 @@
-"""The delivery arenas of a node, and the slabs of them that trainers hold."""
+"""The delivery arenas of a node, and the slabs in them that trainers hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Deliveries:
         return self.by_id[delivery_id]
 
     def opened(self, event: DeliveryOpened) -> None:
-        """A delivery was opened; it may be the first of its group."""
+        """Add a delivery, perhaps the first of its group."""
         group = None
         if event.group is not None:
             group = self.groups.get(event.group)
@@ -35,7 +35,7 @@ class Deliveries:
         )
 
     def closed(self, event: DeliveryClosed) -> None:
-        """A delivery was closed; closing it again changes nothing."""
+        """Close a delivery; closing it again changes nothing."""
         delivery = self.by_id.pop(event.delivery_id, None)
         if delivery is None:
             return
@@ -44,13 +44,13 @@ class Deliveries:
             self.groups.pop(delivery.group.name, None)
 
     def released(self, event: Released) -> None:
-        """Its holder has released these slabs."""
+        """Free these slabs, which their holder has released."""
         delivery = self.by_id.get(event.delivery_id)
         if delivery is not None:
             self._take_back(delivery, event.slab_ids)
 
     def holder_gone(self, event: HolderGone) -> None:
-        """A holder has released all of its slabs."""
+        """Free all slabs of a holder that is gone."""
         delivery = self.by_id.get(event.delivery_id)
         if delivery is not None:
             lent = delivery.lent.items()

@@ -51,12 +51,12 @@ class Change(Struct, frozen=True):
 
     @property
     def held_bytes(self) -> int:
-        """What they take at most while this is under way."""
+        """The most bytes that the files take while this change is in progress."""
         return max(self.size, sum(size for _, size in self.going))
 
 
 class _Shelf(Struct, eq=False):
-    """The blocks of one dataset that are on disk, in any order, and who reads it."""
+    """The blocks of one dataset that are on disk, in any order, and its readers."""
 
     digest: bytes
     datasets: dict[int, DatasetBlocks] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class _Shelf(Struct, eq=False):
         self.sizes.append(size)
 
     def remove(self, block: int) -> int:
-        """Returns its size."""
+        """Remove a block and return its size."""
         at, last, size = self.places.pop(block), self.blocks.pop(), self.sizes.pop()
         if last == block:
             return size
@@ -83,7 +83,7 @@ class _Shelf(Struct, eq=False):
         return removed
 
     def some(self, count: int) -> Ints:
-        """All blocks, or so many others each time."""
+        """Return all blocks, or `count` different ones at each call."""
         have = len(self.blocks)
         if have <= count:
             return np.array(self.blocks, np.int64)
@@ -94,8 +94,8 @@ class _Shelf(Struct, eq=False):
 
 
 class DiskTier:
-    """The disk of one node with so much memory for blocks. `readings` tells where the readers of a
-    dataset are.
+    """The disk of one node. `readings` returns where the readers of a dataset are; the node's
+    memory for blocks is given, too.
     """
 
     def __init__(self, limit_bytes: int, memory_bytes: int, readings: Readings) -> None:
@@ -126,14 +126,14 @@ class DiskTier:
         return block in self._shelf(dataset).places
 
     def found(self, name: DiskName, file_bytes: int) -> None:
-        """A block is there from an earlier run."""
+        """Note a block of an earlier run."""
         shelf = self._of_digest(name.digest)
         if name.block not in shelf.places and name not in self._changes:
             shelf.add(name.block, rounded(file_bytes))
             self.used_bytes += rounded(file_bytes)
 
     def lost(self, dataset: DatasetBlocks, block: int) -> bool:
-        """It is not there. Whether it was taken to be there."""
+        """Note that a block is not on disk; return whether it was believed to be."""
         shelf = self._of_digest(dataset.digest)
         is_lost = block in shelf.places
         if is_lost:
@@ -141,7 +141,9 @@ class DiskTier:
         return is_lost
 
     def forget_dataset(self, dataset: DatasetBlocks) -> None:
-        """It has no readers left; its blocks stay until there is a better use of the room."""
+        """Note that a dataset has no readers left. Its blocks stay until there is a better use of
+        the room.
+        """
         shelf = self._read.get(dataset.digest)
         if shelf is not None:
             shelf.datasets.pop(dataset.dataset_id, None)
@@ -149,8 +151,8 @@ class DiskTier:
                 self._unread[dataset.digest] = self._read.pop(dataset.digest)
 
     def choose(self, dataset: DatasetBlocks, block: int) -> Change | None:
-        """A block was read into memory from elsewhere. How to keep it; None if that is not worth
-        the room it takes. The answer counts as under way until `ended`.
+        """Decide how to keep a block that was read into memory from elsewhere; None if it is not
+        worth its room. The change counts as in progress until `ended`.
         """
         name = DiskName(dataset.digest, block)
         if not (self.is_known and self.limit_bytes and name.digest) or name in self._changes:
@@ -163,7 +165,7 @@ class DiskTier:
         return None if going is None else self._begin(Change(name, size, going))
 
     def reduce(self) -> Change | None:
-        """What is to be removed, since there is more than is allowed."""
+        """Return the removal that is needed because the disk holds more than is allowed, if any."""
         going: list[tuple[DiskName, int]] = []
         beyond = self.used_bytes - self.limit_bytes
         while beyond > 0 and len(going) < _GOING_MAX:
@@ -175,7 +177,7 @@ class DiskTier:
         return self._begin(Change(going[0][0], 0, going)) if going else None
 
     def ended(self, name: DiskName, *, is_done: bool) -> None:
-        """A change is over. If it is not done, what was to go may still be there."""
+        """Note the end of a change. If it failed, the blocks to remove may still be there."""
         change = self._changes.pop(name)
         self.used_bytes -= change.held_bytes
         for one, size in () if is_done else change.going:
@@ -221,8 +223,8 @@ class DiskTier:
     # -- what goes -------------------------------------------------------------------------------
 
     def _make_way(self, need: int, shelf: _Shelf, block: int) -> list[tuple[DiskName, int]] | None:
-        """What goes to free so many bytes for this block, which is no longer counted among those
-        that are there; None if too much of it is needed sooner.
+        """Choose the blocks to remove so that this block gets `need` bytes, and stop counting them;
+        None if too many of them are needed sooner than it.
         """
         going: list[tuple[DiskName, int]] = []
         if need <= 0:
@@ -255,7 +257,7 @@ class DiskTier:
         return None if name is None else (name, self._read[name.digest].remove(name.block))
 
     def _remembered(self, use: int) -> DiskName | None:
-        """The last of those that were found late, if it is needed later than so far away."""
+        """Return the last of the candidates found earlier, if its next use is later than `use`."""
         while self._farthest and self._farthest[-1][0] > use:
             _, name = self._farthest.pop()
             shelf = self._read.get(name.digest)
@@ -266,7 +268,7 @@ class DiskTier:
         return None
 
     def _look(self) -> None:
-        """Look for blocks that are needed late."""
+        """Search for blocks that are needed late."""
         found = self._farthest
         shelves = [shelf for shelf in self._read.values() if shelf.blocks]
         for shelf in shelves:
@@ -282,8 +284,8 @@ class DiskTier:
     def _uses(
         self, shelf: _Shelf, blocks: Ints, in_memory: npt.NDArray[np.bool_] | None = None
     ) -> Ints:
-        """How far away the next use of each block from the disk is. Nobody uses a block that the
-        dataset does not have: a file of that name was not written here.
+        """Return how far away the next use of each block from the disk is. A block that the dataset
+        does not have is never used: a file of that name was not written here.
         """
         counts = [len(dataset.stored) for dataset in shelf.datasets.values()]
         has = blocks < min(counts, default=0)
@@ -300,8 +302,8 @@ class DiskTier:
         return next_uses(readings, blocks, in_memory, self._held_for(readings))
 
     def _held_for(self, readings: Sequence[WalkPosition]) -> int:
-        """Memory keeps blocks that are needed within the first so many positions of an epoch, if no
-        windows were open. 0 if the disk can hold everything, memory or not.
+        """Return for how many of an epoch's first positions memory keeps the blocks, if no windows
+        were open. 0 if the disk can hold everything, memory or not.
         """
         shelves, share = self._read.values(), self.own_share
         if share * sum(shelf.raw_bytes for shelf in shelves) <= self.limit_bytes or not readings:
@@ -317,9 +319,9 @@ def next_uses(
     in_memory: npt.NDArray[np.bool_],
     held_for: int = 0,
 ) -> Ints:
-    """How many positions away the next use of each block from the disk is; of those in memory, the
-    next one after that of the epoch that is being read, unless it is among the first `held_for`
-    positions of its epoch, less those of two windows. NEVER if there is none, or none is known.
+    """Return how many positions away the next use of each block from the disk is. For blocks in
+    memory, this is the next use after the present epoch, unless it is among the first `held_for`
+    positions of its epoch, less those of two windows. NEVER if there is no known use.
 
     Shapes:  blocks, result: int64[n].   in_memory: bool[n].
     """

@@ -23,8 +23,8 @@ class DiskName(NamedTuple):
 
 
 class DiskFound(Struct, frozen=True):
-    """These blocks are on disk since an earlier run, and take so many bytes each. Datasets that
-    were written last come last.
+    """Report blocks on disk from an earlier run, with their sizes. Datasets that were written last
+    come last.
     """
 
     digest: bytes
@@ -33,14 +33,16 @@ class DiskFound(Struct, frozen=True):
 
 
 class DiskScanned(Struct, frozen=True):
-    """All blocks on disk were reported; or `trouble` is why they cannot be."""
+    """Report the end of a scan: all blocks on disk were reported, or `trouble` says why they cannot
+    be.
+    """
 
     trouble: str = ""
 
 
 class DiskMissed(Struct, frozen=True):
-    """A Fetch did not get a block from the disk, and goes on elsewhere: the file is not there, or
-    `trouble` is why the disk cannot be read.
+    """Report that a Fetch did not get a block from the disk, and continues elsewhere: the file is
+    missing, or `trouble` says why the disk cannot be read.
     """
 
     dataset: DatasetBlocks
@@ -49,8 +51,8 @@ class DiskMissed(Struct, frozen=True):
 
 
 class KeepingEnded(Struct, frozen=True):
-    """The end of a KeepBlock: what it names is done, or `trouble` is why not. Its memory is no
-    longer read.
+    """Report the end of a KeepBlock: it is done, or `trouble` says why not. Its memory is no longer
+    read.
     """
 
     number: int
@@ -72,4 +74,4 @@ class KeepBlock(Struct, frozen=True):
 
 
 class ScanDisk(Struct, frozen=True):
-    """Report the blocks on disk again: this could not be done before."""
+    """Report the blocks on disk again, since the last scan failed."""

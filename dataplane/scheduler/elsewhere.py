@@ -1,16 +1,16 @@
-"""Slabs that other nodes make: which maker makes which slab task. Pure.
+"""Choose which maker makes which slab task. Pure.
 
-Own workers are one maker among others, if there are any. A task goes to the maker that will finish
-it first, by what each has finished so far and what it still has to make.
+The node's own workers count as one maker, if there are any. A task goes to the maker that should
+finish it first, judged by the speed of each so far and by its remaining work.
 
 Invariants:
 1. A task has one maker at a time. If that is another node, the task needs no block.
-2. A maker that fails is left alone, longer each time, and then asked for one slab, until it sends
-   one. The tasks that it was to make go to others: no task is lost with its maker.
-3. A node without workers has every slab made elsewhere; any other only while it is short of them,
-   and only slabs that are not shared with other consumers.
-4. However many makers there are, few are considered for one dp_rank, others for each of them.
-5. A maker that is silent for long is given up if others can make the task, and only then.
+2. A maker that fails is left alone, longer each time; then it gets one slab to make, until it sends
+   one. Its tasks go to other makers, so no task is lost.
+3. A node without workers has every slab made elsewhere. Other nodes do this only while they are
+   short of workers, and only for slabs that are not shared with other consumers.
+4. However many makers there are, few are considered for one dp_rank, and different ones for each.
+5. A maker that stays silent for long is given up only if others can make the task.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _AT_WORK = 0.9
 
 
 class _Makers(Struct):
-    """The makers of one delivery by name: those that failed last come last."""
+    """The makers of one delivery by name; those that failed last come last."""
 
     by_name: dict[str, KnownMaker]
     is_sorted: bool = False
 
     def sort(self, dp_rank: int) -> None:
-        """Others come first for other ranks, so that not all nodes ask the same ones."""
+        """Sort the makers differently for each rank, so that not all nodes use the same ones."""
 
         def rank(one: KnownMaker) -> tuple[bool, int]:
             return one.failures > 0, zlib.crc32(f"{dp_rank} {one.name}".encode())
@@ -77,7 +77,7 @@ class Elsewhere:
         """Whether slabs should come from elsewhere."""
 
     def known(self, event: MakersKnown) -> None:
-        """Which nodes make slabs of a delivery."""
+        """Note the nodes that make slabs of a delivery."""
         self._of_delivery.pop(event.delivery_id, None)
         found = {name: self._makers.get(name) or KnownMaker(name) for name in event.makers}
         if found:
@@ -92,7 +92,7 @@ class Elsewhere:
         }
 
     def look(self, look: Utilization, workers: Autoscaler) -> None:
-        """Find out whether the node is short of workers; called with each tick."""
+        """Determine whether the node is short of workers; called with each tick."""
         here, elsewhere = self._made_here, self._made_elsewhere
         self._made_here = self._made_elsewhere = 0
         if not self.has_workers:
@@ -126,7 +126,7 @@ class Elsewhere:
             task.stamps.wanted = task.stamps.wanted or now
 
     def leave(self, task: SlabTask) -> None:
-        """The task has no maker any more."""
+        """Remove the task from its maker."""
         maker, count = task.maker, len(task.plan.batches)
         if maker is not None:
             maker.batches -= count
@@ -134,20 +134,20 @@ class Elsewhere:
         task.maker, task.is_told = None, False
 
     def cut(self, task: SlabTask, after: SlabTask) -> None:
-        """The rest of a task became a task of its own, for the same maker."""
+        """Assign the rest of a task, which became a task of its own, to the same maker."""
         after.maker, after.is_told = task.maker, task.is_told
 
     def is_elsewhere(self, task: SlabTask) -> bool:
-        """Whether another node makes it."""
+        """Whether another node makes the task."""
         return task.maker is not None and task.maker is not self._own
 
     def may_begin(self, task: SlabTask) -> bool:
-        """Whether its maker can be asked now; chooses another if it cannot."""
+        """Whether the task's maker can get a request now; chooses another if it cannot."""
         self.choose(task)
         return task.maker is not self._nobody
 
     def order(self, task: SlabTask, slab: Region) -> MakeElsewhere:
-        """What the maker is asked for, from now on."""
+        """Return the request to the maker, which counts from now on."""
         maker = task.maker
         assert maker is not None
         assert maker.name
@@ -173,8 +173,8 @@ class Elsewhere:
         )
 
     def ended(self, task: SlabTask, event: SlabAssembled) -> bool:
-        """A maker has answered, or has failed. Whether the slab has to be made again. The rest of a
-        slab that was cut, or is too large for a slot, stays with the maker that was asked.
+        """Handle a maker's answer or failure; return whether the slab must be made again. The rest
+        of a slab that was cut, or is too large for a slot, stays with its maker.
         """
         maker, count = task.maker, len(task.plan.batches)
         self._asked.pop(task.number, None)
@@ -198,7 +198,7 @@ class Elsewhere:
         return isinstance(result, NeighbourGone)
 
     def given_up(self) -> Iterator[GiveUpSlab]:
-        """The tasks whose makers are silent, and which others can make."""
+        """Yield the tasks whose makers are silent, and which others can make."""
         for task in self._asked.values():
             assert task.maker is not None
             known = (self._own, *itertools.islice(self._of(task).values(), _LOOKED_AT_MAX))
@@ -212,7 +212,7 @@ class Elsewhere:
         return has_own or any(one is not task.maker for one in self._usable(task))
 
     def why_none(self, task: SlabTask) -> str:
-        """What a task waits for other nodes for, for people; "" if it does not."""
+        """Explain to people why a task waits for other nodes; "" if it does not."""
         if task.phase is SlabPhase.ASSEMBLING and self.is_elsewhere(task):
             assert task.maker is not None
             return f"being made by node {task.maker.name}"
@@ -256,7 +256,9 @@ class Elsewhere:
         return is_known and maker.may_be_asked(self._time.now)
 
     def _soonest(self, makers: Sequence[KnownMaker], task: SlabTask) -> KnownMaker:
-        """The one of them that should have made the task first. A new one is as fast as any."""
+        """Return the maker that should make the task first. A new maker counts as being as fast as
+        any.
+        """
         count, now = len(task.plan.batches), self._time.now
         usual_s = min((one.seconds for one in makers if one.seconds), default=1.0)
         return min(
@@ -267,7 +269,7 @@ class Elsewhere:
 
 
 def _coming(task: SlabTask) -> list[SlabTask]:
-    """What its maker will be asked for next of this stream."""
+    """Return the steps that the maker will be asked for next in this stream."""
     later = itertools.dropwhile(lambda one: one is not task, task.stream.tasks)
     same = (
         one

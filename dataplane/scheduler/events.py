@@ -1,8 +1,8 @@
 """The scheduler's events (inputs) and effects (outputs): its whole interface.
 
-The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
-Of each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows, CopyKept, LendBlock
-and KeepBlock it reports the end exactly once, as the event Planned, BlockFetched, BlockDecoded,
+The caller passes each event to `Scheduler.decide` and carries out the returned effects in order. It
+reports the end of each PlanSteps, Fetch, DecodeBlock, AssembleSlab, MakeElsewhere, ExtractRows,
+CopyKept, LendBlock and KeepBlock exactly once, as the event Planned, BlockFetched, BlockDecoded,
 SlabAssembled, RowsExtracted, SendingEnded or KeepingEnded. Times are monotonic.
 """
 
@@ -56,8 +56,8 @@ class DatasetForgotten(Struct, frozen=True):
 
 
 class BlocksInherited(Struct, frozen=True):
-    """A dataset has blocks that are equal to those of a `former` one, which nobody reads any more:
-    what is known of these, and what is in memory of them, is the heir's from now on.
+    """A dataset takes over equal blocks of a `former` one, which nobody reads any more: both the
+    facts about them and the copies in memory.
 
     Shapes:  blocks, formers: int64[n], their numbers in both.
     """
@@ -70,7 +70,7 @@ class BlocksInherited(Struct, frozen=True):
 
 class StreamStarted(Struct, frozen=True):
     """A consumer's stream starts; `holder` will hold its slabs. Until the stream `after` is closed,
-    this one has the lowest priority: it gets only resources that the other leaves.
+    this one has the lowest priority: it gets only resources that the other leaves unused.
     """
 
     stream_id: int
@@ -137,8 +137,9 @@ class Planned(Struct, frozen=True):
 
 class BlockFetched(Struct, frozen=True):
     """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later.
-    `decoded_bytes`: nothing was read, since the neighbour has the block only decoded, and so long.
-    `is_guest`: a neighbour owns it, and gave `neighbour_bytes`. `is_from_disk`: its disk had it.
+    `decoded_bytes`: nothing was read, since the neighbour has the block only decoded, in this size.
+    `is_guest`: a neighbour owns it, and sent `neighbour_bytes`. `is_from_disk`: the node's disk had
+    it.
     """
 
     key: int
@@ -160,9 +161,9 @@ class BlockDecoded(Struct, frozen=True):
 
 class SlabAssembled(Struct, frozen=True):
     """The end of an AssembleSlab, a CopyKept or a MakeElsewhere. `is_kept`: the copy in `keep`, if
-    one was requested, was written too. `made_by` is the maker whose slab it is. NeighbourGone: no
-    maker has sent it, and it is to be made again. `worker_s` is the time that the own workers took
-    to assemble it, all together.
+    one was requested, was written too. `made_by` is the maker that made the slab. NeighbourGone: no
+    maker has sent the slab, so it must be made again. `worker_s` is the total time of the node's
+    own workers.
     """
 
     number: int
@@ -174,7 +175,7 @@ class SlabAssembled(Struct, frozen=True):
 
 
 class MakersKnown(Struct, frozen=True):
-    """The nodes that make slabs of this delivery, if asked, by name."""
+    """The nodes that can make slabs of this delivery, by name."""
 
     delivery_id: int
     makers: tuple[str, ...]
@@ -190,7 +191,8 @@ class RowsExtracted(Struct, frozen=True):
 
 class NeighbourAsked(Struct, frozen=True):
     """Another node wants part of a block: of its bytes as read without the preamble, or decoded.
-    `is_of_run`: of several with one answer; refused unless it is here or its read begins at once.
+    `is_of_run`: the request is one of several with a joint answer; it is refused unless the block
+    is here or its read begins at once.
     """
 
     number: int
@@ -208,8 +210,8 @@ class SendingEnded(Struct, frozen=True):
 
 
 class Ticked(Struct, frozen=True):
-    """Time has passed. Gives the average number of busy workers, and the bytes of slabs made per
-    second, since the last tick; and the numbers of datasets that have tasks `at_work`: with a
+    """Time has passed. Has the average number of busy workers and the bytes of slabs made per
+    second, both since the last tick; and the numbers of datasets that have tasks `at_work`: with a
     worker, or waiting for one that is busy.
     """
 
@@ -242,9 +244,9 @@ class PlanSteps(Struct, frozen=True):
 
 class Fetch(Struct, frozen=True):
     """Read a block into this part of the block arena. `is_joined`: in one request with the block of
-    the Fetch before this one, behind which it lies in the shard. `is_decoded`: get the decoded
-    block, from the neighbour that has it. `is_lent`: a neighbour waits for it, and none is asked.
-    `is_on_disk`: it is read from the node's disk first.
+    the Fetch before this one, which precedes it in the shard. `is_decoded`: get the decoded block,
+    from the neighbour that has it. `is_lent`: a neighbour waits for the block, so do not request it
+    from neighbours. `is_on_disk`: try the node's disk first.
     """
 
     key: int
@@ -275,7 +277,7 @@ class ClearRestartIndexes(Struct, frozen=True):
 
 
 class AssembleSlab(Struct, frozen=True):
-    """Have workers gather the rows of a plan into a slab, in so many `pieces` side by side, and
+    """Have workers gather the rows of a plan into a slab, in this many `pieces` in parallel, and
     copy the slab to `keep`, a part of the block arena. Before that, write the row index to its
     place in the delivery arena. `first` is the first of the slab's blocks, None for a batch without
     rows.
@@ -297,8 +299,8 @@ class AssembleSlab(Struct, frozen=True):
 
 
 class MakeElsewhere(Struct, frozen=True):
-    """Have a maker make the slab of these steps, and read it into this part of the delivery arena;
-    if it is late, have `hedge` make it too, unless that is empty. The maker will be asked for those
+    """Have a maker make the slab of these steps, and read it into this part of the delivery arena.
+    If it is late, have `hedge`, unless empty, make it too. The maker will be asked for the steps
     `coming` next.
     """
 
@@ -314,7 +316,7 @@ class MakeElsewhere(Struct, frozen=True):
 
 
 class ExcerptRows(Struct, frozen=True):
-    """Rows of a block, rising, where their excerpt goes, and what packs they are."""
+    """Rows of a block in rising order, the place of their excerpt, and the packs that they are."""
 
     into: Region
     rows: npt.NDArray[np.int32]
@@ -347,14 +349,14 @@ class LendBlock(Struct, frozen=True):
 
 
 class OnlyDecoded(Struct, frozen=True):
-    """Tell the neighbour that asked that the block is here only decoded, in so many bytes."""
+    """Tell the neighbour that the block is here only decoded, in this size."""
 
     number: int
     length: int
 
 
 class RefuseAsk(Struct, frozen=True):
-    """Tell the neighbour that asked to read the block itself."""
+    """Tell the neighbour to read the block itself."""
 
     number: int
 
@@ -368,8 +370,8 @@ class Send(Struct, frozen=True):
 
 
 class SlabProgress(Struct, frozen=True):
-    """How far a slab is: its stage, for people, and how many of its blocks are ready. If it waits
-    for blocks, `phase` is that of some of them; None if they wait for memory.
+    """The progress of a slab: its stage, for people, and how many of its blocks are ready. If it
+    waits for blocks, `phase` is that of some of them; None if they wait for memory.
     """
 
     stage: str
@@ -379,7 +381,9 @@ class SlabProgress(Struct, frozen=True):
 
 
 class Advanced(Struct, frozen=True):
-    """Tell the consumer how far the slab is that this request waits for; the answer comes later."""
+    """Tell the consumer the progress of the slab that this request waits for; the answer comes
+    later.
+    """
 
     stream_id: int
     request_id: int
@@ -387,7 +391,7 @@ class Advanced(Struct, frozen=True):
 
 
 class Stalled(Struct, frozen=True):
-    """Answer a request for which nothing was done for too long with how far the next slab is, and
+    """Answer a request that has made no progress for too long, with the state of the next slab and
     its missing blocks in the order in which they are read.
     """
 

@@ -1,5 +1,5 @@
-"""Which of two eviction orders each block is in: one for blocks that occupy memory, one for blocks
-of local files, of which workers only remember where they are.
+"""Keep two eviction orders: one for blocks that occupy memory, one for blocks of local files, of
+which workers only remember the place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class EvictionOrders:
             self._uses_of[block.key] = uses
 
     def fetched(self, block: CachedBlock, *, is_guest: bool) -> None:
-        """It was fetched. A guest, which a neighbour owns, is only kept for the epoch it is for."""
+        """Note a fetched block. A guest, which a neighbour owns, is kept only for its present
+        epoch.
+        """
         if is_guest:
             uses = self._uses_of[block.key]
             uses.remove(block)
@@ -39,12 +41,12 @@ class EvictionOrders:
             uses.add(block)
 
     def remove(self, block: CachedBlock) -> None:
-        """It is gone."""
+        """Remove a block that is gone."""
         self._uses_of.pop(block.key).remove(block)
 
     def spare(self) -> CachedBlock | None:
-        """A block without memory that must go before another such block comes; None if there is
-        room, or if all are in use.
+        """Return a block without memory that must be dropped before another such block comes; None
+        if there is room, or if all are in use.
         """
         if len(self._direct) < _DIRECT_BLOCKS_MAX:
             return None

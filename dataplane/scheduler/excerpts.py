@@ -45,14 +45,14 @@ _LOST_PARTS = 4
 
 
 class _Part(Struct, frozen=True):
-    """The excerpt for one task that is being made."""
+    """An excerpt in progress, for one task."""
 
     task: SlabTask
     excerpt: Excerpt
 
 
 class _Copying(Struct, frozen=True):
-    """A worker copies rows of this block."""
+    """A block from which a worker copies rows."""
 
     block: CachedBlock
     parts: Sequence[_Part]
@@ -101,11 +101,13 @@ class Excerpts:
 
     @property
     def copying_count(self) -> int:
-        """Blocks that workers copy rows of; an event will report the end of each."""
+        """The number of blocks from which workers copy rows; an event will report the end
+        of each.
+        """
         return len(self._copying)
 
     def awaited(self) -> tuple[DatasetBlocks, ...]:
-        """The datasets of tasks that wait, and have excerpts or get some."""
+        """The datasets of waiting tasks that have or get excerpts."""
         getting = (part.task for copying in self._copying.values() for part in copying.parts)
         using = (task for task in (*self._holders, *getting) if task.phase is SlabPhase.WAITING)
         return tuple({dataset for task in using for dataset in task.datasets.datasets})
@@ -117,7 +119,7 @@ class Excerpts:
     # -- the pool --------------------------------------------------------------------------------
 
     def open(self, length: int) -> bool:
-        """Take so much of the arena: False if blocks that are in use are in the way."""
+        """Take this many bytes of the arena; return False if blocks in use are in the way."""
         region = self._blocks.room.of_excerpts(length)
         if region is None:
             return False
@@ -137,7 +139,7 @@ class Excerpts:
             self.is_needed, self._lost_bytes = False, 0
 
     def _leaves_rows(self, block: CachedBlock, use: int) -> bool:
-        """Whether rows of a block about to be evicted are to be copied first."""
+        """Whether rows of a block about to be evicted must be copied first."""
         is_wanted = any(
             not task.stream.is_ahead for task in self._waiting.of_block(block.dataset, block.index)
         )
@@ -146,8 +148,8 @@ class Excerpts:
         return is_wanted and self.is_open
 
     def _lose(self, block: CachedBlock) -> None:
-        """Count a block that must be read again because others need its room. To lose little of
-        what is read is no reason for excerpts.
+        """Count a block that must be read again because others need its room. Excerpts are not
+        worth it while only a small part of the reads is lost.
         """
         loaded_bytes = self._blocks.loaded_bytes
         borne = (loaded_bytes - self._loaded_bytes) // _LOST_PARTS
@@ -158,7 +160,7 @@ class Excerpts:
     # -- making ----------------------------------------------------------------------------------
 
     def need_of(self, task: SlabTask) -> int:
-        """Bytes that excerpts for all rows of a task would take, as far as is known."""
+        """Return the bytes that excerpts for all rows of a task would take, as far as known."""
         plan, need, first = task.plan, 0, 0
         counts = plan.rows_by_block()
         for dataset, blocks in task.datasets.parts(plan.blocks):
@@ -171,8 +173,8 @@ class Excerpts:
         return max(need, sum(map(rounded, task.excerpt_bytes.values())))
 
     def copy_rows(self, block: CachedBlock, head: SlabTask) -> bool:
-        """Have a worker copy the rows of this block that waiting tasks need: False if there is no
-        room for any of them.
+        """Have a worker copy the rows of this block that waiting tasks need; return False if there
+        is no room for any of them.
         """
         assert self._pool is not None
         wanting = sorted(
@@ -234,9 +236,7 @@ class Excerpts:
             self._drop(last, next(reversed(last.excerpts)))
 
     def copied(self, event: RowsExtracted) -> list[Failure]:
-        """A worker has copied rows of a block, or could not. Returns the tasks that cannot be made
-        for that reason.
-        """
+        """Handle the end of a copy, or its failure; return the tasks that fail for that reason."""
         copying, result = self._copying.pop(event.number), event.result
         block, parts, is_done = copying.block, copying.parts, False
         failures = list[Failure]()
@@ -262,7 +262,7 @@ class Excerpts:
         return self._blocks.find(block.dataset, block.index) is block
 
     def _made(self, part: _Part, size: int) -> bool:
-        """An excerpt takes this many bytes: False if that is more than it had."""
+        """Note the size of an excerpt; return False if it exceeds its room."""
         assert self._pool is not None
         task, excerpt = part.task, part.excerpt
         number, length = (
@@ -292,7 +292,7 @@ class Excerpts:
         self._holders[task] = None
 
     def share(self, task: SlabTask, after: SlabTask) -> None:
-        """The task was cut in two: the part after it needs its excerpts, too."""
+        """Give excerpts to both parts of a task that was cut in two."""
         for number, excerpt in list(task.excerpts.items()):
             if after.needs(number):
                 self._give(excerpt, after, number)
@@ -301,12 +301,12 @@ class Excerpts:
                 self._take(task, number)
 
     def release(self, task: SlabTask) -> None:
-        """The task needs its excerpts no longer."""
+        """Free the excerpts of a task that no longer needs them."""
         for number in list(task.excerpts):
             self._take(task, number)
 
     def _drop(self, task: SlabTask, number: int) -> None:
-        """Others need the room of an excerpt more."""
+        """Drop an excerpt whose room others need more."""
         excerpt = task.excerpts[number]
         self._take(task, number)
         if not excerpt.dataset.marks.keys[excerpt.index]:

@@ -22,8 +22,8 @@ CALM_LOOKS = 120
 
 
 class FetchLook(Struct, frozen=True):
-    """Since the last look: how many processors the fetchers used on average, how many reads are
-    under way, and how many wait for a fetcher.
+    """Measurements since the last tick: how many processors the fetchers used on average, how many
+    reads are in progress, and how many wait for a fetcher.
     """
 
     processors: float
@@ -32,8 +32,8 @@ class FetchLook(Struct, frozen=True):
 
 
 class FetcherCount(Struct, frozen=True):
-    """`count` fetchers, and what the last looks showed: for how many looks their number has not
-    changed, and how many were needed in these.
+    """The number of fetchers, `count`, and the results of the last ticks: for how many ticks the
+    number has not changed, and how many fetchers were needed in these.
     """
 
     most: int
@@ -42,7 +42,7 @@ class FetcherCount(Struct, frozen=True):
     needed: int = 1
 
     def after(self, look: FetchLook) -> FetcherCount:
-        """The number after this look."""
+        """Return the number after this measurement."""
         is_busy = look.reading > 0 and look.processors >= BUSY_SHARE * self.count
         if (is_busy or look.waiting > 0) and self.count < self.most:
             return FetcherCount(self.most, min(2 * self.count, self.most))

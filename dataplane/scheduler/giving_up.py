@@ -1,4 +1,4 @@
-"""When a maker has been silent for so long that others should make what it was asked for. Pure."""
+"""Decide when a maker has been silent for so long that others should make its slab. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class GiveUpSlab(Struct, frozen=True):
 
 
 def is_silent(maker: KnownMaker, task: SlabTask, usual_s: float, now: float) -> bool:
-    """Whether a maker has finished no slab since it was asked for this one, or for the ones before,
-    for much longer than a slab takes. Others take `usual_s` for a batch, 0 if that is not known.
+    """Whether a maker has finished no slab since it got the request for this one, or for those
+    before, for much longer than a slab takes. Other makers take `usual_s` for a batch, 0 if
+    unknown.
     """
     slab_s = (maker.seconds or usual_s) * len(task.plan.batches)
     limit_s = max(SILENT_S, _SILENT_FACTOR * slab_s) if slab_s else FIRST_S

@@ -1,16 +1,17 @@
-"""What the block arena is held for: blocks that waiting tasks need, that are being loaded, and that
-neighbours may ask for again. Pure.
+"""Track the purposes for which the block arena is held: blocks that waiting tasks need, blocks
+being loaded, and blocks that neighbours may request again. Pure.
 
-Every node of a job reads ahead about as far as the others. If a block goes as soon as the first
-neighbour has it, the next one has it read again, and if one's own reading ahead fills the arena,
-each neighbour reads for itself.
+Every node of a job reads ahead about as far as the others. If a block is dropped as soon as the
+first neighbour has it, the next neighbour causes another read; and if a node's own reading ahead
+fills the arena, each neighbour reads for itself.
 
 Invariants:
-1. Blocks that wanted blocks would drive out are not read ahead: those that are being loaded take at
-   most a LOADING_PARTS-th of the arena, or are READS_MIN, since nothing can take their memory back.
-   If neighbours ask, they take at most an ASKED_LOADING_PARTS-th, or are one, and all wanted ones
-   leave a LENT_PARTS-th of it. If each block is read several times, they may be one, too.
-2. What was sent last stays for other neighbours, up to a LENT_PARTS-th of the arena.
+1. Blocks that wanted blocks would push out are not read ahead. Blocks being loaded take at most a
+   LOADING_PARTS-th of the arena, or are READS_MIN in number, since nothing can take their memory
+   back. If neighbours request blocks, they take at most an ASKED_LOADING_PARTS-th, or there is one,
+   and all wanted blocks leave a LENT_PARTS-th of it. If each block is read several times, there may
+   be one, too.
+2. The blocks sent last stay for other neighbours, up to a LENT_PARTS-th of the arena.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SEEN_MAX = 64
 
 
 class Holdings:
-    """Those of one arena."""
+    """The holdings of one arena."""
 
     def __init__(self, arena_bytes: int) -> None:
         self._arena_bytes = arena_bytes
@@ -48,14 +49,14 @@ class Holdings:
 
     @property
     def is_idle(self) -> bool:
-        """Whether so few blocks are on their way that the store's latency is waited for. Where
-        neighbours ask, they keep the store busy; and where each block is read several times, that
-        costs more than to wait.
+        """Whether so few blocks are being loaded that the store's latency limits the node. Always
+        False where neighbours request blocks, since they keep the store busy, and where each block
+        is read several times, since more reading costs more than waiting.
         """
         return not (self.is_asked or self.is_tight) and len(self._loading) < READS_MIN
 
     def may_read_ahead(self, length: int) -> bool:
-        """Whether so much may be taken for a block that no task is held up by."""
+        """Whether this many bytes may be taken for a block that delays no task."""
         parts = ASKED_LOADING_PARTS if self.is_asked else LOADING_PARTS
         is_too_much = parts * (self._loading_bytes + length) > self._arena_bytes
         if self._loading and is_too_much and not self.is_idle:
@@ -66,7 +67,7 @@ class Holdings:
     # -- tasks -----------------------------------------------------------------------------------
 
     def want(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """One more task waits with rows of each of these blocks.
+        """Note that one more waiting task needs rows of each of these blocks.
 
         Shapes:  blocks: int64[n], each once.
         """
@@ -75,7 +76,7 @@ class Holdings:
         marks.wanted[blocks] += 1
 
     def want_no_more(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """One of these tasks waits no longer."""
+        """Note that one of these tasks no longer waits."""
         marks = dataset.marks
         marks.wanted[blocks] -= 1
         self._wanted_bytes -= int(marks.held[blocks[marks.wanted[blocks] == 0]].sum())
@@ -83,7 +84,7 @@ class Holdings:
     # -- blocks ----------------------------------------------------------------------------------
 
     def changed(self, block: CachedBlock) -> None:
-        """The block takes more or less memory than before."""
+        """Note that the block takes more or less memory than before."""
         held, index = block.dataset.marks.held, block.index
         length = sum(region.length for region in block.regions)
         if block.is_wanted:
@@ -91,16 +92,16 @@ class Holdings:
         held[index] = length
 
     def loading(self, block: CachedBlock) -> None:
-        """It has memory that cannot be taken back before `loaded`."""
+        """Note that the block has memory that cannot be taken back before `loaded`."""
         self._loading[block.key] = length = sum(region.length for region in block.regions)
         self._loading_bytes += length
 
     def loaded(self, block: CachedBlock) -> None:
-        """It is there, or it failed. May be called twice."""
+        """Note that the block is loaded, or that this failed. May be called twice."""
         self._loading_bytes -= self._loading.pop(block.key, 0)
 
     def gone(self, block: CachedBlock) -> None:
-        """It is no longer in memory, and has no regions."""
+        """Note that the block is no longer in memory, and has no regions."""
         self.changed(block)
         self.loaded(block)
         self._lent.pop(block.key, None)
@@ -109,7 +110,7 @@ class Holdings:
     # -- neighbours ------------------------------------------------------------------------------
 
     def sent(self, block: CachedBlock) -> None:
-        """A neighbour has got it: others may ask soon."""
+        """Note that a neighbour has got the block: others may request it soon."""
         key = block.key
         self._lent.pop(key, None)
         self._lent[key] = block
@@ -120,12 +121,12 @@ class Holdings:
             self._recent_bytes -= self._recent.pop(next(iter(self._recent)))
 
     def may_be_asked(self, block: CachedBlock) -> bool:
-        """Whether it is kept for neighbours."""
+        """Whether the block is kept for neighbours."""
         return block.key in self._recent
 
     def lent(self) -> Iterator[CachedBlock]:
-        """Blocks that were sent and that no task waits for, the longest ago first, and not all if
-        they are many.
+        """Yield blocks that were sent and that no task waits for, the oldest first; not all if
+        there are many.
         """
         for block in itertools.islice(self._lent.values(), _SEEN_MAX):
             if block.is_evictable and not block.is_wanted:

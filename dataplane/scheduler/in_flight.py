@@ -44,9 +44,9 @@ _ROUND_S = 0.04
 
 
 class ReadLook(Struct, frozen=True):
-    """Since the last look: bytes read per second, how many reads ended, and whether a trainer waits
-    while reads were held back. Looks come at the end of a round while the number is `starting`, and
-    about twice a second later.
+    """Measurements since the last call: bytes read per second, how many reads ended, and whether a
+    trainer waits while reads were held back. Calls come at the end of each round while the number
+    is `starting`, and about twice a second later.
     """
 
     bytes_per_s: float
@@ -55,10 +55,10 @@ class ReadLook(Struct, frozen=True):
 
 
 class ReadsInFlight(Struct, frozen=True):
-    """`limit` reads, and what the last looks showed. While `trial` is not 0, a trial runs that
+    """The `limit` of reads, and the results of the last calls. While `trial` is not 0, a trial
     compares the rate of `limit` reads with `rate_before`, the rate of half as many; `trial` counts
-    its looks. While `is_starting`, `rates` are those of 1, 2, 4, ... times as many reads as at
-    first; `is_mixed`: some reads of this round began when fewer were allowed.
+    its calls. While `is_starting`, `rates` are those of 1, 2, 4, ... times the initial number of
+    reads; `is_mixed`: some reads of this round began under a lower limit.
     """
 
     limit: int
@@ -74,11 +74,11 @@ class ReadsInFlight(Struct, frozen=True):
 
     @classmethod
     def at_first(cls, count: int) -> ReadsInFlight:
-        """So many at first, and GROWTH_MAX times as many at most."""
+        """Start with this many reads, and allow GROWTH_MAX times as many at most."""
         return cls(count, GROWTH_MAX * count)
 
     def after(self, look: ReadLook) -> ReadsInFlight:
-        """The number after this look."""
+        """Return the number after this measurement."""
         if self.is_starting:
             return self._started(look)
         if self.trial:
@@ -179,8 +179,9 @@ class FetchesInFlight:
     def began(
         self, key: int, length: int, read_count: int = 1, joined_to: int | None = None
     ) -> None:
-        """The fetch of a block of this length has begun, which takes so many reads or, if it is too
-        long for those, more. The first of them is also that of the block with the key `joined_to`.
+        """Note that the fetch of a block of this length has begun. It takes `read_count` reads, or
+        more if the block is too long for these. If `joined_to` is given, its first read is shared
+        with the block of that key.
         """
         reads = max(read_count, -(-length // RANGE_BYTES))
         if joined_to is None:
@@ -203,12 +204,12 @@ class FetchesInFlight:
         self._ended_bytes += length
 
     def ticked(self, now: float, *, is_awaited: bool) -> None:
-        """Half a second or so has passed; `is_awaited`: a trainer waits."""
+        """Note that about half a second has passed; `is_awaited`: a trainer waits."""
         if not self._allowed.is_starting or self._looked is None:
             self._look(now, is_short=is_awaited and self._was_held_back)
 
     def settled(self, now: float, *, is_awaited: bool) -> None:
-        """As many reads as may have begun. Cheap, unless a round is over."""
+        """Note that all reads that may begin have begun. Cheap, unless a round is over."""
         if not self._allowed.is_starting:
             return
         # At the end of a round, the trainer may just have got what it waited for.

@@ -1,4 +1,4 @@
-"""Which blocks of a shard are read in one request. Pure.
+"""Choose the blocks of a shard that are read in one request. Pure.
 
 A request takes as much processor time as three quarters of a MiB of its bytes, and one round trip.
 So small blocks that lie next to each other, and are wanted at the same time, are read together.
@@ -7,8 +7,8 @@ Invariants:
 1. The blocks of a request lie in one shard, in the order of their bytes, and are neighbours in the
    dataset.
 2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. Gaps between blocks are
-   those that would not be skipped within a block, either.
-3. Each next block takes a constant number of steps to find.
+   too short to be skipped within a block, either.
+3. Finding each next block takes constant time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ GAP_BYTES_MIN = 256 << 10
 
 
 class BlockPlaces(Struct, frozen=True, eq=False):
-    """Where the needed bytes of each block lie, from the first to the last one. `holes` are parts
-    in between that are not read: each of them makes one more request necessary. None: there are no
-    holes.
+    """The places of the needed bytes of each block, from the first to the last one. `holes` are
+    unread parts in between; each needs one more request. None: there are no holes.
 
     Shapes:  shard: int32[blocks].   offset, length: int64[blocks], bytes in the shard.
              hole_count, hole_bytes: int64[blocks].
@@ -40,20 +39,20 @@ class BlockPlaces(Struct, frozen=True, eq=False):
     hole_bytes: npt.NDArray[np.int64] | None = None
 
     def read_bytes(self, block: int) -> int:
-        """How many bytes of a block are read."""
+        """Return how many bytes of a block are read."""
         return self.length.item(block) - _number_of(self.hole_bytes, block)
 
     def all_read_bytes(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """As `read_bytes`, of each of these blocks."""
+        """Return `read_bytes` of each of these blocks."""
         length = self.length[blocks]
         return length if self.hole_bytes is None else length - self.hole_bytes[blocks]
 
     def read_count(self, block: int) -> int:
-        """How many requests a block of its own takes, if none is too long."""
+        """Return how many requests a block takes alone, if none is too long."""
         return 1 + _number_of(self.hole_count, block)
 
     def following(self, block: int) -> Iterator[int]:
-        """The blocks behind this one that may be read in one request with all before them."""
+        """Yield the next blocks that may be read in one request with all before them."""
         shard, size = self.shard.item(block), self.read_bytes(block)
         end = self.offset.item(block) + self.length.item(block)
         for after in range(block + 1, len(self.shard)):

@@ -50,8 +50,8 @@ _PAUSE_S_MAX = 3600.0
 
 
 class _Faults(Struct):
-    """Of reads, or of writes: until when the disk is left alone, and for how long after the next
-    fault.
+    """Faults of reads, or of writes: until when the disk is left alone, and for how long after the
+    next fault.
     """
 
     what: str
@@ -68,7 +68,7 @@ class _Write(Struct, frozen=True):
 
 
 class Keeping:
-    """Of one node. `do` emits an effect."""
+    """The blocks that one node keeps on its disk. `do` emits an effect."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Keeping:
         blocks.is_on_disk = self._is_read_there
 
     def events(self) -> Mapping[type, Callable[[Any], None]]:
-        """What handles each kind of event."""
+        """The handler of each kind of event."""
         return {
             BlockFetched: self._fetched,
             DatasetForgotten: self._forget_dataset,
@@ -105,13 +105,15 @@ class Keeping:
         }
 
     def look(self) -> None:
-        """Time has passed: the disk may be scanned again."""
+        """Handle a tick: the disk may be scanned again."""
         if self._is_scanned and not self._tier.is_known and not self._has_failed:
             self._is_scanned = False
             self._do(ScanDisk())
 
     def _is_read_there(self, dataset: DatasetBlocks, block: int) -> bool:
-        """Until the scan is over, any block may be there: asking costs less than reading it."""
+        """Whether to try the disk. Until the scan is over, any block may be there: trying costs
+        less than reading it elsewhere.
+        """
         if not self._tier.limit_bytes or self._time.now < self._reading.until:
             return False
         return not self._is_scanned or self._tier.is_kept(dataset, block)
@@ -128,7 +130,7 @@ class Keeping:
             self._write_next()
 
     def _write_next(self) -> None:
-        """Write what waits, as far as that is allowed, and its bytes are still in memory."""
+        """Write waiting blocks as far as allowed, if their bytes are still in memory."""
         while self._waiting and self._is_scanned and len(self._writes) < _WRITES_MAX:
             block = self._waiting[0]
             region = block.raw_bytes
@@ -190,7 +192,7 @@ class Keeping:
         self._write_next()
 
     def _reduce(self) -> None:
-        """Remove what is more than is allowed, which an earlier run may have had."""
+        """Remove blocks beyond the limit, which an earlier run may have left."""
         if not self._writes and (change := self._tier.reduce()) is not None:
             self._begin(_Write(change))
 

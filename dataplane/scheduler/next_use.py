@@ -87,7 +87,7 @@ class _Reader(Struct, eq=False):
     by_last: list[tuple[int, int, int]] = field(default_factory=list)
 
     def use(self, key: int) -> int:
-        """How many positions away the next use may be."""
+        """Return how many positions away the next use may be."""
         first, last = self.spans[key]
         return NEVER if last < self.position else max(first - self.position, 0)
 
@@ -110,7 +110,7 @@ class _Resident(Struct, eq=False):
     """Whether examining one reader's blocks has moved some of them to another reader."""
 
     def use(self, key: int) -> int:
-        """How many positions away the next use may be, over all readers."""
+        """Return how many positions away the next use may be, over all readers."""
         return min((reader.use(key) for reader in self.readers.values()), default=NEVER)
 
     def add(self, block: CachedBlock) -> None:
@@ -121,7 +121,7 @@ class _Resident(Struct, eq=False):
         self.place(block.key)
 
     def remove(self, key: int) -> None:
-        """It is gone."""
+        """Remove a block that is gone."""
         del self.blocks[key]
         self.never.pop(key, None)
         self.stands.pop(key, None)
@@ -167,8 +167,8 @@ class _Resident(Struct, eq=False):
                     self.place(key)
 
     def _come_and_go(self, readings: Sequence[WalkPosition]) -> None:
-        """Readers start and end. A block that has a reader is not compared with those that start:
-        it is when it is about to be evicted.
+        """Handle readers that start or end. A block that has a reader is compared with new readers
+        only when it is about to be evicted.
         """
         former, known = self.readers, self.readers.keys()
         has_started = any(reading.number not in known for reading in readings)
@@ -198,7 +198,7 @@ class _Resident(Struct, eq=False):
             self.place(key)
 
     def _know(self, readings: Sequence[WalkPosition]) -> None:
-        """Look up where these readers' orders need the blocks, unless that is known."""
+        """Look up where these readers' orders need the blocks, unless it is known."""
         former, self.spans = self.spans, {}
         blocks = list(self.blocks.values())
         for reading in readings:
@@ -209,8 +209,8 @@ class _Resident(Struct, eq=False):
                     _learn(self.spans[name][1], reading, blocks)
 
     def farthest_of(self, reader: _Reader) -> int:
-        """The next use of this reader's farthest block; 0 if it has none, or all of its blocks may
-        be needed at once.
+        """Return the next use of this reader's farthest block; 0 if it has none, or all of its
+        blocks may be needed at once.
         """
         while reader.by_first:
             _, key, serial = reader.by_first[0]
@@ -255,7 +255,7 @@ class NextUse:
             del self._residents[block.dataset.dataset_id]
 
     def use_of(self, dataset: DatasetBlocks, index: int) -> int:
-        """How many positions away the next use of a block may be; NEVER if there is none."""
+        """Return how many positions away the next use of a block may be; NEVER if there is none."""
         spans: dict[Name, tuple[int, int]] = {}
         soonest = NEVER
         for reading in self._readings(dataset):
@@ -268,8 +268,8 @@ class NextUse:
         return soonest
 
     def orders_now(self, block: CachedBlock) -> tuple[SampleOrder, ...]:
-        """The orders in which open streams need a block: those that are being read, or else that in
-        which it is needed first.
+        """Return the orders in which open streams need a block: those being read, or else the one
+        that needs it first.
         """
         needs: list[tuple[int, WalkPosition]] = []
         for reading in self._readings(block.dataset):
@@ -282,16 +282,16 @@ class NextUse:
         return tuple(reading.order for reading in now)
 
     def is_spare(self, dataset: DatasetBlocks, use: int) -> bool:
-        """Whether a block whose next use is so far away is not needed by any open stream, as of the
-        last search, but at most by those of the next epoch.
+        """Whether no open stream needs a block whose next use is this far away, according to the
+        last search; the next epoch may need it.
         """
         resident = self._residents.get(dataset.dataset_id)
         known = _horizon(self._readings(dataset)) if resident is None else resident.horizon
         return use == NEVER or use >= known
 
     def positions(self) -> Positions:
-        """Where the readers of all these blocks are: as long as this and the blocks stay the same,
-        so does their order.
+        """The positions of the readers of all these blocks: the eviction order changes only with
+        them and the blocks.
         """
         return tuple(
             (reading.number, reading.position)
@@ -337,8 +337,8 @@ class NextUse:
                 resident.place(key)
 
     def _of_open_windows(self) -> Iterator[tuple[CachedBlock, int]]:
-        """A sorted order is used up before a new one is made: blocks touched since come after all
-        of it.
+        """Yield blocks of open windows. A sorted order is used up before a new one is made: blocks
+        touched since come after all of it.
         """
         passed: list[tuple[int, CachedBlock]] = []
         try:
@@ -370,13 +370,13 @@ class NextUse:
 
 
 def _horizon(readings: Sequence[WalkPosition]) -> int:
-    """How far away the last position of any open stream is."""
+    """Return how far away the last position of any open stream is."""
     left = (one.order.sample_count - one.position for one in readings if one.is_open)
     return max(left, default=0)
 
 
 def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]:
-    """A heap of (-use, which) of the farthest block of each of these readers."""
+    """Return a heap of (-use, which) of the farthest block of each of these readers."""
     while True:
         for resident, _ in heads:
             resident.has_moved = False

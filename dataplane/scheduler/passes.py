@@ -1,7 +1,8 @@
-"""Slabs whose blocks do not fit into memory together: decides when rows are copied into excerpts.
+"""Decide when rows are copied into excerpts, for slabs whose blocks do not fit into memory
+together.
 
 Invariants:
-1. Where blocks are not lost for lack of room, and each batch's blocks fit, nothing here happens.
+1. Nothing happens here as long as no blocks are lost for lack of room, and each batch's blocks fit.
 2. The memory for excerpts leaves room for the largest block that a task lacks.
 """
 
@@ -35,7 +36,7 @@ _PLANNED_PARTS = 2
 
 
 class Passes:
-    """Those of one node."""
+    """The passes of one node."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Passes:
         self._told: set[int] = set()
 
     def plans_ahead(self, stream: StreamState) -> int:
-        """How many slabs of a stream are planned beyond those that have slots."""
+        """Return how many slabs of a stream are planned beyond those that have slots."""
         if not self._excerpts.is_open:
             return PLANS_AHEAD
         slot_bytes = stream.delivery.slots.layout.slot_bytes * max(self._stream_count, 1)
@@ -61,15 +62,15 @@ class Passes:
         return sum(not stream.is_ahead for stream in self._streams)
 
     def is_near(self, task: SlabTask) -> bool:
-        """Whether blocks are loaded for it ahead of time. If each is read several times, it is read
-        as late as possible, to serve as many planned slabs as possible.
+        """Whether blocks are loaded ahead of time for a task. A block that is read several times is
+        read as late as possible, to serve as many planned slabs as possible.
         """
         near = task.delivery.ahead + _NEAR_TASKS
         return not self._excerpts.is_open or task.rank[0] <= near
 
     def look(self, head: SlabTask | None) -> bool:
-        """Take memory for excerpts if they are needed, and return it after the last reader. Whether
-        blocks may have been evicted.
+        """Take memory for excerpts if they are needed, and return it after the last reader. Return
+        whether blocks may have been evicted.
         """
         if self._excerpts.is_open:
             if not any(map(self._streams.of_dataset, self._opened_for)):
@@ -80,8 +81,8 @@ class Passes:
         return self._excerpts.is_needed and head is not None and self.open_for(head)
 
     def open_for(self, head: SlabTask) -> bool:
-        """Take memory for excerpts, enough for this task: False if there is too little, if blocks
-        in use are in the way, or if excerpts have their memory already.
+        """Take memory for excerpts, enough for this task; return False if there is too little, if
+        blocks in use are in the way, or if excerpts have their memory already.
         """
         if self._excerpts.is_open:
             return False
@@ -102,7 +103,7 @@ class Passes:
         return True
 
     def _tell(self, head: SlabTask, length: int) -> None:
-        """Log it once for each dataset."""
+        """Log the use of excerpts, once for each dataset."""
         dataset = head.datasets.datasets[0]
         if dataset.dataset_id in self._told:
             return
@@ -117,8 +118,9 @@ class Passes:
         self._do(Note(event, facts, is_failure=True))
 
     def copy_rows_for(self, head: SlabTask) -> bool:
-        """A block that the head lacks found no room: have rows copied of blocks that could make
-        room, first of those that it does not need itself. Whether something was evicted.
+        """Handle a block of the head that found no room: have rows copied from blocks that could
+        make room, first from those that the head does not need. Return whether something was
+        evicted.
         """
         has_evicted = False
         if not self._excerpts.is_open or not self._blocks.room.is_full:
@@ -132,7 +134,7 @@ class Passes:
         return has_evicted
 
     def _pinned_by(self, head: SlabTask) -> list[CachedBlock]:
-        """The first of the head's own blocks whose rows are not being copied."""
+        """Return the first of the head's own blocks whose rows are not being copied."""
         for number in head.pinned.tolist():
             block = self._blocks.find(*head.datasets.find(number))
             if block is not None and block.regions and not self._excerpts.is_copied(block):

@@ -1,5 +1,5 @@
-"""Decides when the next plans of a stream are made: as many as its slabs and the loading of their
-blocks need, several at once.
+"""Decide when the next plans of a stream are made: several at once, as its slabs and the loading of
+their blocks need them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLANS_TOGETHER = 8
 
 
 class Planning:
-    """Of all streams of a node. `do` emits an effect."""
+    """The planning of all streams of a node. `do` emits an effect."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Planning:
         self._streams, self._tasks, self._passes, self._do = streams, tasks, passes, do
 
     def plan_more(self, stream: StreamState) -> None:
-        """Ask for plans, if the stream needs some."""
+        """Request plans, if the stream needs some."""
         room = self._passes.plans_ahead(stream) - len(stream.tasks)
         room += stream.delivery.ahead
         if stream.planning or stream.planned_all or not stream.walk.waiting_count:
@@ -42,7 +42,7 @@ class Planning:
             self._do(PlanSteps(stream.stream_id, stream.walk, count))
 
     def planned(self, event: Planned) -> None:
-        """Plans were made, or could not be made."""
+        """Handle plans that were made, or could not be made."""
         stream = self._streams.find(event.stream_id)
         if stream is None:
             return

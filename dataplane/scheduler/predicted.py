@@ -1,15 +1,16 @@
-"""Predicts how many blocks a node reads in each epoch, by running the node's own eviction over the
+"""Predict how many blocks a node reads in each epoch, by running the node's own eviction over the
 plan, without any bytes. Pure.
 
 Invariants:
-1. Blocks are loaded in the order in which the plan needs them, and find room as those of a running
-   node do: `Room`, `NextUse` and `Allocator` are its own.
-2. The time grows with the blocks that are looked at, which are BLOCKS_MAX at most: of a larger
-   dataset every n-th, with an n-th of the arena, and each block that is far larger than the others,
-   as if it took an n-th of its memory. Bytes are scaled by bytes, so the first epoch's are exact.
-3. Nodes that lend each other blocks are one node, with the memory of all, but for what copies take:
-   a block that is lent is on each node that reads it, from when it is read until its window closes,
-   and its owner keeps it as it was read. What is read ahead leaves room for others, as in a node.
+1. Blocks are loaded in the order in which the plan needs them, and find room as in a running node:
+   `Room`, `NextUse` and `Allocator` are the node's own.
+2. The time grows with the number of simulated blocks, at most BLOCKS_MAX. In a larger dataset these
+   are every n-th block, with an n-th of the arena, and each block that is far larger than the
+   others, as if it took an n-th of its memory. Results are scaled by bytes, so the first epoch's
+   are exact.
+3. Nodes that lend each other blocks are simulated as one node with the memory of all, except for
+   copies. A lent block is on each node that reads it, from the read until its window closes, and
+   its owner keeps the raw block. Blocks read ahead leave room for others, as in a node.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _AHEAD_PARTS = 3
 
 
 class Guests(Struct, frozen=True):
-    """On how many nodes each block is read that do not own it, and whether its owner reads it.
+    """The number of nodes that read each block without owning it, and whether its owner reads it.
 
     Shapes:  counts: int64[n].   is_local: bool[n].
     """
@@ -62,8 +63,9 @@ GuestsOf = Callable[[int, Ints], Guests]
 
 
 class EpochReads(Struct, frozen=True):
-    """How many blocks an epoch needs, how many of those are read from storage, and their bytes; and
-    how many from the node's disk. `bytes_needed`: what it would read if nothing was kept.
+    """The number of blocks that an epoch needs; of these, the number read from storage, with their
+    bytes, and the number read from the node's disk. `bytes_needed`: the bytes to read if nothing
+    was kept.
     """
 
     blocks_needed: int
@@ -75,14 +77,14 @@ class EpochReads(Struct, frozen=True):
 
     @property
     def hit_rate(self) -> float:
-        """The part of the blocks that is still in memory from an earlier epoch."""
+        """The share of the blocks that is still in memory from an earlier epoch."""
         return 1 - (self.blocks_read + self.disk_blocks) / max(self.blocks_needed, 1)
 
 
 class Prediction(Struct, frozen=True):
-    """The reads of each epoch, from the first one on. `is_sampled`: estimated from a part of the
+    """The reads of each epoch, from the first one on. `is_sampled`: estimated from some of the
     blocks. Blocks that are read several times in an epoch, since the arena cannot hold all open
-    windows, are counted once.
+    windows, count once.
     """
 
     epochs: tuple[EpochReads, ...]
@@ -90,8 +92,8 @@ class Prediction(Struct, frozen=True):
 
 
 class _Sample(Struct, frozen=True):
-    """Those of some blocks of a dataset that are looked at: all that are fetched with more than
-    `large_bytes`, and of the others every `step`-th.
+    """The simulated blocks of a dataset: all fetched blocks of more than `large_bytes`, and every
+    `step`-th of the others.
     """
 
     dataset: DatasetBlocks
@@ -100,7 +102,7 @@ class _Sample(Struct, frozen=True):
 
     @classmethod
     def of(cls, dataset: DatasetBlocks, needed: Sequence[Ints], blocks_max: int) -> _Sample:
-        """At most so many of each of these."""
+        """Choose at most this many blocks of each kind."""
         if max(map(len, needed)) <= blocks_max:
             return cls(dataset, 1, np.inf)
         raw = dataset.marks.raw
@@ -111,22 +113,22 @@ class _Sample(Struct, frozen=True):
         return cls(dataset, step, large_bytes if any(large) else np.inf)
 
     def are_large(self, blocks: Ints) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are large."""
+        """Return which of these blocks are large."""
         if np.isinf(self.large_bytes):
             return np.zeros(len(blocks), np.bool_)
         found: npt.NDArray[np.bool_] = self.dataset.marks.raw[blocks] > self.large_bytes
         return found
 
     def part(self, blocks: Ints) -> Ints:
-        """Those of these blocks that are looked at."""
+        """Select the simulated ones of these blocks."""
         if self.step == 1:
             return blocks
         found: Ints = blocks[(blocks % self.step == 0) | self.are_large(blocks)]
         return found
 
     def thinned(self) -> DatasetBlocks:
-        """The dataset as a `step`-th of the memory holds it: every block that is looked at stands
-        for `step` blocks, but large ones only for themselves.
+        """Return the dataset as a `step`-th of the memory holds it: every simulated block stands
+        for `step` blocks, except that large ones stand only for themselves.
         """
         dataset, marks = self.dataset, self.dataset.marks
         if np.isinf(self.large_bytes):
@@ -141,7 +143,7 @@ class _Sample(Struct, frozen=True):
         return replace(dataset, marks=marks, places=places)
 
     def scaled(self, blocks: Ints, missed: Sequence[int], on_disk: Sequence[int]) -> EpochReads:
-        """What is expected of all of these blocks, if these of its part are read."""
+        """Scale the reads of the simulated blocks to all of these blocks."""
         part, bytes_of = self.part(blocks), self.dataset.all_read_bytes
         needed_bytes, large = int(bytes_of(blocks).sum()), part[self.are_large(part)]
         others = part[~self.are_large(part)]
@@ -172,9 +174,9 @@ def predicted(
     cache_bytes: int = 0,
     guests: GuestsOf = _no_guests,
 ) -> Prediction:
-    """The reads of all but the last of these consecutive epochs, each of which needs these blocks,
-    with an arena of this size and so much disk, if blocks are read as many positions `ahead`, and
-    so many are being fetched or decoded at any time. `guests`: of nodes that lend blocks.
+    """Predict the reads of all but the last of these consecutive epochs. Each needs these blocks,
+    with an arena of `arena_bytes` and this much disk. Blocks are read `ahead` positions early, and
+    a fixed number is being fetched or decoded at any time. `guests`: for nodes that lend blocks.
 
     Shapes:  needed: int64[n] each, rising.
     """
@@ -198,14 +200,16 @@ def predicted(
 
 
 def open_bytes_max(dataset: DatasetBlocks, order: SampleOrder, blocks: Ints) -> int:
-    """The most memory that those of these blocks take together whose windows are open at once."""
+    """Return the largest total size of those blocks whose windows are open at the same time."""
     sample = _Sample.of(dataset, [blocks], _OPEN_BLOCKS_MAX)
     part = sample.part(blocks)
     return sample.step * _open_at_once(order, part, sample.thinned().kept(part))
 
 
 def _open_at_once(order: SampleOrder, blocks: Ints, taken: Ints) -> int:
-    """As `open_bytes_max`, if each block takes so much. Blocks make room before others come."""
+    """Return the largest total of `taken` for blocks that are open at the same time. Blocks are
+    dropped before others come.
+    """
     first, last = order.block_span(blocks)
     by_time = np.argsort(np.concatenate([last + 1, first]), kind="stable")
     return int(np.cumsum(np.concatenate([-taken, taken])[by_time]).max(initial=0))
@@ -219,7 +223,7 @@ def _copies_bytes(
     blocks: Ints,
     guests: Guests,
 ) -> int:
-    """What copies of these blocks take."""
+    """Return the memory that copies of these blocks take."""
     taken = guests.counts * dataset.kept(blocks)
     in_windows = _open_at_once(order, blocks, taken)
     every = int(taken.sum())
@@ -258,7 +262,7 @@ class _Node:
         """The blocks that each epoch has read from storage, and from the disk, so far."""
 
     def read(self, epoch: int, blocks: Ints, is_local: npt.NDArray[np.bool_]) -> None:
-        """Load what the next epoch needs, in the order in which it does.
+        """Load the blocks of the next epoch, in the order of need.
 
         Shapes:  blocks: int64[n].   is_local: bool[n], whether it is read where it is kept.
         """
@@ -287,7 +291,7 @@ class _Node:
                 self._disk.ended(change.name, is_done=True)
 
     def _go_to(self, epoch: int, position: int) -> None:
-        """Where the reader is: before the epoch's first position, it is still in the one before."""
+        """Move the reader. Before the epoch's first position, it is still in the previous epoch."""
         now = epoch - (position < 0)
         at = position + (epoch - now) * self._orders[now].sample_count
         left = self._orders[now].sample_count - at
@@ -299,8 +303,8 @@ class _Node:
         ]
 
     def _load(self, index: int, *, is_local: bool, greedy: bool) -> bool:
-        """Load a block: False if there is no room for it, `greedy`: whatever goes for it. It is
-        decoded only where it is read.
+        """Load a block; return False if there is no room for it. `greedy`: evict any block for it.
+        A block is decoded only where it is read.
         """
         marks = self._dataset.marks
         block = CachedBlock(self._dataset, index, next(self._keys), BlockPhase.READY)
@@ -322,7 +326,7 @@ class _Node:
         return True
 
     def _end_all_but(self, count: int) -> None:
-        """Blocks have been decoded, the first ones first, and so many have not."""
+        """Finish decoding all but the last `count` blocks, oldest first."""
         while len(self._under_way) > count:
             self._allocator.free(self._under_way.popleft().offset)
 

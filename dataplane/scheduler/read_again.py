@@ -1,5 +1,5 @@
-"""Reports blocks that are read more than once in an epoch because the block arena cannot hold all
-open windows. That costs only bandwidth and time, so it is logged, less and less often.
+"""Report blocks that are read more than once in an epoch because the block arena cannot hold all
+open windows. This costs only bandwidth and time, so it is logged, less and less often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Count(Struct):
 
 
 class ReadAgain:
-    """Counts blocks that make room for others although their windows are open, and logs a line now
+    """Counts blocks that are evicted although their windows are open, and logs a line now
     and then.
     """
 
@@ -35,7 +35,7 @@ class ReadAgain:
         self._counts: dict[int, _Count] = {}
 
     def note(self, block: CachedBlock, now: float) -> None:
-        """A block was evicted while its window is open."""
+        """Note the eviction of a block whose window is open."""
         dataset = block.dataset
         count = self._counts.setdefault(dataset.dataset_id, _Count(now))
         count.blocks += 1
@@ -44,7 +44,7 @@ class ReadAgain:
             self._tell(dataset.name, count, now)
 
     def forget(self, dataset_id: int) -> None:
-        """The dataset has no readers left."""
+        """Forget a dataset that has no readers left."""
         self._counts.pop(dataset_id, None)
 
     def _tell(self, dataset: str, count: _Count, now: float) -> None:

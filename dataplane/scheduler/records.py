@@ -1,4 +1,4 @@
-"""What the scheduler records about each slab task, stream and delivery arena."""
+"""The scheduler's records of slab tasks, streams and delivery arenas."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ _FADING_S = 10.0
 
 
 class KnownMaker(Struct, eq=False):
-    """A node that makes slabs, or the own workers, whose name is empty. It has so many `batches`
-    still to make, and takes so many `seconds` for one, 0 if that is not known. Another node was
-    `told` of some of its batches, and `asked` for some of those.
+    """A node that makes slabs; an empty name stands for the node's own workers. It has `batches`
+    still to make, and takes `seconds` for one, 0 if unknown. Another node was `told` of some of its
+    batches, and `asked` for some of those.
     """
 
     name: str
@@ -85,22 +85,23 @@ class KnownMaker(Struct, eq=False):
     """What it failed with last."""
 
     def begin(self, count: int, now: float) -> None:
-        """It has so many more batches to make."""
+        """Add batches that the maker has to make."""
         if not self.batches:
             self.since = now
         self.batches += count
 
     def tell(self, count: int, now: float) -> None:
-        """It can begin with so many more of its batches."""
+        """Note that the maker can begin with this many more of its batches."""
         if not self.told:
             self.since = now
         self.told += count
 
     def ended(self, count: int, now: float, waited_s: float) -> None:
-        """It has made so many batches. If they were awaited only for a small part of the time since
-        the ones before, it had them early, and may well be faster than it was used. The first slab
-        says nothing, since the maker opens and reads the dataset for it; nor does a single late one
-        say much: whom nobody asks, since it seems slow, cannot show that it is not.
+        """Note that the maker has made this many batches. If they were awaited only for a small
+        part of the time since the previous ones, it had them early, and may be faster than its rate
+        suggests. Its first slab says nothing, since the maker opens and reads the dataset for it. A
+        single late slab says little: a maker that gets no requests because it seems slow could
+        never prove otherwise.
         """
         took = max(now - self.since, 0.0) / count
         took = min(took, _SLOWER_MOST * self.seconds) if self.seconds else took
@@ -115,19 +116,21 @@ class KnownMaker(Struct, eq=False):
         self.failures, self.late_count, self.why = 0, 0, ""
 
     def expected_s(self, usual_s: float, now: float) -> float:
-        """Seconds that its next batch should take. One that was slow is tried again, later."""
+        """Return the seconds that the next batch should take. A slow maker is tried again later."""
         if self.seconds <= usual_s or self.batches:
             return self.seconds or usual_s
         left = 2.0 ** -(max(now - self.since, 0.0) / _FADING_S)
         return usual_s + (self.seconds - usual_s) * float(left)
 
     def may_be_asked(self, now: float) -> bool:
-        """Not while it is left alone; then for one slab, until that has come."""
+        """Whether the maker may get a request: not while it is left alone; then one slab, until
+        that has come.
+        """
         return now >= self.left_alone_until and not (self.failures and self.asked)
 
     def failed(self, now: float, why: str) -> None:
-        """It sent no slab: leave it alone, longer each time. Slabs that fail together count as one
-        failure.
+        """Note that the maker sent no slab, and leave it alone, longer each time. Slabs that fail
+        together count as one failure.
         """
         self.why = why
         if now >= self.left_alone_until:
@@ -136,7 +139,7 @@ class KnownMaker(Struct, eq=False):
             self.left_alone_until = now + pause_s
 
     def was_late(self, now: float) -> None:
-        """Another maker was asked too, and was faster."""
+        """Note that another maker got the same request, and was faster."""
         self.late_count += 1
         if self.late_count >= _LATE_MAX:
             self.late_count = 0
@@ -144,13 +147,13 @@ class KnownMaker(Struct, eq=False):
 
 
 class SlabTask(Struct, eq=False):
-    """One slab that is being made for one stream. `missing` are its blocks that are not ready, and
-    `idle` those of them that are not being loaded, as far as is known. It needs no block of which
-    it has one of the `excerpts`; `excerpt_bytes` are sizes of excerpts that were found too large
-    for their room. `rank` is how soon it is needed among all tasks. During assembly, `shared` is
-    the copy that will be kept of it, or the kept slab that it is copied from. `maker` is who makes
-    it, once that is decided, and `is_told` whether that node knows. So many `pieces` of it the own
-    workers make side by side.
+    """A slab in progress for one stream. `missing` are its blocks that are not ready; `idle` are
+    those of them that are not being loaded, as far as known. A block of which the task has one of
+    the `excerpts` is not needed; `excerpt_bytes` are sizes of excerpts that proved too large for
+    their room. `rank` is its place in the order of need among all tasks. During assembly, `shared`
+    is the copy of it that will be kept, or the kept slab from which it is copied. `maker` makes it,
+    once that is decided, and `is_told` says whether that node knows. The node's own workers make it
+    in `pieces`.
     """
 
     stream: StreamState
@@ -176,7 +179,7 @@ class SlabTask(Struct, eq=False):
 
     @property
     def is_light(self) -> bool:
-        """Whether only other nodes can make it: its plan names no blocks."""
+        """Whether only other nodes can make the slab: its plan names no blocks."""
         return self.stream.walk.is_light
 
     def needs(self, block: int) -> bool:
@@ -187,7 +190,7 @@ class SlabTask(Struct, eq=False):
 
     @property
     def keys(self) -> Ints:
-        """What its rows can be gathered from: the key of an excerpt or block, 0 of a block that is
+        """The sources of its rows: the key of an excerpt or block, 0 for a block that is
         not ready.
         """
         blocks = self.plan.blocks
@@ -201,20 +204,20 @@ class SlabTask(Struct, eq=False):
 
     @property
     def whole_blocks(self) -> Ints:
-        """Its blocks of which it has no excerpt."""
+        """The blocks of which it has no excerpt."""
         if not self.excerpts:
             return self.plan.blocks
         return np.setdiff1d(self.plan.blocks, [*self.excerpts], assume_unique=True)
 
     @property
     def largest_cost(self) -> int:
-        """What the largest of its blocks takes of the arena while it is decoded."""
+        """The arena bytes that its largest block takes while it is decoded."""
         parts = self.datasets.parts(self.plan.blocks)
         return max((int(dataset.cost(blocks).max()) for dataset, blocks in parts), default=0)
 
     @property
     def memory_needed(self) -> int:
-        """Bytes of block arena that its blocks need together, as far as is known."""
+        """The bytes of block arena that its blocks need together, as far as known."""
         kept = largest = 0
         for dataset, blocks in self.datasets.parts(self.plan.blocks):
             marks = dataset.marks
@@ -230,12 +233,12 @@ class SlabTask(Struct, eq=False):
 
     @property
     def delivery(self) -> Delivery:
-        """The delivery arena it will be in."""
+        """The delivery arena in which the slab will be."""
         return self.stream.delivery
 
     @property
     def datasets(self) -> DatasetLookup:
-        """The datasets its rows come from."""
+        """The datasets of its rows."""
         return self.delivery.datasets
 
     @property
@@ -302,13 +305,15 @@ class Delivery(Struct, eq=False):
         return len(held) > self.slots.layout.held_slots
 
     def was_late(self) -> None:
-        """A trainer waits for a slab, and more workers could make some."""
+        """Note that a trainer waits for a slab, and that more workers could make some."""
         self.in_time = 0
         most = max(self.slots.layout.slot_count - _NOT_AHEAD, AHEAD_SLOTS_MIN)
         self.ahead = min(2 * self.ahead, most)
 
     def was_in_time(self) -> None:
-        """A slab was ready when it was requested: after many of them, fewer will do."""
+        """Note that a slab was ready when it was requested: after many of them, fewer are made
+        ahead.
+        """
         self.in_time += 1
         if self.in_time >= _IN_TIME and self.ahead > AHEAD_SLOTS_MIN:
             self.in_time, self.ahead = 0, self.ahead - 1
@@ -325,8 +330,8 @@ class StreamState(Struct, eq=False):
     """One consumer's stream: its slab tasks in order, and its unanswered requests.
 
     `after` is the stream that its consumer reads before it. `next_order` is the order of the stream
-    that its consumer is expected to read next, once it is known. `planned_to` is the position where
-    its tasks end.
+    that its consumer should read next, once it is known. `planned_to` is the position where its
+    tasks end.
     """
 
     stream_id: int

@@ -1,4 +1,6 @@
-"""How much of what streams needed was in memory, since another stream or epoch had it read."""
+"""Measure how much of the blocks that streams needed was in memory, because another stream or epoch
+had caused the read.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from dataplane.scheduler.records import SlabTask
 
 
 class Reuse:
-    """Counts each remote block once for each stream that needs it. What a block was read for is no
-    reuse: so everything that was read (and needed), and `found_bytes`, add up to what all streams
-    needed, as it is stored.
+    """Counts each remote block once for each stream that needs it. The stream that causes a read
+    does not count as reuse. So all useful reads plus `found_bytes` add up to the stored size of
+    everything that streams needed.
     """
 
     def __init__(self) -> None:
         self.found_bytes = 0
 
     def gathered(self, task: SlabTask, now: float) -> None:
-        """The rows of this task are about to be gathered from its blocks."""
+        """Note that the rows of this task are about to be gathered from its blocks."""
         stream, blocks = task.stream, task.plan.blocks
         if stream.seen is None:
             stream.seen = np.zeros(int(task.datasets.starts[-1]), np.bool_)

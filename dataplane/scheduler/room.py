@@ -1,7 +1,7 @@
-"""Makes room in the block arena: evicts what the plan needs last.
+"""Make room in the block arena by evicting blocks that the plan needs last.
 
 Invariants: those of blocks.py about eviction, and:
-1. A ready block that `leaves_rows` is never evicted here: it is named in `leaving`, so that those
+1. A ready block that `leaves_rows` is never evicted here: it is listed in `leaving`, so that those
    rows can be copied first.
 """
 
@@ -32,9 +32,10 @@ _SPARED_MAX = 64
 
 
 class ReadMode(NamedTuple):
-    """How a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour may. Whoever
-    wants it needs it so many positions `away`. For one that is read ahead, blocks that tasks have
-    rows of go only if it `takes_wanted` ones, and they are needed later.
+    """The way in which a block is read. `greedy`: a task waits for it. `is_lent`: only a neighbour
+    may want it. The task that needs it is `away` positions from now. When a block is read ahead,
+    blocks of which tasks need rows are evicted only if it `takes_wanted` ones, and these are needed
+    later.
     """
 
     greedy: bool = False
@@ -44,8 +45,8 @@ class ReadMode(NamedTuple):
 
 
 class _Fruitless(NamedTuple):
-    """A search that found nothing to evict: how soon the block was needed that it was for, where
-    the readers were, and whether it looked at what tasks have rows of.
+    """A search that found nothing to evict: the distance of the block that needed room, the
+    positions of readers, and whether the search included blocks of which tasks need rows.
     """
 
     limit: int
@@ -77,7 +78,7 @@ class Room:
         self._fruitless: _Fruitless | None = None
 
     def became_evictable(self, block: CachedBlock) -> None:
-        """A block was loaded."""
+        """Note that a block was loaded."""
         known = self._fruitless
         if known is not None and (
             block.is_guest or self._uses.use_of(block.dataset, block.index) > known.limit
@@ -85,23 +86,23 @@ class Room:
             self._fruitless = None
 
     def unpinned(self) -> None:
-        """Blocks may have become evictable."""
+        """Note that blocks may have become evictable."""
         self._fruitless = None
 
     def of_block(
         self, block: CachedBlock, length: int, *, greedy: bool, away: int = 0
     ) -> Region | None:
-        """Room for a block that is not read, or was read before; `greedy`: a task waits for it.
-        Otherwise one needs it so many positions `away`.
+        """Make room for a block that is not read, or was read before; `greedy`: a task waits for
+        it. Otherwise the task that needs it is `away` positions from now.
         """
         return self._found(self._needed_less(block, ReadMode(greedy, away=away)), length)
 
     def of_read(
         self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
     ) -> tuple[Region, Region | None] | None:
-        """Room for a block of `raw` bytes that is about to be read, and for what it becomes if it
-        is read ahead: both at once or none. Otherwise blocks that are read ahead would fill the
-        arena, and decoding one would evict another. `decoded`: the length of that, 0 if it is not
+        """Make room for a block of `raw` bytes that is about to be read, and for its `decoded`
+        bytes if it is read ahead: both at once or none. Otherwise blocks that are read ahead would
+        fill the arena, and decoding one would evict another. `decoded` is 0 if the block is not
         decoded.
         """
         if how.is_lent or not decoded:
@@ -123,9 +124,9 @@ class Room:
     def _of_raw(
         self, block: CachedBlock, length: int, how: ReadMode, *, is_brief: bool
     ) -> Region | None:
-        """Room for a block that is read. If only a neighbour waits for it, no block goes that an
-        open stream needs, or that is needed sooner. If a neighbour does, what others have got goes,
-        too.
+        """Make room for a block's raw bytes. If only a neighbour waits for it, blocks that an open
+        stream needs, or that are needed sooner, stay. If a neighbour is among those that wait,
+        blocks that other neighbours have got may be evicted, too.
         """
         if how.is_lent and not self.is_wanted(block):
             limit = max(self._uses.use_of(block.dataset, block.index), how.away)
@@ -139,7 +140,7 @@ class Room:
     def _of_both(
         self, block: CachedBlock, raw: int, decoded: int, how: ReadMode
     ) -> tuple[Region, Region] | None:
-        """Room for a block that is read ahead, and for what it becomes."""
+        """Make room for a block that is read ahead, and for its decoded form."""
         self.leaving = []
         has_room = self._allocator.trial().has_room(raw, decoded)
         going = self._needed_less(block, how._replace(greedy=False))
@@ -160,13 +161,13 @@ class Room:
         return Region(at, length)
 
     def of_slab(self, length: int, going: Sequence[SharedSlab]) -> Region | None:
-        """Room for a slab: free memory, then that of blocks that no open stream needs, then of
-        `going`.
+        """Make room for a slab: from free memory, then from blocks that no open stream needs, then
+        from `going`.
         """
         return self._found(self._unneeded(going), length)
 
     def of_excerpts(self, length: int) -> Region | None:
-        """Room for many excerpts, whatever is evicted for it."""
+        """Make room for many excerpts, and evict whatever is necessary."""
         return self._found(self._all(), length, spares_rows=False)
 
     def _found(
@@ -186,7 +187,7 @@ class Room:
             yield slab, NEVER
 
     def _needed_by_nobody(self, limit: int) -> Victims:
-        """What no open stream needs, nor anybody else so soon."""
+        """Yield blocks that no open stream needs, and that nobody else needs before `limit`."""
         with contextlib.closing(self._uses.farthest()) as farthest:
             for block, use in farthest:
                 if not self._is_spare(block, use):
@@ -195,7 +196,7 @@ class Room:
                     yield block, use
 
     def _then_lent(self, going: Victims) -> Victims:
-        """These, then what neighbours have got and no task here waits for."""
+        """Yield these blocks, then blocks that neighbours have got and no task here waits for."""
         named = set[int]()
         with contextlib.closing(going):
             for each, use in going:
@@ -212,8 +213,8 @@ class Room:
             yield from farthest
 
     def _needed_less(self, block: CachedBlock, how: ReadMode) -> Victims:
-        """What may be evicted for this block, least needed first: everything if a task waits for
-        it.
+        """Yield the blocks that may be evicted for this block, least needed first: all blocks if a
+        task waits for it.
         """
         use = self._uses.use_of(block.dataset, block.index)
         limit = -1 if how.greedy else max(use, how.away)
@@ -258,11 +259,11 @@ class Room:
     def _evict_until(
         self, going: Victims, length: int, beside: int = 0, *, spares_rows: bool = True
     ) -> bool:
-        """Evict the first of these, as many as needed to make room for both lengths, or none if all
-        of them are not enough. Whether there is room.
+        """Evict the first of these blocks, as many as needed to make room for both lengths, or none
+        if all of them are not enough. Return whether there is room.
 
-        Those that lie apart from that room stay. If they are many, they go, too: the next searches
-        would look at them again.
+        Blocks apart from that room stay, unless there are many: later searches would have to
+        examine them again.
         """
         # Check first: evicting blocks without gaining enough room would mean loading them again.
         trial = self._allocator.trial()

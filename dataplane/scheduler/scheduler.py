@@ -58,9 +58,7 @@ _STARTS_MAX = 64
 
 
 class Scheduler:
-    """Decides what a node does with its memory, fetches and workers. `decide` is the only entry
-    point.
-    """
+    """Decides how a node uses its memory, fetches and workers. `decide` is the only entry point."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class Scheduler:
         }
 
     def decide(self, event: events.Event, now: float) -> list[events.Effect]:
-        """The effects of this event, to be carried out in this order."""
+        """Return the effects of this event, to be carried out in this order."""
         self._time.now = now
         self._effects = []
         self.is_settled = isinstance(event, events.Settled)
@@ -143,7 +141,7 @@ class Scheduler:
 
     @property
     def found_bytes(self) -> int:
-        """How much of the blocks that streams needed was in memory."""
+        """The bytes of blocks that streams needed and found in memory."""
         return self._reuse.found_bytes
 
     @property
@@ -213,7 +211,7 @@ class Scheduler:
                 self._was_late(stream)
 
     def _was_late(self, stream: StreamState) -> None:
-        """A trainer waits: make more slabs ahead, if there is somebody to make them."""
+        """Make more slabs ahead, since a trainer waits, if somebody can make them."""
         has_enough = self._tasks.piece_count >= _PIECES_A_WORKER * self._workers.count
         if not has_enough or self._elsewhere.is_short:
             stream.delivery.was_late()
@@ -275,7 +273,9 @@ class Scheduler:
         self._blocks.fetches.settled(self._time.now, is_awaited=self._streams.is_awaited)
 
     def _assemble_ready(self) -> list[SlabTask]:
-        """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""
+        """Assemble tasks that have their blocks and a slot. Return the tasks that lack blocks, in
+        order.
+        """
         lacking, full = list[SlabTask](), set[int]()
         for task in self._streams.waiting_tasks():
             slab = self._shared.find(task)
@@ -309,21 +309,21 @@ class Scheduler:
         self._blocks.is_short = head is not None
 
     def _is_urgent(self, head: SlabTask) -> bool:
-        """Whether blocks that later tasks wait for may go for this one. Not while its trainer has
-        other slabs to read: what those hold is free soon.
+        """Whether blocks of later tasks may be evicted for this one. Not while its trainer has
+        other slabs to read: their memory is free soon.
         """
         is_next = head.is_awaited or not head.rank[0] or head is self._emptied_for
         return is_next or self._excerpts.is_open or not self._under_way
 
     @property
     def _under_way(self) -> int:
-        """What will end with an event."""
+        """Return the number of actions whose end an event will report."""
         under_way = self._blocks.in_flight_count + self._tasks.assembling_count
         return under_way + self._excerpts.copying_count + self._borrowed.count
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
-        """Start loading the missing blocks: False if one of them found no room, or if so many were
-        started that the rest has to wait for the next event.
+        """Start loading the missing blocks. Return False if one of them found no room, or if so
+        many were started that the rest must wait for the next event.
         """
         away, most = self._shared.away(task), self._blocks.in_flight_count + _STARTS_MAX
         for number in sorted(task.idle):

@@ -100,7 +100,7 @@ class SlabTasks:
         self._unpin(task, before)
 
     def unpin(self, task: SlabTask) -> None:
-        """Let them go."""
+        """Unpin the blocks of a task."""
         before, task.pinned = task.pinned, NONE
         self._unpin(task, before)
 
@@ -120,13 +120,13 @@ class SlabTasks:
             self._fit(task)
 
     def _wait(self, task: SlabTask) -> None:
-        """The task waits for its blocks, unless another node makes it."""
+        """Let the task wait for its blocks, unless another node makes it."""
         self._elsewhere.choose(task)
         if not self._elsewhere.is_elsewhere(task):
             self._waiting.add(task)
 
     def fail(self, task: SlabTask, error: DataplaneError) -> None:
-        """Requests for this slab get the error."""
+        """Answer requests for this slab with the error."""
         self.unpin(task)
         self._elsewhere.leave(task)
         self._waiting.remove(task)
@@ -145,7 +145,7 @@ class SlabTasks:
         self._free_slot(task)
 
     def close_delivery(self, delivery: Delivery) -> None:
-        """The delivery was closed: drop its arena once no worker writes into it."""
+        """Drop the arena of a closed delivery once no worker writes into it."""
         for loan in delivery.lent.values():
             self.drop(loan.task)
         delivery.lent.clear()
@@ -178,15 +178,17 @@ class SlabTasks:
     # -- cutting ---------------------------------------------------------------------------------
 
     def halve(self, task: SlabTask) -> bool:
-        """Make the second half of a waiting task another task; False if it is one batch."""
+        """Turn the second half of a waiting task into another task; return False if it is one
+        batch.
+        """
         count = len(task.plan.batches)
         if count > 1:
             self._cut(task, count // 2)
         return count > 1
 
     def _fit(self, task: SlabTask) -> None:
-        """Split a task whose blocks the arena could not hold together; if blocks are read in
-        several passes, one whose excerpts take too much.
+        """Split a task whose blocks do not fit into the arena together, or, if blocks are read in
+        several passes, whose excerpts take too much.
         """
         arena_bytes, is_one = self._blocks.arena_bytes, len(task.plan.batches) == 1
         if task.memory_needed <= arena_bytes * _MEMORY_SHARE:
@@ -222,7 +224,7 @@ class SlabTasks:
         return after
 
     def fail_for_memory(self, task: SlabTask) -> None:
-        """The block arena cannot hold what one task needs."""
+        """Fail a task for which the block arena is too small."""
         need, budget = self._excerpts.need_of(task), self._blocks.arena_bytes
         error = budgets.batch_larger_than_arena(need, task.largest_cost, task.memory_needed, budget)
         self.fail(task, error)
@@ -234,8 +236,8 @@ class SlabTasks:
     # -- assembling ------------------------------------------------------------------------------
 
     def assemble(self, task: SlabTask, shared: SharedSlab | None, worker_count: int) -> bool:
-        """Copy a task's slab, or have so many workers assemble it from its ready blocks: False if
-        no slot is free.
+        """Copy a task's slab, or have this many workers assemble it from its ready blocks; return
+        False if no slot is free.
         """
         is_elsewhere = self._elsewhere.is_elsewhere(task)
         if is_elsewhere and not self._elsewhere.may_begin(task):
@@ -355,7 +357,7 @@ class SlabTasks:
             self._wait(task)
 
     def assembled(self, event: SlabAssembled) -> None:
-        """A worker has made or copied a slab, or has failed."""
+        """Handle a slab that a worker has made or copied, or the failure."""
         task, result = self._assembling.pop(event.number), event.result
         self.piece_count -= task.pieces
         task.stamps.started, task.stamps.made = event.started, self._time.now
@@ -403,7 +405,9 @@ class SlabTasks:
         task.assembled, task.phase = result, SlabPhase.READY
 
     def _outgrown(self, task: SlabTask, bytes_needed: int) -> None:
-        """A single batch does not fit into a slot: send it alone, through the zone."""
+        """Handle a single batch that does not fit into a slot: it is sent alone, through
+        the zone.
+        """
         self._free_slot(task)
         zone = task.delivery.slots.layout.zone_bytes
         need = bytes_needed + row_index_bytes(task.plan.batches[0].rows)

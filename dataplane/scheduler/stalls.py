@@ -1,10 +1,10 @@
-"""Requests that wait: how far their slab is, and whether they have waited too long.
+"""Requests that wait: the progress of their slab, and whether they have waited too long.
 
 Invariants:
 1. A request waits too long if nothing was done for its slab for the whole timeout: no block of its
    datasets was read or decoded, no slab planned or made, and no worker was at work on any of them.
-   Workers and reads have time limits of their own, so that a request never waits for ever.
-2. A consumer hears at least every few seconds that something was done for it, if it was.
+   Workers and reads have time limits of their own, so no request waits for ever.
+2. A consumer gets a report of progress at least every few seconds, if there was any.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Stalls:
     def of_stream(
         self, stream: StreamState, at_work: Collection[int], now: float
     ) -> Iterator[Advanced | Stalled]:
-        """Answers to requests that have waited too long, which wait no longer; or how far the slab
-        is that the first of them waits for. Workers are `at_work` on datasets of these numbers.
+        """Yield answers to requests that have waited too long, which end with that; or the progress
+        of the slab for which the first request waits. Workers are `at_work` on datasets of these
+        numbers.
         """
         if not stream.requests or now - stream.requests[0][1] <= self._heard_s:
             return  # a mixture may have thousands of datasets
@@ -65,7 +66,7 @@ class Stalls:
             yield Advanced(stream.stream_id, request_id, self._progress(stream))
 
     def _progress(self, stream: StreamState) -> SlabProgress:
-        """How far the next slab of a stream is."""
+        """Return the progress of a stream's next slab."""
         if not stream.tasks:
             return SlabProgress(PLAN)
         task = stream.tasks[0]
@@ -83,8 +84,8 @@ class Stalls:
         return SlabProgress(stage, total, total)
 
     def _phase(self, task: SlabTask) -> BlockPhase | None:
-        """How far the missing blocks of a task are: a block that is being read comes first, and
-        then one that workers decode. None: they all wait for memory.
+        """Return the phase of a task's missing blocks: reading comes first, then decoding. None:
+        they all wait for memory.
         """
         some = itertools.islice(task.missing, _EXAMINED_MAX)
         blocks = [self._blocks.find(*task.datasets.find(number)) for number in some]

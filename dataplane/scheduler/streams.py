@@ -35,13 +35,15 @@ class StreamTable:
         stream.delivery.streams.remove(stream)
 
     def expect_next(self, event: NextOrderKnown) -> None:
-        """What the consumer of a stream, unless it was closed, will read next."""
+        """Note the order that a stream's consumer will read next; nothing if the stream
+        was closed.
+        """
         stream = self.find(event.stream_id)
         if stream is not None:
             stream.next_order = event.order
 
     def waiting_tasks(self) -> list[SlabTask]:
-        """Tasks without a slab, in the order in which they are needed, which they then know."""
+        """Return the tasks without a slab, in the order of need, and number them in this order."""
         ranked = [
             (depth, task.number, task)
             for stream in self._streams.values()
@@ -71,8 +73,8 @@ class StreamTable:
         return any(stream.requests for stream in self._streams.values())
 
     def to_read_now(self, lacking: Sequence[SlabTask]) -> Sequence[SlabTask]:
-        """Those of these ranked tasks whose blocks may be read. Until a trainer was handed a slab,
-        only what is waited for first: the rest would share bandwidth and processors with it.
+        """Select the ranked tasks whose blocks may be read. Until a trainer has got a slab, only
+        the first awaited task counts: the others would share bandwidth and processors with it.
         """
         streams = self._streams.values()
         if not self.is_awaited or any(stream.delivery.has_lent for stream in streams):
@@ -83,6 +85,8 @@ class StreamTable:
 
 
 def _is_gathered(task: SlabTask) -> bool:
-    """Whether its slab is being made, which takes a moment: nothing is rendered or called."""
+    """Whether the task's slab is being gathered, which takes only a moment: no image is rendered
+    and no function called.
+    """
     walk = task.stream.walk
     return task.phase is SlabPhase.ASSEMBLING and walk.render is None and walk.collate is None

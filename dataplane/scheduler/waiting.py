@@ -1,4 +1,4 @@
-"""Which slab tasks wait for which blocks.
+"""Find the slab tasks that wait for a block.
 
 Invariants:
 1. `missing` has exactly the blocks of a waiting task that are not ready and of which it has no
@@ -63,7 +63,7 @@ class WaitingTasks:
             self._stamp(task)
 
     def add(self, task: SlabTask) -> None:
-        """The task waits from now on, for this plan."""
+        """Let the task wait for this plan from now on."""
         datasets, blocks = task.datasets, task.plan.blocks
         for dataset, some in datasets.parts(blocks):
             self._waiting[dataset.dataset_id].add(task)
@@ -85,7 +85,7 @@ class WaitingTasks:
             )
 
     def remove(self, task: SlabTask) -> None:
-        """It waits no longer."""
+        """Remove a task that no longer waits."""
         for dataset, some in task.datasets.parts(task.plan.blocks):
             waiting = self._waiting.get(dataset.dataset_id)
             if waiting is not None and task in waiting:

@@ -50,11 +50,11 @@ _WHOLE_S = 0.02
 
 
 class SlabSizes(Struct):
-    """How many batches fit into a slab as far as is known, the maximum for very small batches, and
-    the slot size that their bytes and row index need. `batch_bytes` is the approximate size of a
-    batch, 0 if unknown. If it `is_divisible`, several workers may make a slab together, each some
-    of its rows. `row_s` is the time of a worker for a row, as far as is known. Batches have so many
-    columns, about: `column_count`.
+    """The estimated number of batches in a slab, the maximum for very small batches, and the slot
+    size for their bytes and row index. `batch_bytes` is the approximate size of a batch, 0 if
+    unknown. `is_divisible`: several workers may make a slab together, each some of its rows.
+    `row_s` is a worker's time for a row, as far as known. `column_count` is the approximate number
+    of columns.
     """
 
     batches: int
@@ -69,8 +69,8 @@ class SlabSizes(Struct):
     _batch_s: float = 0.0
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """Adapt the length of later plans to a slab of which these batches filled this much. A slab
-        that is `cut` had more batches, and costs one more message.
+        """Adapt the length of later plans to a slab in which this many batches filled this many
+        bytes. A slab that is `cut` had more batches, and costs one more message.
         """
         if not cut and 2 * batch_count < self.batches:
             return  # the first ones are short
@@ -85,7 +85,9 @@ class SlabSizes(Struct):
         self.batches = max(1, min(fitting, self.batches_max, self._whole_max))
 
     def took(self, batches: Sequence[Batch], worker_s: float) -> None:
-        """Adapt the number of pieces of later slabs to what these batches took of workers."""
+        """Adapt the number of pieces of later slabs to the time that workers took for these
+        batches.
+        """
         rows = sum(batch.rows for batch in batches)
         if not rows:
             return
@@ -94,11 +96,13 @@ class SlabSizes(Struct):
         self._batch_s += (batch_s - self._batch_s) / (4 if self._batch_s else 1)
 
     def shorten(self) -> None:
-        """Make later slabs that one worker makes alone no longer than need be."""
+        """Shorten later slabs that one worker makes alone as far as possible."""
         self.batches = min(self.batches, self._whole_max)
 
     def pieces(self, rows: int, worker_count: int) -> int:
-        """In how many pieces so many workers should make a slab with these rows."""
+        """Return the number of pieces in which this many workers should make a slab with these
+        rows.
+        """
         if not self.is_divisible:
             return 1
         piece_s = _PIECE_S + self.column_count * _PIECE_COLUMN_S
@@ -106,8 +110,8 @@ class SlabSizes(Struct):
 
     @property
     def _whole_max(self) -> int:
-        """The most batches of a slab that cannot be divided: workers that have slabs of their own
-        are as good, if these are short.
+        """Return the most batches of a slab that cannot be divided: short slabs let other workers
+        make others meanwhile.
         """
         if self.is_divisible or not self._batch_s:
             return self.batches_max
@@ -115,8 +119,8 @@ class SlabSizes(Struct):
 
 
 class BlockPacks(NamedTuple):
-    """What a plan has of one block if rows are packs: the keys with which they are drawn, if they
-    are shuffled, and the documents that were taken out of the block.
+    """The packs that a plan takes from one block: the keys with which they are drawn, if they are
+    shuffled, and the documents that were removed from the block.
     """
 
     keys: tuple[int, ...] = ()
@@ -128,8 +132,8 @@ NO_PACKS = BlockPacks()
 
 class Plan(Struct, frozen=True):
     """The plan of one slab: the rows of each block, batch after batch. Both are empty in the plan
-    of a light walk. Rows may be packs: `packs` are those of each block, and plan/pack_keys.py says
-    how rows name them. It is empty if there is nothing to say of them.
+    of a light walk. If rows are packs, `packs` has those of each block, and plan/pack_keys.py
+    explains how rows name them; otherwise it is empty.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
@@ -146,7 +150,7 @@ class Plan(Struct, frozen=True):
         return sum(batch.rows for batch in self.batches)
 
     def rows_of(self, block: int) -> npt.NDArray[np.int32]:
-        """The rows that the slab needs of one of its blocks.
+        """Return the rows that the slab needs of one of its blocks.
 
         Shapes:  result: int32[n], rising.
         """
@@ -160,20 +164,20 @@ class Plan(Struct, frozen=True):
 
     @property
     def packs_told(self) -> dict[str, Any]:
-        """The fields of an Assemble task that say them."""
+        """Return the packs as fields of an Assemble task."""
         keys, taken_out = ([each[at] for each in self.packs] for at in range(2))
         return {**_flat("pack_keys", "pack_key_counts", keys),
                 **_flat("taken_out", "taken_out_counts", taken_out)}  # fmt: skip
 
     def rows_by_block(self) -> npt.NDArray[np.int64]:
-        """How many rows it needs of each of its blocks, repeated ones included.
+        """Return the number of rows that it needs of each of its blocks, repeated ones included.
 
         Shapes:  result: int64[blocks].
         """
         return np.bincount(self.row_index[:, 0], minlength=len(self.blocks))
 
     def split(self, batch_count: int) -> tuple[Plan, Plan]:
-        """The first batches, and the rest."""
+        """Split off the first batches."""
         rows = sum(batch.rows for batch in self.batches[:batch_count])
         return (
             self._part(self.batches[:batch_count], self.row_index[:rows]),
@@ -189,8 +193,8 @@ class Plan(Struct, frozen=True):
 
 
 class Walk:
-    """The plans of one stream, one after the other. Those of a light walk say which steps a slab
-    has, and not which rows: another node makes it.
+    """The plans of one stream, one after the other. A light walk says only which steps a slab has,
+    and not which rows, since another node makes it.
     """
 
     def __init__(
@@ -248,7 +252,9 @@ class Walk:
         insort(self.fed, steps, key=lambda each: each.first)
 
     def begin(self, count: int) -> None:
-        """The next call of `next_plans`, maybe in a thread, will ask for so many plans."""
+        """Announce that the next call of `next_plans`, perhaps in a thread, will request this many
+        plans.
+        """
         some, self.fed = self.fed[:count], self.fed[count:]
         self.taken += some
         self._planned_next += some
@@ -268,18 +274,20 @@ class Walk:
         return self.steps.begin(plan.batches[0].step)
 
     def took(self, batches: Sequence[Batch], worker_s: float) -> None:
-        """Note what the own workers took for these batches; see SlabSizes.took."""
+        """Note the time of the node's own workers for these batches; see SlabSizes.took."""
         self.sizes.took(batches, worker_s)
         if not self.is_aligned and not self.is_fed:
             self.sizes.shorten()
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """As SlabSizes.fitted; a walk that is aligned or fed keeps its first value."""
+        """Adapt the slab size; see SlabSizes.fitted. A walk that is aligned or fed keeps its first
+        value.
+        """
         if not self.is_aligned and not self.is_fed:
             self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
 
     def next_plans(self, count: int) -> list[Plan]:
-        """Up to `count` plans; fewer at the end of the epoch."""
+        """Return up to `count` plans; fewer at the end of the epoch."""
         plans: list[Plan] = []
         if self.is_fed:
             while self._planned_next:
@@ -324,7 +332,7 @@ class Walk:
     def _rows_at(
         self, positions: Ints
     ) -> tuple[Ints, npt.NDArray[np.int32], tuple[BlockPacks, ...]]:
-        """The blocks, the row index and the packs of a plan of these positions."""
+        """Return the blocks, the row index and the packs of a plan of these positions."""
         if self.is_light:
             return _NO_BLOCKS, _NO_ROWS, ()
         blocks, rows = self.order.locate(positions)
@@ -342,7 +350,7 @@ class Walk:
     def _without(
         self, taken_out: Sequence[tuple[TakenDocument, ...]], packs: tuple[BlockPacks, ...]
     ) -> tuple[BlockPacks, ...]:
-        """These packs without the documents that were taken out of each block."""
+        """Return these packs without the documents that were removed from each block."""
         if not any(taken_out):
             return packs
         packs = packs or (NO_PACKS,) * len(taken_out)
@@ -350,8 +358,8 @@ class Walk:
 
 
 def _flat(name: str, counts: str, of_blocks: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-    """Some values of each block in one field, and how many each has in another; none at all if no
-    block has any.
+    """Flatten some values of each block into one field, and their number per block into another;
+    return no fields if no block has any.
     """
     if not any(of_blocks):
         return {}
