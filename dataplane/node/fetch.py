@@ -114,15 +114,15 @@ class Fetcher:
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
     ) -> int:
-        """As `SlabReads.read_slab`."""
+        """Implement `SlabReads.read_slab`."""
         return self.origin.read_slab(order, arena_fd, report)
 
     def end_slab(self, number: int) -> None:
-        """As `SlabReads.end_slab`."""
+        """Implement `SlabReads.end_slab`."""
         self.origin.end_slab(number)
 
     def detach_arena(self, arena_id: int) -> None:
-        """As `SlabReads.detach_arena`."""
+        """Implement `SlabReads.detach_arena`."""
         self.origin.detach_arena(arena_id)
 
     def beginning(self) -> Callable[[str], None]:

@@ -171,7 +171,7 @@ class Fetchers:
         return order.number
 
     def end_slab(self, number: int) -> None:
-        """As `SlabReads.end_slab`; nothing happens while its fetcher cannot hear."""
+        """Implement `SlabReads.end_slab`; nothing happens while its fetcher cannot hear."""
         self._slabs.end(number, self._fetchers)
 
     def detach_arena(self, arena_id: int) -> None:

@@ -39,19 +39,19 @@ class ManifestLender(Protocol):
     """What `Lending` does for this."""
 
     def keys(self, job_id: str, generation: int, key: bytes) -> None:
-        """As `Lending.keys`."""
+        """Implement `Lending.keys`."""
 
     def lend_arena(self, arena_id: int, fd: int) -> None:
-        """As `Lending.lend_arena`."""
+        """Implement `Lending.lend_arena`."""
 
     def return_arena(self, arena_id: int) -> None:
-        """As `Lending.return_arena`."""
+        """Implement `Lending.return_arena`."""
 
     def give(self, number: int, region: Region, arena_id: int, *, is_data: bool) -> None:
-        """As `Lending.give`."""
+        """Implement `Lending.give`."""
 
     def refuse(self, number: int) -> None:
-        """As `Lending.refuse`."""
+        """Implement `Lending.refuse`."""
 
 
 class _Lent(Struct, eq=False):

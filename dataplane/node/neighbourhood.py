@@ -71,11 +71,11 @@ class Neighbourhood:
         )
 
     def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
-        """As `Neighbours.owner_of`."""
+        """Implement `Neighbours.owner_of`."""
         return self._owners.neighbour(dataset, block)
 
     def makers(self, job_id: str) -> Sequence[SlabMaker]:
-        """As `Neighbours.makers`."""
+        """Implement `Neighbours.makers`."""
         nodes = self.tables.get(job_id)
         if nodes is None:
             return ()
@@ -86,24 +86,24 @@ class Neighbourhood:
         ]
 
     def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
-        """As `Neighbours.give`."""
+        """Implement `Neighbours.give`."""
         if self._lending is not None:
             first, *more = regions or [Region(0, 0)]
             note = wire.pack_run_note(ends)
             self._lending.give(number, first, note=note, more=tuple(more))
 
     def only_decoded(self, number: int, length: int) -> None:
-        """As `Neighbours.only_decoded`."""
+        """Implement `Neighbours.only_decoded`."""
         if self._lending is not None:
             self._lending.only_decoded(number, length)
 
     def refuse(self, number: int) -> None:
-        """As `Neighbours.refuse`."""
+        """Implement `Neighbours.refuse`."""
         if self._lending is not None:
             self._lending.refuse(number)
 
     def look(self) -> None:
-        """As `Lending.look`."""
+        """Implement `Lending.look`."""
         if self._lending is not None:
             self._lending.look()
 

@@ -23,13 +23,13 @@ class RangeSource(Protocol):
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
     ) -> int:
-        """As `SlabReads.read_slab`."""
+        """Implement `SlabReads.read_slab`."""
 
     def end_slab(self, number: int) -> None:
-        """As `SlabReads.end_slab`."""
+        """Implement `SlabReads.end_slab`."""
 
     def detach_arena(self, arena_id: int) -> None:
-        """As `SlabReads.detach_arena`."""
+        """Implement `SlabReads.detach_arena`."""
 
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed; None if no reason is known."""

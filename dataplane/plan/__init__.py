@@ -1,1 +1,1 @@
-"""Computes which samples each rank reads, in which order. Pure: no clock, no I/O, no threads."""
+"""Compute which samples each rank reads, in which order. Pure: no clock, no I/O, no threads."""

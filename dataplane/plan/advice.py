@@ -1,6 +1,6 @@
-"""What a user should know of a job before it runs. Of a shuffle: poor mixing, hosts that read much
+"""Warn users of a job's problems before it runs. Of a shuffle: poor mixing, hosts that read much
 more than their share, open windows that do not fit into memory. Of packs: padding and waste. Each
-with the setting that helps.
+warning names the setting that helps.
 
 All numbers are estimates from mean sizes, so this is fast for any dataset.
 """
@@ -27,8 +27,8 @@ _LONG_WINDOW_BLOCKS = 3
 
 
 def advice(job: ShuffledJob) -> str:
-    """What is to be said of a shuffled job as a whole, over a dataset or the sources of a mixture,
-    and of the memory of this host: one message, or "" in ordinary cases.
+    """Return the advice about a shuffled job over a dataset or a mixture, and about this host's
+    memory: one message, or "" in ordinary cases.
     """
     qualities = job.qualities()
     found = [said for said in (_mixing(job, qualities), _locality(job), _memory(job)) if said]
@@ -36,12 +36,14 @@ def advice(job: ShuffledJob) -> str:
 
 
 def memory(job: ShuffledJob) -> str:
-    """The same, if open windows do not fit into the memory of this host, and of nothing else."""
+    """Return the advice if open windows do not fit into this host's memory, and about
+    nothing else.
+    """
     return f"{_memory(job)}: {_help(job, job.qualities())}" if not job.fits else ""
 
 
 def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
-    """What is to be said of a job's packs, if they waste many tokens."""
+    """Return the advice about a job's packs, if they waste many tokens."""
     if found.tokens < _TOKENS_MIN:
         return ""
     in_blocks = f"blocks have {found.packs / block_count:.1f} packs on average"
@@ -72,7 +74,7 @@ def _padded_batches(found: Packing, in_blocks: str) -> str:
 
 
 def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> float:
-    """How many blocks the samples of a batch come from, on average over an epoch."""
+    """Return how many blocks the samples of a batch come from, on average over an epoch."""
     lanes = min(shuffle.lanes, global_batch)
     # A batch may reach over several windows.
     window = max(shuffle.window, global_batch / lanes) / sizes.block_rows
@@ -107,7 +109,7 @@ def _mixing(job: ShuffledJob, qualities: Sequence[float]) -> str:
 
 
 def _locality(job: ShuffledJob) -> str:
-    """Whether hosts read much more than their share."""
+    """Return the problem if hosts read much more than their share."""
     if not job.reads_much:
         return ""
     times, cluster = job.reads_times_share, job.cluster
@@ -119,7 +121,7 @@ def _locality(job: ShuffledJob) -> str:
 
 
 def _memory(job: ShuffledJob) -> str:
-    """Whether the open windows of a host do not fit into its block arena."""
+    """Return the problem if a host's open windows do not fit into its block arena."""
     if job.fits:
         return ""
     return (
@@ -130,7 +132,7 @@ def _memory(job: ShuffledJob) -> str:
 
 
 def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
-    """What to do about all problems of a job together."""
+    """Return the remedies for all problems of a job together."""
     is_poor, reads_much, worst = bool(job.poor(qualities)), job.reads_much, min(qualities)
     found, blocks = remedies(job, worst), ""
     if reads_much and found.fitting is None and found.larger is None:
@@ -151,7 +153,7 @@ def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
 
 
 def _more_memory(job: ShuffledJob, quality: float, other: Remedy | None) -> str:
-    """What to do about a shuffle that mixes well and does not fit."""
+    """Return the remedies for a shuffle that mixes well but does not fit."""
     blocks_help = any(
         one.window < _LONG_WINDOW_BLOCKS * one.sizes.block_rows for one in job.sources
     )
@@ -163,7 +165,7 @@ def _more_memory(job: ShuffledJob, quality: float, other: Remedy | None) -> str:
 
 
 def _enough_memory(job: ShuffledJob, *, blocks_help: bool) -> str:
-    """All ways to have a job fit whose lanes and windows stay the same."""
+    """Return all ways to make a job fit without changing its lanes and windows."""
     ways = [raise_to("block_arena_bytes", round(job.kept_bytes * ROOM))]
     cluster = job.cluster
     twice = Cluster(2 * cluster.host_count * cluster.ranks_per_host, cluster.ranks_per_host)

@@ -1,4 +1,4 @@
-"""Converts columns between numpy and Arrow, without a copy if their form is the same.
+"""Convert columns between numpy and Arrow, without a copy if their form is the same.
 
 Written by hand: Arrow's own conversions import its compute module, numpy.ma, and pandas if it is
 installed, which takes up to half a second.
@@ -29,13 +29,13 @@ def numbers_of(array: Any) -> NDArray[Any]:
 
 
 def numbers(values: NDArray[Any]) -> Any:
-    """The same numbers as an Arrow array.   Shapes:  values: [n]."""
+    """Convert numbers to an Arrow array.   Shapes:  values: [n]."""
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def flags(values: Bools) -> Any:
-    """The same flags as an Arrow array.   Shapes:  values: bool[n]."""
+    """Convert flags to an Arrow array.   Shapes:  values: bool[n]."""
     bits = pa.py_buffer(np.packbits(values, bitorder="little"))
     return pa.Array.from_buffers(pa.bool_(), len(values), [None, bits])
 
@@ -50,8 +50,8 @@ def flags_of(array: Any) -> Bools:
 
 
 def starts_of_lists(array: Any) -> Int64:
-    """Where the values of each list begin, counted from the first list's start, and where the last
-    ends.
+    """Return where the values of each list begin, counted from the first list's start, and where
+    the last list ends.
 
     Shapes:  result: int64[n + 1].
     """
@@ -66,7 +66,7 @@ def values_of_lists(array: Any) -> NDArray[Any]:
 
 
 def texts_of(array: Any) -> Texts:
-    """The strings of a validated array."""
+    """Return the strings of a validated array."""
     _, offsets, content = array.buffers()
     stops = np.frombuffer(offsets, np.int32, array.offset + len(array) + 1)[array.offset :]
     whole = np.empty(0, np.uint8) if content is None else np.frombuffer(content, np.uint8)
@@ -76,7 +76,7 @@ def texts_of(array: Any) -> Texts:
 
 
 def strings(texts: Texts) -> Any:
-    """The same texts as an Arrow array.
+    """Convert texts to an Arrow array.
 
     Raises:  ConfigError: 2 GiB of them, or more.
     """
@@ -91,5 +91,5 @@ def strings(texts: Texts) -> Any:
 
 
 def lists(starts: Int64, values: NDArray[Any]) -> Any:
-    """Lists of these values as an Arrow array; list i begins at starts[i]."""
+    """Make an Arrow array of lists of these values; list i begins at starts[i]."""
     return pa.ListArray.from_arrays(numbers(starts.astype(np.int32)), numbers(values))

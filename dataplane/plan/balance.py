@@ -1,8 +1,9 @@
-"""Balance: an order in which packs of about the same cost stand at about the same position of every
-lane, so that all ranks have them at the same step. docs/order.md specifies it.
+"""Order packs so that those of similar cost stand at similar positions in every lane, so that all
+ranks have them at the same step. docs/order.md specifies it.
 
-The plan knows no costs. The packs of a block are numbered so that the number says which part of the
-block's packs is cheaper, evenly for any consecutive numbers; a window is put in order by that.
+The plan knows no costs. The packs of a block are numbered so that a pack's number says which share
+of the block's packs is cheaper, evenly for any consecutive numbers; a window is sorted by that
+share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HIGH = np.uint64(0xFFFFFFFF00000000)
 
 
 class Turns:
-    """Which part of all packs, from the cheapest on, has its turn at each lane offset of an epoch:
+    """The rank in cost, as a share of all packs, that has its turn at each lane offset of an epoch:
     the same in all lanes, and evenly distributed over any stretch of offsets.
     """
 
@@ -30,8 +31,8 @@ class Turns:
         self._together = -(-POSITIONS // lanes)
 
     def permutations(self, keys: Words, offsets: Int64, numbers: Int64) -> Words:
-        """The permutation of each window: which of its samples stands at each of its offsets.
-        `numbers` are those of the packs at these offsets before.
+        """Return the permutation of each window: which of its samples stands at each of its
+        offsets. `numbers` are the packs at these offsets before it.
 
         Shapes:  keys: uint64[m].   offsets, numbers: int64[m, length].   result: uint64[m, length].
         """
@@ -47,7 +48,7 @@ class Turns:
 
 
 def numbered(costs: Int64) -> Int64:
-    """Which of the packs of a block, given in any order by their costs, has each number.
+    """Return which of a block's packs, listed with their costs in any order, gets each number.
 
     Shapes:  costs, result: int64[packs].
     """
@@ -58,7 +59,9 @@ def numbered(costs: Int64) -> Int64:
 
 
 def _shares(numbers: Int64) -> Words:
-    """What part of the packs of a block is cheaper than the one of this number, in 2**-64."""
+    """Return the share of a block's packs that is cheaper than the one with this number,
+    in 2**-64.
+    """
     return numbers.astype(np.uint64) * np.uint64(GAMMA)
 
 

@@ -1,5 +1,5 @@
-"""Which hosts may read each block of an order, for any number of hosts: counted block by block,
-whatever their sizes. A host whose ranks by chance take no sample of a block is counted, too.
+"""Count the hosts that may read each block of an order, for any number of hosts, block by block and
+for any block sizes. A host whose ranks by chance take no sample of a block is counted, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NONE = np.empty(0, np.int64)
 
 
 class BlockHosts(Struct, frozen=True, eq=False):
-    """The lanes that serve each of K blocks: `first`, and for those that lie on borders of lanes,
-    which are fewer than there are lanes, as many `more`.
+    """The lanes that serve each of K blocks: `first`, and for blocks on borders of lanes, which are
+    fewer than the lanes, this many `more`.
 
     Shapes:  first: integer[K].   on_border: int64[m], blocks, rising.   more: int64[m].
     """
@@ -32,7 +32,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, order: Order) -> Self:
-        """Those of all blocks of the order."""
+        """Return the lanes of all blocks of the order."""
         # The narrowest type that holds them: less memory and time.
         count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
         first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
@@ -45,7 +45,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
         return cls(order.lanes, first, np.concatenate(on_border), np.concatenate(more))
 
     def counts(self, cluster: Cluster, block_rows: NDArray[np.integer]) -> Int64:
-        """How many hosts may read each block: no more than it has samples.
+        """Return how many hosts may read each block: at most the number of its samples.
 
         Shapes:  block_rows: integer[K].   result: int64[K].
         """
@@ -64,7 +64,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
     def read_bytes(
         self, cluster: Cluster, block_rows: NDArray[np.integer], block_bytes: NDArray[np.integer]
     ) -> float:
-        """What all hosts together read, if each reads such a part of the blocks.
+        """Return the bytes that all hosts together read, if each reads these parts of the blocks.
 
         Shapes:  block_rows, block_bytes: integer[K].
         """
@@ -72,7 +72,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
         return float(by_count @ np.arange(len(by_count)))
 
     def are_read(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
-        """Which blocks a host may read.
+        """Return which blocks a host may read.
 
         Shapes:  result: bool[K].
         """
@@ -83,7 +83,7 @@ class BlockHosts(Struct, frozen=True, eq=False):
         return found
 
     def busiest_host(self, cluster: Cluster, block_bytes: NDArray[np.integer]) -> int:
-        """The host that reads most.
+        """Return the host that reads most.
 
         Shapes:  block_bytes: integer[K].
         """

@@ -10,7 +10,7 @@ import pyarrow as pa
 def categories_to_bytes(
     categories: Mapping[str, pa.Array], compression: str | None = None
 ) -> bytes:
-    """One Arrow stream with one row, a list for each column; empty without columns."""
+    """Serialise to one Arrow stream with one row, a list for each column; empty without columns."""
     if not categories:
         return b""
     rows = {
@@ -26,9 +26,9 @@ def categories_to_bytes(
 
 
 def categories_from_bytes(content: bytes) -> dict[str, pa.Array]:
-    """The values that `categories_to_bytes` serialised, by column.
+    """Return the values that `categories_to_bytes` serialised, by column.
 
-    Raises:  pa.ArrowInvalid: something else.
+    Raises:  pa.ArrowInvalid: the bytes are something else.
     """
     if not content:
         return {}

@@ -1,7 +1,7 @@
-"""When other shares of a mixture's sources take effect. Pure.
+"""Determine when changed shares of a mixture's sources take effect. Pure.
 
-Changes are in order, each where it takes effect: at the start of a round, or of an epoch. So they
-may be planned again, also with others behind them, and stay where they are.
+Changes are listed in order, each at the place where it takes effect: the start of a round, or of an
+epoch. So planning them again, even with later changes added, leaves them in place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Place = tuple[int, int]
 
 
 def in_effect(mixed: Mixed, asked: Sequence[ShareChange]) -> Changes:
-    """Changes that were asked for at these places, in order, where they take effect: at the first
-    round that begins there or later, or at the start of the next epoch. Those that change nothing
-    are left out; of several that take effect at one place, the last one counts.
+    """Return requested changes in order, moved to where they take effect: at the first round that
+    begins there or later, or at the start of the next epoch. Changes without an effect are left
+    out; of several that take effect at one place, the last one counts.
 
     Raises:  ConfigError: as `plan_of`, for any epoch.
     """
@@ -51,7 +51,8 @@ def _add_changes(mixed: Mixed, found: list[ShareChange], plan: EpochPlan) -> Non
 
 
 def next_boundary(mixed: Mixed, changes: Changes, place: Place) -> Place:
-    """The first place, from this one on, at which shares can change. `changes` are before it.
+    """Return the first place, from this one on, at which shares can change. `changes` are before
+    it.
 
     Raises:  ConfigError: as `in_effect`.
     """
@@ -62,8 +63,8 @@ def next_boundary(mixed: Mixed, changes: Changes, place: Place) -> Place:
 
 
 def changed(mixed: Mixed, changes: Changes, place: Place, shares: Shares) -> tuple[Changes, Place]:
-    """All changes, if others shares are asked for at this place, and where these take effect. Later
-    changes stay.
+    """Return all changes, and the place where the new shares, requested at this place, take effect.
+    Later changes stay.
 
     Raises:  ConfigError: as `in_effect`.
     """
@@ -81,8 +82,9 @@ def scheduled(
     global_batch: int,
     end: End,
 ) -> Changes:
-    """The changes before a place, and those of a schedule from there on. Its steps count from that
-    place on: each takes effect at the first round that begins in it or later.
+    """Return the changes before a place, and those of a schedule from there on. The schedule's
+    steps count from that place: each takes effect at the first round that begins in its step or
+    later.
 
     Raises:  ConfigError: as `in_effect`, and as `check_steps`.
     """
@@ -111,8 +113,8 @@ def scheduled(
 
 
 class _Part(Struct, frozen=True):
-    """An epoch from a position on, which is step `gone` of a schedule. `own` are the changes of the
-    epoch before that position.
+    """An epoch from a position on, which is step `gone` of a schedule. `own` are the epoch's
+    changes before that position.
     """
 
     mixed: Mixed
@@ -124,7 +126,7 @@ class _Part(Struct, frozen=True):
     end: End
 
     def behind_epochs_before(self, step: int) -> _Part:
-        """The epoch of this step, if none before it has any changes."""
+        """Return the epoch of this step, if no epoch before it has any changes."""
         plan = self.plan(())
         _check_step(plan, self.global_batch, self.end)
         passed, _ = divmod(step - self.gone, self.steps(plan))
@@ -132,7 +134,7 @@ class _Part(Struct, frozen=True):
         return structs.replace(self, start=self.start.after(plan, passed), gone=gone)
 
     def plan(self, some: Sequence[ScheduledShares]) -> EpochPlan:
-        """The epoch with these entries of the schedule."""
+        """Plan the epoch with these entries of the schedule."""
         return self.start.plan(self.mixed, (*self.own, *map(self._asked, some)))
 
     def _asked(self, one: ScheduledShares) -> ShareChange:
@@ -140,12 +142,12 @@ class _Part(Struct, frozen=True):
         return ShareChange(self.start.epoch, position, one.shares)
 
     def steps(self, plan: EpochPlan) -> int:
-        """How many steps the epoch has from the position on."""
+        """Return how many steps the epoch has from the position on."""
         return step_count(plan.sample_count - self.position, self.global_batch, self.end)
 
     def reached(self, schedule: Sequence[ScheduledShares], at: int) -> int:
-        """How many entries of the schedule, from this one on, the epoch comes to: it has their step
-        also without them and those behind them.
+        """Return how many entries of the schedule, from this one on, the epoch reaches: it has
+        their steps even without them and later entries.
         """
         most, step = _ENTRIES_AT_ONCE, self.global_batch if self.end is End.DROP else 1
         while True:
@@ -179,7 +181,7 @@ def _check_step(plan: EpochPlan, global_batch: int, end: End) -> None:
 
 
 def steps_before(mixed: Mixed, changes: Changes, place: Place, global_batch: int, end: End) -> int:
-    """How many steps a job has made before this place."""
+    """Return how many steps a job has made before this place."""
     epoch, position = place
     steps = -(-position // global_batch)
     for run in runs_of(mixed, changes):

@@ -1,4 +1,4 @@
-"""Which hosts read which lanes."""
+"""Compute which hosts read which lanes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cluster(Struct, frozen=True):
         return -(-self.dp_size // self.ranks_per_host)
 
     def meeting(self, lanes: int) -> int:
-        """Lanes l and ranks r meet where l and r are equal modulo this number."""
+        """Return the modulus m for which rank r reads lane l if l and r are equal modulo m."""
         return math.gcd(lanes, self.dp_size)
 
     def lanes_per_rank(self, lanes: int) -> int:
@@ -73,7 +73,7 @@ class Cluster(Struct, frozen=True):
         return found
 
     def hosts_per_block(self, lanes: int, blocks: float) -> float:
-        """How many hosts read a block, estimated for blocks of equal size: the hosts of its lane,
+        """Estimate how many hosts read a block, for blocks of equal size: the hosts of its lane,
         and for a block on a border those of both lanes.
         """
         step = -(-lanes // _LANES_SEEN)

@@ -1,7 +1,7 @@
-"""Where the columns of each block lie within it, as far as its shard's index knows.
+"""The places of the columns within each block, as far as the shards' indexes state them.
 
-1. Only a job that leaves out columns needs these places, so they stay compressed: a manifest takes
-   the memory of its file for them, at most, and loading it takes no time for them.
+1. Only a job that leaves out columns needs these places, so they stay compressed: they take at most
+   as much memory as the manifest's file, and no time to load.
 2. They are encoded and decoded in parts of a bounded number of columns.
 """
 
@@ -44,7 +44,9 @@ class PlacesPart(Struct, frozen=True, eq=False):
     decoded: Int64
 
     def check(self, block_length: Int64) -> None:
-        """Raises:  ConfigError: columns do not lie in these blocks.
+        """Check that the columns lie within these blocks.
+
+        Raises:  ConfigError: columns do not lie in these blocks.
 
         Shapes:  block_length: int64[k].
         """
@@ -54,8 +56,8 @@ class PlacesPart(Struct, frozen=True, eq=False):
 
 
 class ColumnPlaces(Struct, frozen=True, eq=False):
-    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks:
-    for each part, a byte that says which numbers are narrow, then all gaps, lengths and decoded
+    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks.
+    Each part has a byte that says which numbers are narrow, then all gaps, lengths and decoded
     sizes, compressed. The gap between a column and the one before it is mostly 0.
     """
 
@@ -65,8 +67,8 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[int]]) -> Self | None:
-        """From the places that formats report for each block (formats.base.Block.columns); None if
-        they report none.
+        """Encode the places that formats report for each block (formats.base.Block.columns); None
+        if they report none.
 
         Raises:  ConfigError: blocks of different numbers of columns, or impossible numbers.
         """
@@ -114,7 +116,7 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
             yield PlacesPart(first, np.cumsum(gap + length, axis=1) - length, length, decoded)
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads."""
+        """Return the bytes that `from_bytes` reads."""
         head = _HEADER.pack(self.block_count, self.column_count)
         sizes = (memoryview(part).nbytes.to_bytes(_LENGTH_BYTES, "little") for part in self.encoded)
         parts = (piece for pair in zip(sizes, self.encoded, strict=True) for piece in pair)
@@ -122,9 +124,9 @@ class ColumnPlaces(Struct, frozen=True, eq=False):
 
     @classmethod
     def from_bytes(cls, content: Buffer) -> Self:
-        """The inverse of `to_bytes`.
+        """Invert `to_bytes`.
 
-        Raises:  ValueError: it is not that.
+        Raises:  ValueError: the content is invalid.
         """
         whole = memoryview(bytes(content))
         if len(whole) < _HEADER.size:

@@ -1,4 +1,4 @@
-"""How many of the first k slots of a mixture each source has. docs/order.md specifies it.
+"""Count how many of the first k slots of a mixture each source has. docs/order.md specifies it.
 
 A source with the share a_i of A has F_i(k) of the first k slots, at most 3.36 away from k*a_i/A,
 for any number of sources. A tree over the sources gives F_i and its inverse in closed form.
@@ -32,7 +32,7 @@ class _Level(Struct, frozen=True):
 
 
 class CountingTree:
-    """The counts of sources with these shares; one of share 0 never has a slot."""
+    """The counts of sources with these shares; a source with share 0 never has a slot."""
 
     __slots__ = ("_is_left", "_levels", "_parent", "_root", "_weight", "source_count")
 

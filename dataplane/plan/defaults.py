@@ -1,7 +1,7 @@
-"""Default lanes, window and ramp of a dataset. docs/order.md says why these rules are as they are;
+"""Default lanes, window and ramp of a dataset. docs/order.md gives the reasons for these rules;
 benchmarks/shuffle.py simulates them.
 
-They follow from the manifest alone, never from the number of ranks or hosts, so that a job may be
+They depend only on the manifest, never on the number of ranks or hosts, so that a job may be
 resumed on any number.
 """
 
@@ -51,8 +51,8 @@ RAMP_SHARE_MIN = 8
 class BlockSizes(Struct, frozen=True):
     """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones.
 
-    `usual_rows` are those of the block in which a sample is, on average: more than `block_rows` if
-    blocks differ. No default depends on it.
+    `usual_rows` is the mean size of the block that contains a sample, averaged over samples: more
+    than `block_rows` if blocks differ. No default depends on it.
     """
 
     samples: int
@@ -81,7 +81,7 @@ class BlockSizes(Struct, frozen=True):
 
     @property
     def dataset_bytes(self) -> int:
-        """The decoded dataset, about."""
+        """The approximate decoded size of the dataset."""
         return self.samples * self.sample_bytes
 
     def open_window_bytes(self, window: int) -> int:
@@ -94,7 +94,9 @@ class BlockSizes(Struct, frozen=True):
 
 
 class Shuffle(Struct, frozen=True):
-    """How an order shuffles; see docs/order.md. `ramp` counts halvings of the first windows."""
+    """The parameters of a shuffle; see docs/order.md. `ramp` counts halvings of the first
+    windows.
+    """
 
     lanes: int
     window: int
@@ -102,25 +104,27 @@ class Shuffle(Struct, frozen=True):
 
 
 def shuffle_of(sizes: BlockSizes, lanes: int | None = None, window: int | None = None) -> Shuffle:
-    """Lanes, window and ramp for a dataset: what is given, and defaults for the rest."""
+    """Return lanes, window and ramp for a dataset: the given values, and defaults for the rest."""
     lanes = lanes or _lanes(sizes)
     window = window or _window(sizes, lanes)
     return Shuffle(lanes, window, _ramp(sizes, lanes, window))
 
 
 def open_bytes_max(sizes: BlockSizes) -> int:
-    """The memory that all open windows may take by default, over all hosts."""
+    """Return the memory that all open windows may take by default, over all hosts."""
     return max(OPEN_BYTES_MIN, min(sizes.dataset_bytes // OPEN_SHARE, OPEN_BYTES_MAX))
 
 
 def mixed_lanes(sizes: Sequence[BlockSizes]) -> int:
-    """The lanes of a mixture of several datasets: those of one with all of their blocks."""
+    """Return the lanes of a mixture of several datasets: those of one dataset with all of their
+    blocks.
+    """
     return _lanes(_together(sizes))
 
 
 def source_window(sizes: BlockSizes, lanes: int, every: Sequence[BlockSizes]) -> int:
-    """The window of one dataset of a mixture that has so many lanes. It gets the part of the open
-    windows' memory, and of their samples, that it has of the datasets' bytes, or half a block.
+    """Return the window of one dataset of a mixture with this many lanes. The dataset gets a part
+    of the open windows' memory, and of their samples, in proportion to its bytes, or half a block.
     """
     whole = _together(every)
     if lanes == 1 and _is_one_window(whole):
@@ -191,8 +195,8 @@ def _window(sizes: BlockSizes, lanes: int) -> int:
 
 
 def _ramp(sizes: BlockSizes, lanes: int, window: int) -> int:
-    """How often windows are halved until the first ones of all lanes take RAMP_BYTES, or are as
-    short as is of use.
+    """Return how often windows are halved until the first windows of all lanes take RAMP_BYTES, or
+    are as short as useful.
     """
     least = max(
         -(-RAMP_BLOCKS_MIN * sizes.block_rows // lanes), -(-sizes.block_rows // RAMP_SHARE_MIN)

@@ -1,7 +1,7 @@
-"""Computes what `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
+"""Compute what `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
 
 The numbers follow from lanes, windows and blocks. Displacement, and blocks and shards in a batch,
-are sampled, at positions chosen by the keyed hash, so that the result is always the same.
+are sampled at positions chosen by the keyed hash, so that the result is always the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DROP_SHARE_MAX = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What one epoch costs, and how well it is shuffled. Times are not estimated.
+    """The cost of one epoch, and the quality of its shuffle. Times are not estimated.
 
     `hosts_per_block_*` counts hosts that may need a block (an upper bound: a host whose ranks by
     chance take none of its samples is counted). `displacement` is the mean distance between a
@@ -87,8 +87,8 @@ def explain(
     *,
     ramp: int = 0,
 ) -> Explanation:
-    """Explain an order for these ranks, which make these steps. `ramp` is that of the job,
-    whichever epoch the order is of.
+    """Explain an order for these ranks, which make these steps. `ramp` is that of the job, even if
+    the order is of a later epoch.
 
     Raises:  ConfigError: invalid combination of batch and ranks.
     """
@@ -143,8 +143,8 @@ def _quality(sizes: BlockSizes, order: Order, ramp: int, global_batch: int) -> f
 
 
 def _ramp_windows(order: Order, ramp: int) -> tuple[int, ...]:
-    """How many samples the first windows of the first lane have in epoch 0, up to and without the
-    first full one. Those of other lanes have as many or fewer.
+    """Return how many samples the first windows of the first lane have in epoch 0, before the first
+    full one. Those of other lanes have as many or fewer.
     """
     windows = Windows(order.seed, 0, order.lanes, order.window, ramp, order.sample_count)
     found: list[int] = []
@@ -199,7 +199,7 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Probed:
 
 
 def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:
-    """How many distinct groups `batch` independent draws hit, on average."""
+    """Return how many distinct groups `batch` independent draws hit, on average."""
     with np.errstate(divide="ignore"):
         return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
 

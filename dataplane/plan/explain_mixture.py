@@ -1,6 +1,6 @@
-"""Computes what `dataplane plan` shows of a mixture: what an epoch has of each source.
+"""Compute what `dataplane plan` shows of a mixture: the part of each source in an epoch.
 
-Counts are those of the plan that streams are made from, so they are exact.
+Counts come from the plan that streams are made from, so they are exact.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _OFF_MAX = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What one epoch has of a source. Both shares are of samples; `asked_share` is what the weights
-    mean, and the mean over the epoch if they change in it. `passes` is how often the epoch reads
-    it. `exhausted_position` is the position behind its last sample, if all that the epoch may have
-    of it are read, and `exhausted_step` the step of that sample; None if some are left.
+    """One source's part of an epoch. Both shares are of samples; `asked_share` is the share that
+    the weights ask for, averaged over the epoch if they change in it. `passes` is how often the
+    epoch reads the source. If the epoch reads all samples that it may, `exhausted_position` is the
+    position after the last one, and `exhausted_step` its step; otherwise both are None.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """From this position of the epoch on, in this step, it has these shares of its sources."""
+    """New shares of an epoch's sources, from this position on, in this step."""
 
     position: int
     step: int
@@ -66,7 +66,9 @@ class PlannedChange:
 
 @dataclass(frozen=True, slots=True)
 class MixtureExplanation:
-    """What one epoch of a mixture has, and what its open windows take. Times are not estimated."""
+    """The contents of one epoch of a mixture, and the cost of its open windows. Times are not
+    estimated.
+    """
 
     sample_count: int
     step_count: int
@@ -122,7 +124,9 @@ def explain_mixture(
 
 
 def _asked(spec: JobSpec, plan: EpochPlan) -> list[tuple[int, Shares]]:
-    """The shares that the weights of the job mean in an epoch, each from a position on."""
+    """Return the shares that the weights of the job ask for in an epoch, each from a
+    position on.
+    """
     mixture = spec.mixture
     assert mixture is not None
     before = [change.shares for change in mixture.changes if change.epoch < plan.epoch]
@@ -132,7 +136,7 @@ def _asked(spec: JobSpec, plan: EpochPlan) -> list[tuple[int, Shares]]:
 
 
 def _mean_shares(asked: Sequence[tuple[int, Shares]], sample_count: int) -> Sequence[float]:
-    """Those of a whole epoch. Shapes:  result: one a source."""
+    """Average shares over an epoch. Shapes:  result: one a source."""
     starts = np.array([at for at, _ in asked])
     parts = np.diff(starts, append=sample_count) / sample_count
     shares = np.array([shares for _, shares in asked], np.float64)
@@ -148,7 +152,7 @@ def _sources(
     limits: Sequence[int],
     asked: Sequence[tuple[int, Shares]],
 ) -> tuple[tuple[SourcePlan, ...], list[ShuffledSource]]:
-    """What the epoch has of each source, and what it reads of those that it has any of. `limits`:
+    """Return each source's part of the epoch, and the reads of sources that have a part. `limits`:
     the most samples that an epoch may have of each source.
     """
     mixture, plan = spec.mixture, order.plan
@@ -183,7 +187,7 @@ def _sources(
 
 
 def _last_position(order: MixedOrder, source: int) -> int:
-    """The last position at which a source stands: somewhere in the last round that has it."""
+    """Return the last position of a source: somewhere in the last round that has it."""
     plan = order.plan
     in_round = [
         (each.round_steps * each.shares[source] // sum(each.shares) + 8) * each.lanes * each.batch

@@ -1,4 +1,4 @@
-"""Finds the interval that contains each place. A table gives the approximate interval, and one or
+"""Find the interval that contains each place. A table gives the approximate interval, and one or
 two comparisons the exact one. This takes a fraction of the time of a binary search, whose branches
 the processor cannot predict.
 
@@ -41,7 +41,7 @@ class Finder:
         self._first = first.astype(np.int32)
 
     def find(self, places: Int64) -> tuple[Int64, Int64]:
-        """The interval of each place, and the place within it.
+        """Return the interval of each place, and the place within it.
 
         Shapes:  places: int64[m], each in an interval.   result: int64[m], int64[m].
         """

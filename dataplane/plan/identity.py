@@ -18,7 +18,9 @@ from dataplane.redact import unpinned
 
 
 def identity_of(manifest: Manifest) -> DatasetIdentity:
-    """Linear in shards and blocks: about 0.5 s for 10^6 shards with 3 * 10^6 blocks."""
+    """Compute a dataset's identity. Linear in shards and blocks: about 0.5 s for 10^6 shards with 3
+    * 10^6 blocks.
+    """
     layout, etags = _hash(), _hash()
     for text in (manifest.format.encode(), manifest.schema):
         layout.update(struct.pack("<q", len(text)) + text)
@@ -37,9 +39,9 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
 
 
 def relative_names(urls: Texts) -> Piece:
-    """Each url without the longest common folder. If shards are in several buckets or stores, the
-    names contain the bucket. The query of a web address is left out: a presigned url gets a new one
-    every day. So is the commit of a Hub's repository, which a push changes.
+    """Return each url without the longest common folder. If shards are in several buckets or
+    stores, the names contain the bucket. Parts that change are left out: the query of a web
+    address, since a presigned url gets a new one every day, and the commit of a Hub's repository.
     """
     paths = urls.changed(_lasting, b"?@")
     shared = paths.content[: paths.shared_prefix_bytes()].tobytes()

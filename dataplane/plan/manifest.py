@@ -115,7 +115,7 @@ class Manifest:
     def build(
         cls, urls: Iterable[str], format_name: str, schema: bytes, shards: Iterable[IndexedShard]
     ) -> Manifest:
-        """The manifest of these shards, in this order. Blocks without rows are left out.
+        """Build the manifest of these shards, in this order. Blocks without rows are left out.
 
         Raises:  ConfigError: no samples at all, or numbers that no block can have.
         """
@@ -168,15 +168,17 @@ class Manifest:
         return self.shards.block_in_shard(int(self.block_shard[block]), block)
 
     def with_categories(self, values: Mapping[str, pa.Array]) -> Manifest:
-        """The same manifest, with the values of these columns added."""
+        """Return the manifest with the values of these columns added."""
         return replace(self, categories={**self.categories, **values})
 
     def with_view(self, name: str, counts: Int64) -> Manifest:
-        """The same manifest, with the rows of each block in the view of this name added."""
+        """Return the manifest with the counts of a view added: the rows of each block that
+        it has.
+        """
         return replace(self, view_counts={**self.view_counts, name: counts})
 
     def viewed(self, counts: Int64) -> Manifest:
-        """The manifest of a view that leaves so many rows of each block. Blocks without any are
+        """Return the manifest of a view with this many rows of each block. Blocks without any are
         left out.
 
         Shapes:  counts: int64[K], at most the rows of each block.
@@ -219,7 +221,9 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """One compressed Arrow stream, one row a shard; places of columns; a checksum; a mark."""
+        """Serialise to one compressed Arrow stream with one row a shard, then places of columns, a
+        checksum, and a mark.
+        """
         shards = self.shards
         places = b"" if self.column_places is None else self.column_places.to_bytes()
         ends = self.block_offset + self.block_length
@@ -262,7 +266,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
-        """The manifest that `to_bytes` wrote; `name` is what errors call it.
+        """Return the manifest that `to_bytes` wrote; errors call it `name`.
 
         Raises:  CorruptShard: it is not a manifest, or damaged.  ConfigError: of another version.
         """

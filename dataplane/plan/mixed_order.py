@@ -32,7 +32,7 @@ _PASSES_HELD = 4
 
 
 class SourceOrder(Struct, frozen=True):
-    """How one source is shuffled. If it is `balanced`, its samples are packs that plan/balance.py
+    """The shuffle of one source. If it is `balanced`, its samples are packs that plan/balance.py
     has numbered.
 
     Shapes:  block_rows: integer[K].
@@ -96,7 +96,8 @@ class MixedOrder:
         return int(self._blocks[-1])
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """The sample at each position: its block among those of all sources, and its row in that.
+        """Return the sample at each position: its block among those of all sources, and its row in
+        that block.
 
         Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
         Raises:  ConfigError: a position is not in [0, N).
@@ -110,7 +111,7 @@ class MixedOrder:
         return blocks, rows
 
     def samples_at(self, positions: Int64) -> tuple[Int64, Int64]:
-        """The source at each position, and which of its samples, counted over all passes.
+        """Return the source at each position, and which of its samples, counted over all passes.
 
         Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
         Raises:  ConfigError: a position is not in [0, N).
@@ -130,8 +131,8 @@ class MixedOrder:
         return source, sample
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """With which key the packs of the block at each position are drawn, if samples are packs:
-        another one in each pass over the source.
+        """Return the key with which the packs of the block at each position are drawn, if samples
+        are packs: a different one in each pass over the source.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
@@ -143,7 +144,8 @@ class MixedOrder:
         return found
 
     def keys_of_packs(self, block: int) -> list[int]:
-        """With which keys the packs of a block are drawn in this epoch: one for each pass.
+        """Return the keys with which the packs of a block are drawn in this epoch: one for each
+        pass.
 
         Raises:  ConfigError: no such block.
         """
@@ -168,7 +170,7 @@ class MixedOrder:
         return np.sort(self.positions_of_samples(source, samples))
 
     def positions_of_samples(self, source: int, samples: Int64) -> Int64:
-        """Where these samples of a source are: the inverse of `samples_at`.
+        """Return where these samples of a source are: the inverse of `samples_at`.
 
         Shapes:  samples: int64[n], those that the epoch has.   result: int64[n].
         """
@@ -242,7 +244,7 @@ class MixedOrder:
         return source, segment.base[source] + sample
 
     def _in_segment(self, segment: MixSegment, source: int, samples: Int64) -> Int64:
-        """The inverse of `_of_segment`, for one source."""
+        """Invert `_of_segment`, for one source."""
         slot, within = np.divmod(samples - segment.base[source], segment.batch)
         index, turned = np.divmod(slot, segment.lanes)
         lane = (turned + self._offsets[source]) % segment.lanes
@@ -312,7 +314,9 @@ class MixedOrder:
         return range(int(self._first_pass[source]), int(self._last_pass[source]) + 1)
 
     def _word_of_packs(self, source: int, number: int) -> int:
-        """What the packs of all blocks of a source are drawn with in one pass."""
+        """Return the word from which the pack keys of all blocks of a source are made in
+        one pass.
+        """
         return key(key(self._seed, Domain.SOURCE, source), Domain.PACK, number)
 
     def _new_pass(self, source: int, number: int) -> Order:

@@ -35,10 +35,10 @@ _PLANS_KEPT, _CHANGES_MAX = 2048, 16
 
 
 class Mixed(Struct, frozen=True):
-    """What an epoch is planned from. `counts` are the samples of each source, `passes_max` how
-    often a source may be read in one epoch, 0 for no limit, which only Exhausted.CYCLE allows.
-    `length` is the length of an epoch in samples, 0 for one that follows from `exhausted`. `batch`:
-    so many consecutive samples are of one source, in one lane.
+    """The facts from which an epoch is planned. `counts` are the samples of each source,
+    `passes_max` how often a source may be read in one epoch, 0 for no limit, which only
+    Exhausted.CYCLE allows. `length` is the length of an epoch in samples, 0 if it follows from
+    `exhausted`. `batch`: the number of consecutive samples of a lane that come from one source.
     """
 
     counts: tuple[int, ...]
@@ -77,13 +77,13 @@ class MixSegment(Struct, frozen=True):
 
     @property
     def stop(self) -> int:
-        """The position after its last one."""
+        """The position after the segment's last one."""
         return self.start + self.steps * self.lanes * self.batch
 
 
 class Tail(Struct, frozen=True):
-    """What is left over of the sources at the end, dealt in turns: first one sample of each source,
-    then another of each that has one left. Sources with more left over come first.
+    """The samples left over from the sources at the end, dealt in turns: first one sample of each
+    source, then another of each that has one left. Sources with more left over come first.
 
     Shapes:  base, left, order, ends: int64[sources].   order: the sources by what is left of them.
     ends: where the tail has the last sample of order[-1], of order[-2], …
@@ -97,7 +97,7 @@ class Tail(Struct, frozen=True):
 
     @classmethod
     def of(cls, start: int, base: Int64, left: Int64) -> Tail:
-        """Of what is left of each source."""
+        """Make the tail of the samples left in each source."""
         order = np.lexsort((np.arange(len(left)), -left))
         rising = left[order][::-1]
         steps = np.diff(rising, prepend=0) * np.arange(len(left), 0, -1)
@@ -109,7 +109,7 @@ class Tail(Struct, frozen=True):
         return int(self.ends[-1])
 
     def locate(self, places: Int64) -> tuple[Int64, Int64]:
-        """The source of each place of the tail, and which of its samples is there.
+        """Return the source of each place of the tail, and which of its samples is there.
 
         Shapes:  places: int64[n], from 0.   result: int64[n], int64[n].
         """
@@ -121,7 +121,7 @@ class Tail(Struct, frozen=True):
         return sources, self.base[sources] + rising[gone] + turn
 
     def place_of(self, sources: Int64, samples: Int64) -> Int64:
-        """The inverse of `locate`."""
+        """Invert `locate`."""
         turn = samples - self.base[sources]
         rising = np.concatenate([[0], self.left[self.order][::-1]])
         gone = rising[1:].searchsorted(turn, side="right")
@@ -134,7 +134,7 @@ class Tail(Struct, frozen=True):
 
 class EpochPlan(Struct, frozen=True):
     """One epoch. `base` is what was read of each source before it, `counts` what it has of each.
-    `changed`: where shares changed, and to what, in order. `shares` are those at its end.
+    `changed` lists where shares changed, and to what, in order. `shares` are those at its end.
 
     Shapes:  base, counts: int64[sources].
     """
@@ -151,8 +151,8 @@ class EpochPlan(Struct, frozen=True):
 
 
 class EpochStart(Struct, frozen=True):
-    """Where an epoch begins: the shares in force, what was read of each source, and how many rounds
-    there were.
+    """The state at the start of an epoch: the shares in force, the samples read of each source, and
+    the number of rounds so far.
 
     Shapes:  base: int64[sources].
     """
@@ -168,9 +168,9 @@ class EpochStart(Struct, frozen=True):
         return cls(0, mixed.shares, np.zeros(len(mixed.counts), np.int64))
 
     def plan(self, mixed: Mixed, changes: Sequence[ShareChange] = ()) -> EpochPlan:
-        """The plan of the epoch with these changes in it, which are in order.
+        """Plan the epoch with these changes, which are in order.
 
-        Raises:  ConfigError: it would have no samples, or not as many as its length.
+        Raises:  ConfigError: the epoch would have no samples, or not as many as its length.
         """
         given = mixed, self.shares, self.base, self.rounds, self.epoch, tuple(changes)
         if len(changes) > _CHANGES_MAX:
@@ -180,14 +180,16 @@ class EpochStart(Struct, frozen=True):
     def reached(
         self, mixed: Mixed, changes: Sequence[ShareChange], asked_from: int, step: int
     ) -> int:
-        """How many of the changes the epoch comes to. From position `asked_from` on, they are where
-        they were asked for: each needs `step` more positions there, without it and later ones.
+        """Return how many of the changes the epoch reaches. From position `asked_from` on, changes
+        are where they were requested: each needs `step` more positions there, without itself and
+        later ones.
         """
         given = mixed, self.shares, self.base, self.rounds, self.epoch, changes
         return _Planner(*given, asked_from, step).reached()
 
     def after(self, plan: EpochPlan, count: int = 1) -> EpochStart:
-        """Where the next epoch begins, if `count` epochs are as this plan of the first of them.
+        """Return the start of the next epoch, after `count` epochs like this plan of the first of
+        them.
 
         Raises:  ConfigError: that is beyond the range of numbers.
         """
@@ -202,8 +204,8 @@ class EpochStart(Struct, frozen=True):
 
 
 class EpochRun(Struct, frozen=True):
-    """Epochs of equal counts: `count` of them, None for all that follow. `plan` is that of the
-    first one, which begins at `start`.
+    """Consecutive epochs with equal counts: `count` of them, None for all that follow. `plan` is
+    that of the first one, which begins at `start`.
     """
 
     start: EpochStart
@@ -212,12 +214,12 @@ class EpochRun(Struct, frozen=True):
 
     @property
     def first(self) -> int:
-        """Its first epoch."""
+        """The run's first epoch."""
         return self.start.epoch
 
 
 def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> EpochPlan:
-    """The plan of an epoch, after these changes of the shares, which are in order.
+    """Plan an epoch, after these changes of the shares, which are in order.
 
     Raises:  ConfigError: an epoch would have no samples, or not as many as its length.
     """
@@ -229,7 +231,7 @@ def plan_of(mixed: Mixed, epoch: int, changes: Sequence[ShareChange] = ()) -> Ep
 
 
 def runs_of(mixed: Mixed, changes: Sequence[ShareChange] = ()) -> Iterator[EpochRun]:
-    """All epochs, after these changes of the shares, which are in order.
+    """Yield all epochs, after these changes of the shares, which are in order.
 
     Raises:  ConfigError: as `plan_of`.
     """
@@ -296,7 +298,7 @@ class _Planner:
         )  # fmt: skip
 
     def reached(self) -> int:
-        """How many of the changes the epoch comes to."""
+        """Return how many of the changes the epoch reaches."""
         count = len(self._changes)
         while self._changes and not self._changes[0].position:
             self._have(self._changes.popleft().shares)
@@ -305,7 +307,7 @@ class _Planner:
         return count - self._left_out - late
 
     def _to_end(self, lanes: int) -> Tail | None:
-        """Plan what is left of the epoch, which begins with segments of so many lanes."""
+        """Plan the rest of the epoch, which begins with segments of this many lanes."""
         mixed, tail = self._mixed, None
         self._run(lanes)
         deals = mixed.exhausted is Exhausted.RENORMALISE and not mixed.length
@@ -320,7 +322,7 @@ class _Planner:
         return tail
 
     def _run(self, lanes: int) -> None:
-        """Add segments of so many lanes until a source is exhausted or the length is reached."""
+        """Add segments of this many lanes until a source is exhausted or the length is reached."""
         mixed, unit = self._mixed, lanes * self._mixed.batch
         while True:
             room = (self._limits - self._used) // unit
@@ -343,7 +345,7 @@ class _Planner:
                 return
 
     def _change(self, lanes: int) -> None:
-        """Have the shares that are due: of several, the last ones."""
+        """Apply the changes of shares that are due; the last one counts."""
         shares = self._shares
         while self._changes and self._changes[0].position <= self._position:
             if not self._comes_to(self._changes[0], shares, lanes):
@@ -359,8 +361,8 @@ class _Planner:
             self._changed.append((self._position, shares))
 
     def _comes_to(self, change: ShareChange, shares: Shares, lanes: int) -> bool:
-        """Whether the epoch has the positions that a change needs if, without that change, it went
-        on with these shares.
+        """Whether the epoch has the positions that a change needs if it went on with these shares
+        instead.
         """
         needed = change.position + self._step
         sure = self._sure if shares == self._shares else self._position
@@ -369,7 +371,7 @@ class _Planner:
         return self._end_with(shares, lanes) >= needed
 
     def _end_with(self, shares: Shares, lanes: int) -> int:
-        """Where the epoch ends if it goes on with these shares."""
+        """Return where the epoch ends if it goes on with these shares."""
         kept = self.__dict__.copy()
         self._shares, self._changes = shares, deque()
         self._segments, self._changed = [], []
@@ -389,8 +391,8 @@ class _Planner:
         return int(tree.slots_for(some, -(-wanted // unit)).max())
 
     def _steps_to_change(self, unit: int) -> int:
-        """Steps after which other shares are in force. Of several changes that are due there, the
-        last one counts.
+        """Return the number of steps after which other shares apply. Of several changes due there,
+        the last one counts.
         """
         rounds, shares = 0, self._shares
         round_length = unit * self._mixed.round_steps

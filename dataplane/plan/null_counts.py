@@ -1,4 +1,4 @@
-"""How many nulls a dataset has, one number for each field node of its schema."""
+"""The null counts of a dataset, one number for each field node of its schema."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NullCounts(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, by_shard: Iterable[Sequence[int]]) -> Self | None:
-        """From the counts of each shard, in order; None if no shard has counts. A shard without
+        """Merge the counts of each shard, in order; None if no shard has counts. A shard without
         counts may have nulls anywhere.
         """
         counts, shards = np.empty(0, np.int64), np.empty(0, np.int64)
@@ -49,7 +49,7 @@ class NullCounts(Struct, frozen=True, eq=False):
         return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
 
     def without(self, nodes: Sequence[int]) -> Self:
-        """The same, but no null is known in these field nodes."""
+        """Return the counts with no known null in these field nodes."""
         counts, shards = self.counts.copy(), self.shards.copy()
         counts[list(nodes)] = np.minimum(counts[list(nodes)], 0)
         shards[list(nodes)] = -1
@@ -61,9 +61,9 @@ class NullCounts(Struct, frozen=True, eq=False):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self | None:
-        """The inverse of `to_bytes`; None for empty bytes.
+        """Invert `to_bytes`; None for empty bytes.
 
-        Raises:  ValueError: something else.
+        Raises:  ValueError: the content is invalid.
         """
         numbers = np.frombuffer(content, "<i8")
         if len(numbers) % 2:
@@ -73,7 +73,7 @@ class NullCounts(Struct, frozen=True, eq=False):
 
 
 def merged(one: Int64, other: Int64) -> Int64:
-    """The combined counts of two parts of a dataset, or of two nullable nodes: their sum, else
+    """Combine the counts of two parts of a dataset, or of two nullable nodes: their sum, else
     UNKNOWN if one is, else 0, else NEVER.
     """
     some = np.maximum(one, 0) + np.maximum(other, 0)

@@ -29,7 +29,7 @@ RAMP_MAX = 28
 
 
 class SampleOrder(Protocol):
-    """Which sample is at each position of one epoch: the whole interface that readers use. Filters,
+    """The sample at each position of one epoch: the whole interface that readers use. Filters,
     mixtures and packs can be orders too.
 
     1. The same positions always give the same samples, for every caller and however the positions
@@ -39,10 +39,10 @@ class SampleOrder(Protocol):
 
     @property
     def sample_count(self) -> int:
-        """How many positions there are."""
+        """The number of positions."""
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """The sample at each position: its block, and its row in that block.
+        """Return the sample at each position: its block, and its row in that block.
 
         Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
         Raises:  ConfigError: there is no such position.
@@ -57,7 +57,7 @@ class SampleOrder(Protocol):
 
 
 class TracedOrder(SampleOrder, Protocol):
-    """An order that can be read backwards, too."""
+    """An order that can also be read backwards, from rows to positions."""
 
     def positions_of(self, block: int, row: int) -> Int64:
         """All positions at which a row of a block stands, rising.
@@ -67,13 +67,16 @@ class TracedOrder(SampleOrder, Protocol):
         """
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """With which key the packs of the block at each position are drawn, if samples are packs.
+        """Return the key with which the packs of the block at each position are drawn, if samples
+        are packs.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
 
     def keys_of_packs(self, block: int) -> list[int]:
-        """With which keys the packs of a block are drawn in this epoch: one for each pass."""
+        """Return the keys with which the packs of a block are drawn in this epoch: one for each
+        pass.
+        """
 
 
 class Order:
@@ -81,8 +84,8 @@ class Order:
 
     `ramp` is how often the first window of a lane is halved in epoch 0, so that its first batches
     need few blocks. If it is `balanced`, samples are packs that plan/balance.py has numbered, and
-    those of about the same cost stand together. `shuffle=False` is the dataset's own order,
-    whatever the others say: one lane, and windows of one sample.
+    those of similar cost stand together. `shuffle=False` is the dataset's own order, whatever the
+    other arguments: one lane, and windows of one sample.
     """
 
     __slots__ = (
@@ -150,7 +153,7 @@ class Order:
         return len(self._starts) - 1
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """The sample at each position: its block in the manifest, and its row in that block.
+        """Return the sample at each position: its block in the manifest, and its row in that block.
 
         Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
         Raises:  ConfigError: a position is not in [0, N).
@@ -170,8 +173,8 @@ class Order:
         return self._block_at(found), row
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """With which key the packs of the block at each position are drawn, if samples are packs:
-        that of their block.
+        """Return the key with which the packs of the block at each position are drawn, if samples
+        are packs: that of their block.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
@@ -179,7 +182,7 @@ class Order:
         return extended(key(self.seed, Domain.PACK, self.epoch), blocks)
 
     def keys_of_packs(self, block: int) -> list[int]:
-        """The key of a block's packs, alone."""
+        """Return the only key of a block's packs."""
         at = np.array([block])
         return [int(one) for one in self.pack_keys(at, at)]
 
@@ -235,7 +238,7 @@ class Order:
         return first, np.where(runs_over, np.maximum(last, end), last)
 
     def _span_of(self, block: int) -> tuple[int, int]:
-        """As `block_span`, for a single block."""
+        """Return `block_span` of a single block."""
         rank = block if self._ranks is None else self._ranks.item(block)
         lanes, (shared, longer) = self.lanes, divmod(self.sample_count, self.lanes)
         border = longer * (shared + 1)
@@ -327,7 +330,7 @@ def upcoming(order: SampleOrder, start: int, stop: int, stride: int = 1) -> Int6
 
 
 def counted(block_rows: NDArray[np.integer]) -> int:
-    """The number of samples.
+    """Return the number of samples.
 
     Raises:  ConfigError: no samples, an empty block, or more than 2**62 - 1.
     """

@@ -1,4 +1,4 @@
-"""The order of one epoch of a job: whoever delivers, explains or traces it asks here."""
+"""The order of one epoch of a job, for code that delivers, explains or traces it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sample_count_of(spec: JobSpec, manifests: Sequence[Manifest], epoch: int) ->
 
 
 def with_mix(spec: JobSpec, mix: MixHistory | None) -> JobSpec:
-    """The spec with these weights; None: with its own."""
+    """Return the spec with these weights; None keeps its own."""
     if spec.mixture is None or mix is None:
         return spec
     return replace(spec, mixture=spec.mixture.with_history(mix))
@@ -89,9 +89,9 @@ def _planned(mixed: Mixed, epoch: int, changes: tuple[ShareChange, ...]) -> Epoc
 def delivered_order(
     spec: JobSpec, manifests: Sequence[Manifest], epoch: int, tombstones: Sequence[Tombstone]
 ) -> SampleOrder:
-    """The order of an epoch of a job from which rows were taken out.
+    """Return the order of an epoch of a job from which rows were removed.
 
-    Raises:  ConfigError: as `job_order`; these rows cannot be taken out.
+    Raises:  ConfigError: as `job_order`; these rows cannot be removed.
     """
     order = job_order(spec, manifests, epoch)
     if not tombstones:
@@ -100,7 +100,9 @@ def delivered_order(
 
 
 def mixed_of(spec: JobSpec, counts: Sequence[int]) -> Mixed:
-    """What epochs of a job over a mixture are planned from, if its sources have so many samples."""
+    """Return the facts from which epochs of a job over a mixture are planned, if its sources have
+    this many samples.
+    """
     mixture = spec.mixture
     assert mixture is not None
     return Mixed(

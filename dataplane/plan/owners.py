@@ -48,8 +48,8 @@ class Owners:
         self._weights = np.array([node.weight for node in nodes], np.float64)
 
     def of(self, dataset: bytes, shard: int, offset: int) -> int:
-        """The index of the node that owns the block which begins at this offset of a shard of the
-        dataset with this digest. There is at least one node.
+        """Return the index of the node that owns the block at this offset of a shard of the dataset
+        with this digest. There is at least one node.
         """
         run = mix(_word(dataset) ^ mix((shard * GAMMA + offset // RUN_BYTES) & _MASK))
         hashed = mix_in_place(self._seeds ^ np.uint64(run)) >> np.uint64(64 - _FRACTION_BITS)

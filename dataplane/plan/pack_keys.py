@@ -1,4 +1,4 @@
-"""With which key the packs of a block are drawn: one for each pass over its dataset."""
+"""The keys with which the packs of a block are drawn: one for each pass over its dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DrawsPacks(Protocol):
     """An order of samples that may be packs."""
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """With which key the packs of the block at each position are drawn.
+        """Return the key with which the packs of the block at each position are drawn.
 
         Shapes:  positions, blocks: int64[n].   result: uint64[n].
         """
@@ -29,7 +29,7 @@ class DrawsPacks(Protocol):
 
 class DrawnRows(Struct, frozen=True, eq=False):
     """Rows of blocks that are packs, and the keys with which those of each block are drawn. A row
-    says its pack, and, above PACK_BITS, which of its block's keys is meant.
+    holds its pack, and, above PACK_BITS, the index of the key among its block's keys.
 
     Shapes:  rows: int64[n].
     """

@@ -20,7 +20,8 @@ NUMBERS = len(Packing.__struct_fields__)
 
 
 def packed(manifest: Manifest, counts: Int64) -> Manifest:
-    """The manifest with so many packs of each block as samples. Blocks without any are left out.
+    """Return the manifest with this many packs of each block as samples. Blocks without any are
+    left out.
 
     Shapes:  counts: int64[K].
     Raises:  ConfigError: there are no packs, or too many in one block.
@@ -49,7 +50,7 @@ def packed(manifest: Manifest, counts: Int64) -> Manifest:
 
 
 def row_counts(manifest: Manifest) -> Int64:
-    """The rows of each block, which are its samples unless these are packs.
+    """Return the rows of each block, which are its samples unless these are packs.
 
     Shapes:  result: int64[K].
     """
@@ -57,9 +58,9 @@ def row_counts(manifest: Manifest) -> Int64:
 
 
 def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
-    """The name under which the packs of a view of this dataset are kept, once counted: 32 hex
-    digits. The seed is that of the random numbers of the view's map, 0 if it takes none, and `code`
-    the hash of its file; "" without one.
+    """Return the name under which counted packs of a view of this dataset are kept: 32 hex digits.
+    The seed is that of the view's map, 0 if it takes no random numbers, and `code` the hash of the
+    map's file; "" without one.
     """
     assert view.pack is not None
     # These change no counts.
@@ -73,7 +74,7 @@ def counts_name(manifest: Manifest, view: View, seed: int, code: str) -> str:
 
 
 def with_counts(manifest: Manifest, name: str, counts: Int64) -> Manifest:
-    """The same manifest, with counted packs added.
+    """Return the manifest with counted packs added.
 
     Shapes:  counts: int64[K, NUMBERS], the Packing of each block of a view that has K blocks.
     """
@@ -83,7 +84,8 @@ def with_counts(manifest: Manifest, name: str, counts: Int64) -> Manifest:
 
 
 def known_counts(manifest: Manifest, name: str) -> Int64 | None:
-    """Packs that were counted for all blocks of this manifest of a view; None if they were not.
+    """Return the packs that were counted for all blocks of this manifest of a view; None if they
+    were not.
 
     Shapes:  result: int64[K, NUMBERS].
     """
@@ -94,7 +96,7 @@ def known_counts(manifest: Manifest, name: str) -> Int64 | None:
 
 
 def packing_in(counts: Int64) -> Packing:
-    """What becomes of all tokens.
+    """Sum up the fate of all tokens.
 
     Shapes:  counts: int64[K, NUMBERS].
     """

@@ -1,8 +1,8 @@
-"""Sequence packing: which documents of a block are in each of its packs, as docs/order.md has it.
-Packs may be padded batches, in which each document is a row.
+"""Sequence packing: which documents of a block are in each of its packs; docs/order.md specifies
+it. Packs may be padded batches, in which each document is a row.
 
-1. How many packs there are follows from the multiset of lengths alone, so that it is the same in
-   every epoch, while the packs differ.
+1. The number of packs depends only on the multiset of lengths, so that it is the same in every
+   epoch, while the packs differ.
 2. Every token is in at most one pack; without `drop`, `truncate` and `wrap`, in exactly one.
 """
 
@@ -46,14 +46,13 @@ class Packs(Struct, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
+        """The memory that the packs take."""
         return self.starts.nbytes + self.pieces.nbytes
 
 
 class Packing(Struct, frozen=True):
-    """What becomes of tokens: how many there are, how many packs are made of them, how many tokens
-    these hold, how many documents are cut short or left out, and how many tokens packs have room
-    for.
+    """The fate of tokens: their number, the packs made of them, the tokens in these, the documents
+    cut short or left out, and the tokens for which packs have room.
     """
 
     tokens: int
@@ -64,7 +63,7 @@ class Packing(Struct, frozen=True):
 
     @property
     def padding(self) -> float:
-        """The share of the packs that no document takes."""
+        """The share of the packs that no document fills."""
         return 1 - self.packed_tokens / self.room_tokens
 
 
@@ -105,8 +104,8 @@ def packs_of(lengths: Int64, pack: PackSpec, keyed: int | None) -> Packs:
 
 
 def costs(packs: Packs, pack: PackSpec) -> Int64:
-    """What attention over each pack costs: the sum of the squares of its documents' lengths, all of
-    a padded batch as long as its width.
+    """Return the cost of attention over each pack: the sum of the squares of its documents'
+    lengths; in a padded batch, all count as long as its width.
 
     Shapes:  result: int64[packs].
     """
@@ -121,8 +120,8 @@ def costs(packs: Packs, pack: PackSpec) -> Int64:
 
 
 def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
-    """What becomes of documents of these lengths. If they are wrapped at multiples, how many tokens
-    the last pack leaves out depends on their order: it is this one.
+    """Return the fate of documents of these lengths. If they are wrapped at multiples, the number
+    of tokens that the last pack leaves out depends on their order: it is computed for this one.
 
     Shapes:  lengths: int64[documents], in tokens.
     """
@@ -140,7 +139,7 @@ def packing_of(lengths: Int64, pack: PackSpec) -> Packing:
 
 
 def kept_tokens(lengths: Int64, pack: PackSpec) -> Int64:
-    """How many tokens of each document are packed."""
+    """Return how many tokens of each document are packed."""
     if pack.long is LongPolicy.TRUNCATE:
         return np.minimum(lengths, pack.length)
     if pack.long is LongPolicy.DROP:
@@ -149,7 +148,7 @@ def kept_tokens(lengths: Int64, pack: PackSpec) -> Int64:
 
 
 def room_of(lengths: Int64, pack: PackSpec) -> Int64:
-    """The lengths, rounded up to what documents take of their packs."""
+    """Return the lengths, rounded up to the room that documents take in their packs."""
     if pack.multiple == 1:
         return lengths
     padded: Int64 = -(-lengths // pack.multiple) * pack.multiple
@@ -181,8 +180,8 @@ def _fitted(kept: Int64, ranked: Int64, pack: PackSpec) -> Packs:
 
 
 def _batched(widths: Int64, ranked: Int64, budget: int, most: int) -> tuple[Int64, Int64]:
-    """The rows of padded batches: those of similar width together, widest first, rows of equal
-    width in the order `ranked`.
+    """Return the rows of padded batches: those of similar width together, widest first, rows of
+    equal width in the order `ranked`.
 
     Shapes:  widths, ranked: int64[n].   result: the rows, batch after batch, int64[m], without
     those of width 0, and where each batch begins, int64[batches + 1].
@@ -193,8 +192,8 @@ def _batched(widths: Int64, ranked: Int64, budget: int, most: int) -> tuple[Int6
 
 
 def _batch_starts(widths: Int64, budget: int, most: int) -> Int64:
-    """Where padded batches of these rows begin, and where the last one ends. Each has as many rows
-    as fit into the budget.
+    """Return where padded batches of these rows begin, and where the last one ends. Each has as
+    many rows as fit into the budget.
 
     Shapes:  widths: int64[n], falling.   result: int64[batches + 1].
     """

@@ -52,14 +52,14 @@ def quality(sizes: BlockSizes, shuffle: Shuffle, draws: int) -> float:
 
 
 def unshuffled_quality(sizes: BlockSizes, draws: int) -> float:
-    """That of the dataset's own order."""
+    """Return the quality of the dataset's own order."""
     samples = sizes.samples
     whole = BlockSizes(samples, 1, samples, sizes.dataset_bytes, sizes.sample_bytes, samples)
     return quality(whole, Shuffle(1, 1, 0), draws)
 
 
 def _places(positions: Int64, samples: int, lanes: int, window: int, ramp: int) -> Int64:
-    """Where in the sequence of all blocks the sample at each position is.
+    """Return where in the sequence of all blocks the sample at each position is.
 
     Shapes:  positions, result: int64[n].
     """
@@ -84,7 +84,7 @@ def _labels(places: Int64, keys: Words, samples: int, rows: int) -> Int64:
 
 
 def _permuted(keys: Words, places: Int64, counts: Int64) -> Int64:
-    """Where a permutation of [0, count), which a key gives, puts each place.
+    """Return where a permutation of [0, count), given by a key, puts each place.
 
     Shapes:  keys: uint64[n].   places, counts, result: int64[n]; counts below 2**53.
     """

@@ -1,8 +1,8 @@
-"""Which lanes and window help a shuffle that mixes poorly, does not fit into memory, or makes hosts
-read much more than their share.
+"""Find lanes and a window that help a shuffle that mixes poorly, does not fit into memory, or makes
+hosts read much more than their share.
 
-1. A remedy has none of these problems, so that nothing is to be said of a job that follows it.
-2. The search looks at a few numbers of lanes, and at three windows of each, for any dataset.
+1. A remedy has none of these problems, so that a job that follows it gets no advice.
+2. The search tries a few numbers of lanes, and three windows for each, for any dataset.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LANES_A_RANK = (1, 2, 4, 8)
 
 
 class Remedy(Struct, frozen=True):
-    """The job as it would be, what the user does for it, and the quality of its worst source."""
+    """A changed job, what the user does for it, and the quality of its worst source."""
 
     job: ShuffledJob
     said: str
@@ -36,13 +36,13 @@ class Remedy(Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> float:
-        """What each host needs for blocks."""
+        """The memory that each host needs for blocks."""
         return self.job.kept_bytes * ROOM
 
 
 class Remedies(Struct, frozen=True):
-    """A remedy that fits into the memory that there is; or, if none does, the one that needs the
-    least. None: no lanes and window help.
+    """A remedy that fits into the available memory; if none does, the one that needs the least.
+    None: no lanes and window help.
     """
 
     fitting: Remedy | None = None
@@ -50,8 +50,8 @@ class Remedies(Struct, frozen=True):
 
 
 def remedies(job: ShuffledJob, quality: float, *, reads_may_be_many: bool = False) -> Remedies:
-    """What helps a job whose worst source has this quality; with `reads_may_be_many`, whatever
-    hosts read. Also a small dataset, which needs no good shuffle, does not get a poor one.
+    """Find remedies for a job whose worst source has this quality. `reads_may_be_many`: hosts may
+    read any amount. A small dataset, which needs no good shuffle, does not get a poor one either.
     """
     larger, least = None, min(_QUALITY_WANTED, quality)
     wanted = _QUALITY_WANTED if quality < QUALITY_MIN else least
@@ -72,7 +72,7 @@ def remedies(job: ShuffledJob, quality: float, *, reads_may_be_many: bool = Fals
 
 
 def _tried(job: ShuffledJob) -> Iterator[Remedy]:
-    """The defaults first, then numbers of lanes from the present one on."""
+    """Yield the candidates: the defaults first, then numbers of lanes from the present one on."""
     default = job.by_default()
     yield Remedy(default, "leave out lanes and window")
     has_window = job.sources != job.by_default(job.lanes).sources
@@ -96,7 +96,9 @@ def _lanes_tried(job: ShuffledJob, default: int) -> list[int]:
 
 
 def _windows_tried(job: ShuffledJob, lanes: int) -> list[int]:
-    """One that mixes well, and the longest one that fits, if it is shorter."""
+    """Return the windows to try: one that mixes well, and the longest one that fits, if it is
+    shorter.
+    """
     tried = job.by_default(lanes)
     longest = max(-(-one.sizes.samples // lanes) for one in job.sources)
     remembered = WINDOW_CACHE_BYTES // (PERMUTATION_BYTES * tried.lanes_per_host)

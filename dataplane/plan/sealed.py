@@ -19,7 +19,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: Buffer, name: str) -> memoryview:
-    """The body of what `sealed` made; `name` is what errors call it.
+    """Return the body that `sealed` was given; errors call the content `name`.
 
     Raises:  CorruptShard: truncated, damaged, or not such a file.
     """
@@ -47,9 +47,9 @@ def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptSha
 
 
 def check_version(metadata: Mapping[bytes, bytes], expected: int, name: str) -> None:
-    """Check the version of a manifest that `name` names.
+    """Check the version of a manifest that errors call `name`.
 
-    Raises:  ConfigError: it is another one.
+    Raises:  ConfigError: it has another version.
     """
     found = metadata[b"dataplane.manifest"].decode()
     if found != str(expected):

@@ -182,8 +182,8 @@ def starts_of(counts: Any) -> Int64:
 
 
 def spread(values: NDArray[Any], starts: Int64) -> NDArray[Any]:
-    """values[i] at all places from starts[i] to starts[i + 1]. Done in steps, since numpy holds the
-    GIL while it repeats.
+    """Repeat values[i] at all places from starts[i] to starts[i + 1]. Works in steps, since numpy
+    holds the GIL while it repeats.
 
     Shapes:  values: any[n].   starts: int64[n + 1], rising from 0.   result: any[starts[n]].
     """

@@ -37,8 +37,8 @@ def quantised(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
 
 
 def of_tokens(weights: Sequence[float], lengths: Sequence[float]) -> list[Fraction]:
-    """Weights of samples that give these weights of tokens, if a sample of each source has so many
-    tokens on average.
+    """Convert weights of tokens to weights of samples, given the average number of tokens in a
+    sample of each source.
 
     Raises:  ConfigError: a length is not above 0.
     """
@@ -54,8 +54,8 @@ def of_tokens(weights: Sequence[float], lengths: Sequence[float]) -> list[Fracti
 
 
 def by_temperature(counts: Sequence[int], temperature: float) -> list[float]:
-    """Weights n**(1/T) of sources with n samples: 1 is in proportion to their sizes, and the larger
-    the temperature, the more equal they are.
+    """Return weights n**(1/T) of sources with n samples: T=1 is in proportion to their sizes, and
+    the larger T is, the more equal they are.
 
     Raises:  ConfigError: the temperature is not above 0, or so small that a source has no weight.
     """

@@ -1,8 +1,8 @@
-"""What a shuffle reads: a dataset, or the sources of a mixture; and what that takes of each host,
-for any number of them.
+"""The reads of a shuffle over a dataset or a mixture, and its cost for each host, for any number of
+hosts.
 
-All numbers are estimates from mean sizes, so this is fast for any dataset, but for what hosts read
-of a dataset whose plan is known.
+All numbers are estimates from mean sizes, so this is fast for any dataset, except the reads of a
+dataset whose plan is known.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _HOST_COUNTS = tuple(1 << power for power in range(11))
 
 
 class ShuffledSource(Struct, frozen=True):
-    """A dataset, or a source of a mixture, which has a name. A lane's samples come from the next
-    `window` of its samples, and a global batch has about `draws` of them, if it has any. An epoch
-    reads `stored_bytes` of it if no block is read twice, and all its blocks take `kept_bytes` of
-    memory.
+    """A dataset, or a named source of a mixture. A lane's samples come from the next `window` of
+    its samples, and a global batch that has any of them has about `draws`. An epoch reads
+    `stored_bytes` of it if no block is read twice, and all its blocks take `kept_bytes` of memory.
     """
 
     sizes: BlockSizes
@@ -38,9 +37,9 @@ class ShuffledSource(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """What one host takes part in if there are so many of them, each with as many ranks as asked.
+    """The costs of one host in a cluster of this many, each with the given number of ranks.
     `reads_times_share` is 1 if no block is read by two hosts. Open windows are an estimate from
-    mean sizes; so is what hosts read of a mixture.
+    mean sizes; so are a mixture's reads.
     """
 
     host_count: int
@@ -52,15 +51,15 @@ class HostFigures:
 
 
 def draws_of(share: float, global_batch: int, consecutive: int) -> int:
-    """About how many samples of a source a batch has, where so many consecutive samples are of one
-    source, and it has this share of all.
+    """Estimate how many samples of a source a batch has, where `consecutive` samples are of one
+    source, and the source has this share of all.
     """
     return max(1, consecutive, round(share * global_batch))
 
 
 def mixed_window(window: int, share: float, consecutive: int, round_steps: int) -> int:
-    """The `window` of a source with this window and share: within a round, the samples of a lane
-    stand in any order, unless they are of one source one after the other.
+    """Return the effective `window` of a source with this window and share: within a round, the
+    samples of a lane stand in any order, unless consecutive ones are of one source.
     """
     return window if consecutive > 1 else window + round(share * round_steps)
 
@@ -73,8 +72,8 @@ def source_of_mixture(
     read_bytes: int,
     kept_bytes: int = 0,
 ) -> ShuffledSource:
-    """A source of the mixture of a job, if it has this share of the samples, and an epoch reads so
-    many bytes of it.
+    """Return a source of a job's mixture that has this share of the samples, and of which an epoch
+    reads this many bytes.
     """
     assert spec.mixture is not None
     consecutive = spec.mixture.batch
@@ -93,7 +92,7 @@ def hosts_per_block(sources: Sequence[ShuffledSource], lanes: int, cluster: Clus
 
 
 def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
-    """The memory that the open windows of so many lanes take."""
+    """Return the memory that the open windows of this many lanes take."""
     return lanes_open * sum(one.sizes.open_window_bytes(one.window) for one in sources)
 
 
@@ -103,8 +102,8 @@ def figures_by_host_count(
     cluster: Cluster,
     read_bytes: Callable[[Cluster], float] | None = None,
 ) -> tuple[HostFigures, ...]:
-    """For 1 to 1,024 hosts like those of this cluster. `read_bytes`: what all hosts of such a one
-    read, if that was counted.
+    """Return the figures for 1 to 1,024 hosts like those of this cluster. `read_bytes` returns the
+    counted reads of all hosts of a cluster, if they were counted.
     """
     found, stored = [], sum(one.stored_bytes for one in sources)
     for hosts in _HOST_COUNTS:

@@ -1,5 +1,5 @@
-"""A job that shuffles, and how good its lanes and windows are: whether batches mix well, whether
-open windows fit into memory, whether hosts read more than their share.
+"""Judge a shuffled job's lanes and windows: whether batches mix well, whether open windows fit into
+memory, and whether hosts read more than their share.
 
 All numbers are estimates from mean sizes, so this is fast for any dataset.
 """
@@ -33,7 +33,7 @@ _READS_MAX, _EXCESS_BYTES_MAX = 1.5, 32 * GIB
 
 class ShuffledJob(Struct, frozen=True):
     """The sources of a job, its lanes, and its cluster. Each host has `arena_bytes` of memory for
-    blocks; infinity means that this is not known.
+    blocks; infinity means unknown.
     """
 
     sources: tuple[ShuffledSource, ...]
@@ -43,14 +43,16 @@ class ShuffledJob(Struct, frozen=True):
     arena_bytes: float
 
     def qualities(self) -> list[float]:
-        """Of each source, as in `dataplane plan`, in all epochs but the first."""
+        """Return the quality of each source, as in `dataplane plan`, in all epochs but the
+        first.
+        """
         return [
             quality(one.sizes, Shuffle(self.lanes, one.window, 0), one.draws)
             for one in self.sources
         ]
 
     def poor(self, qualities: Sequence[float], least: float = QUALITY_MIN) -> list[ShuffledSource]:
-        """The sources whose quality is below the least. Of small ones, none needs any."""
+        """Return the sources with a quality below `least`. Small sources are never poor."""
         return [
             one
             for one, found in zip(self.sources, qualities, strict=True)
@@ -74,7 +76,7 @@ class ShuffledJob(Struct, frozen=True):
 
     @property
     def window_bytes(self) -> int:
-        """The memory that open windows take on each host: at most that of the whole dataset."""
+        """The memory that open windows take on each host: at most the size of the whole dataset."""
         whole = sum(
             one.sizes.dataset_bytes + PERMUTATION_BYTES * one.sizes.samples for one in self.sources
         )
@@ -91,7 +93,7 @@ class ShuffledJob(Struct, frozen=True):
 
     @property
     def share_bytes(self) -> float:
-        """What each host reads in an epoch if no block is read by two."""
+        """The bytes that each host reads in an epoch if no block is read by two."""
         return sum(one.stored_bytes for one in self.sources) / self.cluster.host_count
 
     @property
@@ -105,12 +107,12 @@ class ShuffledJob(Struct, frozen=True):
 
     @property
     def lanes_of_ranks(self) -> int:
-        """About as many lanes as there are, so that each rank stays on its own."""
+        """A number of lanes near the present one for which each rank stays on its own lanes."""
         ranks = self.cluster.dp_size
         return ranks * max(round(self.lanes / ranks), 1)
 
     def by_default(self, lanes: int | None = None) -> ShuffledJob:
-        """The job with the windows that these lanes have by default, or with default lanes, too."""
+        """Return the job with the default windows of these lanes, or with default lanes, too."""
         every = [one.sizes for one in self.sources]
         if len(every) == 1:
             shuffle = shuffle_of(every[0], lanes)
@@ -122,7 +124,9 @@ class ShuffledJob(Struct, frozen=True):
         return self._with(lanes, [window] * len(self.sources))
 
     def with_rounds(self, one: ShuffledSource, window: int) -> int:
-        """The window that a source has if its own is this one: in a mixture, rounds lengthen it."""
+        """Return the window that a source effectively has: in a mixture, rounds lengthen
+        its own.
+        """
         if not one.name or one.draws >= self.global_batch:
             return window
         return mixed_window(window, one.draws / self.global_batch, 1, ROUND_STEPS)

@@ -27,8 +27,8 @@ GLOBAL_BATCH_MAX = 1 << 31
 class Steps(Struct, frozen=True):
     """The positions of some steps of one rank, one step after the other.
 
-    Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; `valid` of the rows are
-    not padding, and they come first.
+    Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; the first `valid` rows are
+    not padding.
     """
 
     positions: Int64
@@ -37,7 +37,7 @@ class Steps(Struct, frozen=True):
 
 
 class Slice(Struct, frozen=True):
-    """What one rank consumes of the steps that all ranks make.
+    """One rank's part of the steps that all ranks make.
 
     Raises:  ConfigError: invalid numbers; says what to do.
     """
@@ -112,7 +112,7 @@ class Slice(Struct, frozen=True):
         return Steps(positions, rows, valid)
 
     def _over_gaps(self, steps: range) -> Steps:
-        """Steps of which some go on behind a gap."""
+        """Return steps of which some cross a gap."""
         found, rows, valid = [], [], []
         own = self.steps
         count, gaps = own.sample_count, own.gaps
@@ -150,7 +150,7 @@ class Slice(Struct, frozen=True):
             )
 
     def _owned(self, owned: Int64, end: Int64) -> Int64:
-        """How many of owned, owned + dp_size, … are below `end`."""
+        """Return how many of owned, owned + dp_size, … are below `end`."""
         count: Int64 = np.maximum(-((owned - end) // self.steps.dp_size), 0)
         return count
 

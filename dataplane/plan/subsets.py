@@ -1,7 +1,8 @@
-"""Which rows are in a keyed share of a dataset, such as a split: "Shares of rows" in docs/order.md.
+"""Choose the rows in a keyed share of a dataset, such as a split: "Shares of rows" in
+docs/order.md.
 
-1. Whether a row is in a share depends only on the name of its shard and on its number there: shards
-   that are added change nothing, and neither do seeds, epochs or ranks.
+1. Whether a row is in a share depends only on the name of its shard and on its number there: adding
+   shards changes nothing, and neither do seeds, epochs or ranks.
 2. Shares of one kind whose ranges are disjoint have no row in common.
 """
 
@@ -55,7 +56,8 @@ def shard_words(urls: Texts) -> Words:
 
 
 def chosen(view: View, word: int, first_row: int, count: int) -> Bools:
-    """Which of `count` consecutive rows of a shard, from `first_row` on, are in the view's shares.
+    """Return which of `count` consecutive rows of a shard, from `first_row` on, are in the view's
+    shares.
 
     Shapes:  result: bool[count].
     """

@@ -1,9 +1,9 @@
-"""Packs of a block from which documents were taken out.
+"""Packs of a block from which documents were removed.
 
-1. Which pieces share a pack, and where each one begins there, is as if no document had been taken
-   out: so all other documents, and the number of packs, stay what they are.
-2. The pieces of a document that was taken out have tokens of a live one, the same in every epoch:
-   the first of its sequence that has as many tokens, or else, that has the most. docs/order.md
+1. The assignment of pieces to packs, and the place of each, is as if no document had been removed.
+   So all other documents, and the number of packs, stay the same.
+2. The pieces of a removed document get tokens of a remaining one, the same in every epoch: the
+   first of its sequence that has as many tokens, or else the one with the most. docs/order.md
    specifies it.
 """
 
@@ -26,7 +26,7 @@ _WORD = (1 << 64) - 1
 def without(
     packs: Packs, lengths: Int64, pack: PackSpec, taken_out: Sequence[TakenDocument]
 ) -> Packs:
-    """These packs of a block, whose documents have these lengths, without some of them.
+    """Return packs of a block, whose documents have these lengths, without some of these documents.
 
     Shapes:  lengths: int64[documents], in tokens.
     Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
@@ -48,7 +48,7 @@ def without(
 
 
 def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]:
-    """The document that stands for each of these, by row; those without tokens need none.
+    """Return the document that replaces each of these, by row; documents without tokens need none.
 
     Shapes:  kept: int64[documents], the tokens of each that are packed.
     Raises:  ConfigError: no document with tokens is left.  RowOutOfBounds: there is no such one.
@@ -74,7 +74,7 @@ def stand_ins(kept: Int64, taken_out: Sequence[TakenDocument]) -> dict[int, int]
 
 
 def _first(keyed: int, is_able: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """The first number of a key's sequence that is able; one must be."""
+    """Return the first number of a key's sequence that is able; at least one must be."""
     while True:
         words = np.arange(_DRAWN, dtype=np.uint64) * np.uint64(GAMMA) + np.uint64(keyed)
         drawn = mix_in_place(words) % np.uint64(len(is_able))
@@ -85,7 +85,7 @@ def _first(keyed: int, is_able: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> i
 
 
 def _narrow(packs: Packs, pieces: Int32, pack: PackSpec) -> None:
-    """Where the rows of padded batches lie: a batch whose widest row has become shorter is less
+    """Move the rows of padded batches whose widest row has become shorter, since these are less
     wide.
     """
     changed = np.flatnonzero(pieces[2] != packs.pieces[2])

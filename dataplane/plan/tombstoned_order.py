@@ -1,4 +1,4 @@
-"""The order of a job from which rows were taken out."""
+"""The order of a job from which rows were removed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ if TYPE_CHECKING:
 
 
 class TombstonedOrder:
-    """An order of samples from which rows were taken out."""
+    """An order of samples from which rows were removed."""
 
     def __init__(self, order: TracedOrder, substitutes: Substitutes) -> None:
         self._order, self._substitutes = order, substitutes
 
     @property
     def sample_count(self) -> int:
-        """How many positions there are: as many as without."""
+        """The number of positions: the same as without removals."""
         return self._order.sample_count
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """As `SampleOrder.locate`."""
+        """Implement `SampleOrder.locate`."""
         blocks, rows = self._order.locate(positions)
         return blocks, self._substitutes.of(blocks, rows)
 
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
-        """As `SampleOrder.block_span`."""
+        """Implement `SampleOrder.block_span`."""
         return self._order.block_span(blocks)
 
     def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
-        """As `TracedOrder.pack_keys`."""
+        """Implement `TracedOrder.pack_keys`."""
         return self._order.pack_keys(positions, blocks)
 
     def taken_out(self, blocks: Int64) -> list[tuple[TakenDocument, ...]]:
-        """The rows that were taken out of each block; if samples are packs, these are documents.
+        """Return the rows that were removed from each block; if samples are packs, these are
+        documents.
 
         Shapes:  blocks: int64[n].
         """

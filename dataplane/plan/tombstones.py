@@ -1,11 +1,11 @@
-"""Rows that were taken out of a job, and the rows that stand in their places.
+"""Rows that were removed from a job, and the rows that replace them.
 
-1. A position whose row was taken out gives a live row of the same block, one that the job's view
-   has, so that no other position changes and no other block is read. docs/order.md specifies which.
-2. Which row that is depends on the seed, the shard, the row, and what else is taken out of the
-   block; not on the epoch, nor on ranks.
-3. Where samples are packs, it is the tokens of a document that other ones stand for:
-   plan/taken_documents.py. Here are only its key, and the number of its row.
+1. The position of a removed row gives a remaining row of the same block, one that the job's view
+   has. So no other position changes and no other block is read. docs/order.md specifies which row.
+2. The choice depends on the seed, the shard, the row, and the other rows removed from the block;
+   not on the epoch, nor on ranks.
+3. Where samples are packs, the tokens of a document are replaced: see plan/taken_documents.py. This
+   module gives only its key, and the number of its row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ROW_BITS = 32
 
 
 class Substitutes:
-    """The rows that were taken out of the datasets of a job, and which rows stand for them. Blocks
-    are numbered as the job's order numbers them.
+    """The rows that were removed from the datasets of a job, and the rows that replace them. Blocks
+    are numbered as in the job's order.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Substitutes:
         self._places, self._rows = np.array(sorted(places), np.int64).reshape(-1, 2).T
 
     def of(self, blocks: Int64, rows: Int64) -> Int64:
-        """The rows that stand in the places of these.
+        """Return the rows that replace these.
 
         Shapes:  blocks, rows, result: int64[n].
         """
@@ -79,18 +79,20 @@ class Substitutes:
         return np.where(self._places[at] == places, self._rows[at], rows)
 
     def documents(self, block: int) -> tuple[TakenDocument, ...]:
-        """The rows that were taken out of a block; if samples are packs, these are documents."""
+        """Return the rows that were removed from a block; if samples are packs, these are
+        documents.
+        """
         return self._documents.get(block, ())
 
 
 def substitute_key(seed: int, shard: int, row: int) -> int:
-    """With which key a row of a shard of a dataset that has this seed is replaced."""
+    """Return the key with which a row of a shard is replaced, in a dataset with this seed."""
     return int(key(seed, Domain.TOMBSTONE, shard, row))
 
 
 def substitute(keyed: int, row_count: int, gone: Container[int]) -> int:
-    """The row of a block of so many that stands for a row that was taken out of it, with this key.
-    `gone` contains all rows of the block that cannot: it must leave one.
+    """Return the row of a block with `row_count` rows that replaces a removed row with this key.
+    `gone` contains all rows of the block that cannot, and must leave one.
     """
     while True:
         row = mix(keyed) % row_count
@@ -102,7 +104,7 @@ def substitute(keyed: int, row_count: int, gone: Container[int]) -> int:
 def check_tombstones(
     spec: JobSpec, manifests: Sequence[Manifest], tombstones: Sequence[Tombstone]
 ) -> None:
-    """Check that these rows can be taken out of a job over these datasets.
+    """Check that these rows can be removed from a job over these datasets.
 
     Raises:  ConfigError: says why they cannot, and what to do.
     """

@@ -1,7 +1,8 @@
-"""Which rows a step of a job has, and at which steps a row stands: the plan read in both ways.
+"""Find the rows of a step of a job, and the steps at which a row stands: the plan in both
+directions.
 
-1. A row is named by its shard and its row in the shard, both counted from 0, as augmentations name
-   it, and not by its block.
+1. A row is named by its shard and its row in the shard, both counted from 0, as in augmentations,
+   and not by its block.
 2. Steps are those of the plan: step s of an epoch has the positions from s * G on, wherever a run
    was resumed. `cursor` moves the first step, for runs that were resumed within a step.
 3. `places_of` is the inverse of `rows_of_step`.
@@ -35,8 +36,8 @@ _DIGITS_MAX = 18
 
 class StepRows(Struct, frozen=True):
     """The rows of one global batch, in its order. Blocks and shards are counted in the dataset of
-    their source, which is the first one if the job mixes none. Where a row was taken out of the
-    job, another one of its block stands, and `taken_rows` is the one that was, in its shard; -1
+    their source, which is the first one if the job mixes none. Where a row was removed from the
+    job, the row that replaces it is listed, and `taken_rows` has the removed one, in its shard; -1
     elsewhere.
 
     Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows, taken_rows:
@@ -56,7 +57,7 @@ class StepRows(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """Where a row stands in an epoch: `step` is None if the epoch ends before (end="drop")."""
+    """A row's place in an epoch: `step` is None if the epoch ends before (end="drop")."""
 
     position: int
     step: int | None
@@ -67,8 +68,8 @@ class Place(Struct, frozen=True):
 class RowNames:
     """Translates between a manifest's (block, row) and (shard, row in the shard).
 
-    Of the manifest of a view, `rows_left` gives for each of its blocks the rows that the view
-    leaves, counted in the block, rising; None if they are the first ones.
+    For a view's manifest, `rows_left` returns for each block the rows that the view keeps, counted
+    in the block, rising; None if they are the first ones.
     """
 
     def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
@@ -77,7 +78,7 @@ class RowNames:
         self._starts = starts_of(self._manifest.block_rows)
 
     def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
-        """The shard of each row, and its row in the shard.
+        """Return the shard of each row, and its row in the shard.
 
         Shapes:  blocks, rows, both results: int64[n].
         """
@@ -114,8 +115,8 @@ class RowNames:
         return found
 
     def find(self, shard: int, row: int, of_view: int | None = None) -> tuple[int, int] | None:
-        """As `block_of`; None if it is not in the view. `of_view` is its row in the block, if that
-        is known already.
+        """Return `block_of`, or None if the row is not in the view. `of_view` is its row in the
+        block, if that is known already.
 
         Raises:  ConfigError: there is no such shard or row.
         """
@@ -130,7 +131,9 @@ class RowNames:
         return self._in_view(block, sample - int(self._starts[block]), of_view)
 
     def _in_view(self, block: int, row: int, of_view: int | None) -> tuple[int, int] | None:
-        """The same row of the same block, as the view counts them; None if it has not got it."""
+        """Return the same row of the same block, as the view counts it; None if the view
+        lacks it.
+        """
         kept = self._of_view.kept
         if kept is not None:
             at = int(kept.searchsorted(block))
@@ -179,9 +182,9 @@ def rows_of_step(
     gaps: Gaps = NO_GAPS,
     rows_for: RowsFor | None = None,
 ) -> StepRows:
-    """The global batch of a step, and the rank that gets each of its rows. `names` are those of
-    each source. `gaps` are skipped, which count in `steps`, and `rows_for` gives the rows that
-    stand for those that were taken out, if any were.
+    """Return the global batch of a step, and the rank that gets each of its rows. `names` are those
+    of each source. `gaps` are skipped, but count in `steps`; `rows_for` returns the rows that
+    replace removed ones, if there are any.
 
     Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
     """
@@ -210,8 +213,8 @@ def rows_of_step(
 
 
 def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tuple[Place, ...]:
-    """Where a row of a block stands in an epoch: once for each pass over its source, and again for
-    each time that it pads the last step. A position before the cursor has no step.
+    """Return where a row of a block stands in an epoch: once for each pass over its source, and
+    again each time that it pads the last step. A position before the cursor has no step.
 
     Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
     """

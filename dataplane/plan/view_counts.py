@@ -1,4 +1,4 @@
-"""Serialises how many rows of each block some views have, for a manifest."""
+"""Serialise, for a manifest, how many rows of each block some views have."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def counts_to_bytes(counts: ViewCounts) -> bytes:
 
 
 def counts_from_bytes(content: bytes, block_count: int) -> ViewCounts:
-    """The inverse of `counts_to_bytes`.
+    """Invert `counts_to_bytes`.
 
-    Raises:  pa.ArrowInvalid: something else.  ValueError: of other blocks.
+    Raises:  pa.ArrowInvalid: the bytes are something else.  ValueError: they belong to other
+    blocks.
     """
     if not content:
         return {}

@@ -1,4 +1,4 @@
-"""How many rows of each block a view has, where that needs no bytes of the dataset."""
+"""Count the rows of each block in a view, where that needs no bytes of the dataset."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LIMIT_MAX = (1 << 62) - 1
 
 
 def rows_only(view: View) -> View:
-    """The view, as far as it decides which rows there are."""
+    """Return the part of the view that decides which rows there are."""
     return replace(view, map="", collate="", pack=None)
 
 
 def samples_of(view: View, seed: int) -> tuple[View, int]:
-    """The view as far as it decides how many samples there are, and the seed of its map if it does:
-    of packs, they depend on what the map makes.
+    """Return the part of the view that decides how many samples there are, and the seed of its map
+    if it matters: the number of packs depends on what the map makes.
     """
     if view.pack is None:
         return rows_only(view), 0
@@ -43,7 +43,7 @@ def filters(view: View) -> bool:
 
 
 def first_rows(manifest: Manifest) -> Int64:
-    """Where each block of a whole dataset begins in its shard.
+    """Return where each block of a whole dataset begins in its shard.
 
     Shapes:  result: int64[K], rows.
     """

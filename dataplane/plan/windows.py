@@ -40,7 +40,7 @@ _Number = TypeVar("_Number", Int64, int)
 
 
 def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
-    """The distinct values in rising order, and where among them each value is.
+    """Return the distinct values in rising order, and where among them each value is.
 
     Shapes:  values: int64[n].   result: int64[m], intp[n].
     """
@@ -64,7 +64,7 @@ class Windows:
 
     `short` lanes come last and have one sample less than the `lanes - short` before them; those
     have `length`. The first window of each lane is cut into `ramp` + 1 parts. With `balance`,
-    samples are packs; its second part gives the row in its block of each place of all lanes
+    samples are packs; its second part returns the row in its block of each place of all lanes
     together.
     """
 
@@ -107,7 +107,7 @@ class Windows:
         return self._start(lane, number), np.minimum(self._stop(lane, number), self._length(lane))
 
     def bounds_of(self, lane: int, offset: int) -> tuple[int, int]:
-        """As `bounds`, for a single lane offset, in a thirtieth of the time."""
+        """Return `bounds` of a single lane offset, in a thirtieth of the time."""
         window, ramp, shift = self._window, self._ramp, 0
         if self._shifted:
             share = (lane * GAMMA & _WORD) >> 32
@@ -130,7 +130,7 @@ class Windows:
         return self._mapped(lane, offset, inverse=False)
 
     def permuted_alone(self, offset: Int64) -> Int64:
-        """As `permuted`, for a single lane: most slabs are within one of its windows.
+        """Return `permuted` for a single lane: most slabs are within one of its windows.
 
         Shapes:  offset, result: int64[n], n > 0.
         """
@@ -192,8 +192,8 @@ class Windows:
         return result
 
     def _held(self, found: Int64) -> NDArray[np.intp]:
-        """The cache slots of these windows; missing windows are computed. `found` fits into the
-        cache.
+        """Return the cache slots of these windows; missing windows are computed. `found` fits into
+        the cache.
         """
         slots = np.empty(len(found), np.intp)
         missing: list[int] = []
