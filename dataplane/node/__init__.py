@@ -1,1 +1,1 @@
-"""The node process: it fetches, caches, decodes and assembles, as the scheduler decides."""
+"""The node process: fetch, cache, decode and assemble, as the scheduler decides."""

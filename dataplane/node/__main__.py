@@ -77,15 +77,17 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
 
 
 def _be_fork_server(descriptor: int, *, is_remote: bool = False, has_time: bool = False) -> None:
-    """Imports what workers need: beside the node, which has its own imports."""
+    """Import modules that workers need, in parallel to the node's own imports, and fork
+    children.
+    """
     from dataplane.node.fork_server import main
 
     main(descriptor, is_remote=is_remote, has_time=has_time)
 
 
 def _opening(descriptor: int) -> IndexAhead:
-    """The dataset to open first, as the trainer has written it. A scout lists it while this process
-    imports the rest.
+    """Read the dataset to open first, which the trainer has written. A scout lists it while this
+    process imports the rest.
     """
     import msgspec
 
@@ -105,7 +107,9 @@ async def _to_the_end(descriptor: int, stderr_fd: int | None, ahead: IndexAhead 
 
 
 def _started(stderr_fd: int | None) -> None:
-    """During the start, stderr is a file, from which the waiting trainer reads errors."""
+    """Redirect stderr after the start. Until then it is a file, from which the waiting trainer
+    reads errors.
+    """
     from dataplane import collector
 
     collector.settle()
@@ -157,10 +161,10 @@ async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | 
 async def _is_wanted_again(
     descriptor: int, trainers: Collection[int], linger_s: float, stop: asyncio.Event
 ) -> bool:
-    """Wait for another connection as long as one of these processes lives, but no longer than
-    `_DORMANT_LINGERS` times `linger_s`: a trainer that starts again after a failure, or with
-    another number of ranks, need not wait for our imports. The fork server stays, but no worker,
-    and no memory of an arena.
+    """Wait for another connection as long as one of these processes lives, but at most
+    `_DORMANT_LINGERS` times `linger_s`. So a trainer that starts again after a failure, or with
+    another number of ranks, need not wait for our imports. The fork server stays, but workers end
+    and arenas are freed.
     """
     import asyncio
 
@@ -183,7 +187,7 @@ async def _is_wanted_again(
 
 
 def _early(config: NodeConfig, ahead: IndexAhead) -> EarlyOpening:
-    """Begin to open the dataset, while this process still imports."""
+    """Begin to open the dataset while this process still imports."""
     from dataplane.node.early import EarlyOpening
     from dataplane.rpc.messages import DatasetSource
 
@@ -198,7 +202,7 @@ async def _serve(
     stderr_fd: int | None,
     early: EarlyOpening | None,
 ) -> Collection[int]:
-    """The processes whose trainers it had."""
+    """Serve, and return the processes whose trainers were served."""
     import socket
 
     from dataplane.config import VERSION

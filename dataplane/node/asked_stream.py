@@ -1,16 +1,16 @@
-"""The slabs of one stream of another node, made one by one as that node asks for them.
+"""The slabs of one stream that another node requests, made one by one.
 
-       asked or coming ──fed──> planned and made by the engine ──> made ──given──> released
-                                                                    └─ nobody asks for it: released
+       requested or coming ──fed──> planned and made by the engine ──> made ──given──> released
+                                                                  └─ not requested: released
 
 Invariants:
-1. Every ask is answered exactly once: with a slab, with the room that it needs, with the error of
-   its data, or, once it is older than `PATIENCE_S`, with a refusal, or that the slab is still being
-   made, if something was done for it since.
-2. A slab is released after everybody to whom it was given has read it. One that nobody asks for is
+1. Every request is answered exactly once: with a slab, with the room that it needs, with the error
+   of its data, or, once it is older than `PATIENCE_S`, with a refusal or a report of progress, if
+   there was any since.
+2. A slab is released after every node that got it has read it. A slab that no node requests is
    released after `HELD_S`, or when too many newer ones wait in the arena: a part of the slots is
-   always left for slabs that somebody waits for.
-3. The engine is asked for as many slabs as there are steps that somebody waits for.
+   always left for requested slabs.
+3. The engine is asked for as many slabs as there are requested steps.
 """
 
 from __future__ import annotations
@@ -39,23 +39,27 @@ _NOTHING = Region(0, 0)
 
 
 class SlabLender(Protocol):
-    """What sends slabs to those who ask. `Lending` is one."""
+    """The interface that sends slabs to the nodes that request them. `Lending` implements it."""
 
     def give(self, number: int, region: Region, arena_id: int, note: bytes) -> None:
-        """Send the note and this region; it is told later that the region is no longer read."""
+        """Send the note and this region; a later event reports that the region is no
+        longer read.
+        """
 
     def refuse(self, number: int, *, is_unknown: bool = False) -> None:
-        """Say no."""
+        """Refuse a request."""
 
     def lend_arena(self, arena_id: int, fd: int) -> None:
-        """Regions of this arena may be given from now on."""
+        """Allow regions of this arena to be given from now on."""
 
     def return_arena(self, arena_id: int) -> None:
-        """No more regions of this arena will be given."""
+        """Forbid regions of this arena to be given."""
 
 
 class Ask(Struct, frozen=True):
-    """A node waits since `since` for the slab of these steps, for which it has so many bytes."""
+    """A node's request, made at `since`, for the slab of these steps, with room for this many
+    bytes.
+    """
 
     number: int
     steps: StepRange
@@ -64,7 +68,7 @@ class Ask(Struct, frozen=True):
 
 
 class MadeSlab(Struct, eq=False):
-    """A slab, the encoded note that says what it has, and how often it is being sent."""
+    """A slab, its encoded description, and how often it is being sent."""
 
     slab: Slab
     note: bytes
@@ -73,28 +77,28 @@ class MadeSlab(Struct, eq=False):
 
 
 class HeldSlabs(Struct, eq=False):
-    """The slabs of one arena that nobody asks for now, oldest first: `most` at most. Maps each to
-    what releases it.
+    """The slabs of one arena that no node requests now, oldest first: `most` at most. Maps each to
+    the function that releases it.
     """
 
     most: int
     _held: dict[MadeSlab, Callable[[], None]] = field(default_factory=dict)
 
     def hold(self, made: MadeSlab, release: Callable[[], None]) -> None:
-        """Keep it for a while; the oldest one may be released for it."""
+        """Keep a slab for a while; the oldest one may be released for it."""
         self._held.pop(made, None)
         self._held[made] = release
         if len(self._held) > self.most:
             next(iter(self._held.values()))()
 
     def let_go(self, made: MadeSlab) -> None:
-        """It is being sent, or was released."""
+        """Forget a slab that is being sent, or was released."""
         self._held.pop(made, None)
 
 
 class Answers(Struct, eq=False):
-    """Gives slabs of one delivery arena to those who ask, and knows what is on its way. `on_given`
-    maps the number of an ask to what to do once its region is no longer read.
+    """Sends slabs of one delivery arena, and tracks those being sent. `on_given` maps the number of
+    a request to the action after its region is no longer read.
     """
 
     lender: SlabLender
@@ -103,7 +107,7 @@ class Answers(Struct, eq=False):
     slab_bytes: int = 0
 
     def give(self, number: int, arena_id: int, made: MadeSlab, after: Callable[[], None]) -> None:
-        """Send this slab; `after` is called once it is no longer read."""
+        """Send this slab; call `after` once it is no longer read."""
         slab = made.slab
         self.slab_count += 1
         self.slab_bytes += slab.bytes_used
@@ -117,7 +121,9 @@ class Answers(Struct, eq=False):
         self.lender.give(number, _NOTHING, arena_id, encode(tasks.Result(result)))
 
     def given(self, number: int) -> bool:
-        """What was given to this ask is no longer read; False if it was given by somebody else."""
+        """Note that the slab for this request is no longer read; return False if another object
+        sent it.
+        """
         after = self.on_given.pop(number, None)
         if after is not None:
             after()
@@ -129,7 +135,7 @@ def _nothing_to_do() -> None:
 
 
 class AskedStream:
-    """One of them; `holder` holds its slabs. `failed` is told of errors of the data."""
+    """One stream. `holder` holds its slabs. `failed` is called with errors of the data."""
 
     def __init__(
         self,
@@ -163,16 +169,16 @@ class AskedStream:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for anything of it, nor reads it."""
+        """Whether no node waits for slabs of the stream, or reads them."""
         return not (self._asks or self._waiting or self.sending_count)
 
     @property
     def sending_count(self) -> int:
-        """Slabs of it that are being read."""
+        """The number of its slabs that are being read."""
         return sum(made.sending > 0 for made in self._made.values())
 
     def begin(self, new_walk: Callable[[], Walk]) -> None:
-        """The order is known, and this makes a fed walk of it: make what was asked for."""
+        """Make the requested slabs, since the order is known; `new_walk` makes a fed walk of it."""
         if self._is_closed:
             return
         self._new_walk = new_walk
@@ -182,7 +188,7 @@ class AskedStream:
             self._make(ask, coming)
 
     def ask(self, ask: Ask, coming: Sequence[StepRange]) -> None:
-        """Somebody wants the slab of these steps; those in `coming` will be asked for next."""
+        """Handle a request for the slab of these steps; `coming` will be requested next."""
         self.last_asked = self._now = ask.since
         if self._walk is None:
             self._waiting.append((ask, coming))
@@ -190,7 +196,7 @@ class AskedStream:
             self._make(ask, coming)
 
     def look(self, now: float) -> None:
-        """Time has passed."""
+        """Handle a tick: refuse old requests, and release old slabs."""
         self._now = now
         self._waiting = [each for each in self._waiting if not self._is_late(each[0])]
         for first, asks in list(self._asks.items()):
@@ -202,7 +208,7 @@ class AskedStream:
                 self._release(first)
 
     def close(self) -> None:
-        """Refuse what is asked for. What is being read is released later."""
+        """Refuse all requests. Slabs that are being read are released later."""
         self._is_closed = True
         asks = [ask for some in self._asks.values() for ask in some]
         asks += [ask for ask, _ in self._waiting]
@@ -244,7 +250,7 @@ class AskedStream:
         self._request()
 
     def _feed(self, steps: StepRange) -> bool:
-        """Have these steps made, unless they are on their way; False if there are none."""
+        """Have these steps made, unless they are in progress; return False if they do not exist."""
         assert self._walk is not None
         first = steps.first
         for other in [each for each in self._walk.fed if each.first == first]:
@@ -270,7 +276,7 @@ class AskedStream:
             del self._outstanding[first]
 
     def _follow(self, coming: Sequence[StepRange]) -> None:
-        """Plan what will be asked for next, and nothing else that is not asked for."""
+        """Plan the steps that will be requested next, and no others without a request."""
         assert self._walk is not None
         wanted = {steps.first for steps in coming}
         for steps in list(self._walk.fed):
@@ -335,7 +341,7 @@ class AskedStream:
         self._request()
 
     def _take(self, slab: Slab) -> None:
-        """A slab was made of the range that was fed first, or of its first batches."""
+        """Handle a slab made of the range that was fed first, or of its first batches."""
         assert self._walk is not None
         steps, count = self._walk.taken.popleft(), len(slab.batches)
         first = slab.batches[0].step
@@ -359,7 +365,7 @@ class AskedStream:
             self._held.hold(made, lambda: self._release(first))
 
     def _fail(self, error: DataplaneError) -> None:
-        """The next slab cannot be made. The others can be: in another stream of the engine."""
+        """Handle a slab that cannot be made. The others can be, in another stream of the engine."""
         assert self._walk is not None
         assert self._served is not None
         taken, fed = self._walk.taken, self._walk.fed

@@ -1,4 +1,4 @@
-"""A block that is to be read, and which of them may be read in one request."""
+"""A block to read, and the rule for blocks that may be read in one request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ its neighbours."""
 
 
 class BlockRead(Struct, frozen=True):
-    """A block to be read into a region of the block arena; `report` is called when that is no
+    """A block to read into a region of the block arena; `report` is called when the region is no
     longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
-    block with this key, until `let_go`. `neighbour` is asked for it before the store, and the disk
-    before both, if there is somebody to hear that it `is_not_kept`.
+    block with this key, until `let_go`. The disk is tried first, if `is_not_kept` is given to
+    report a miss, then `neighbour`, then the store.
 
     Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
     block, if that is what the neighbour is asked for.
@@ -37,8 +37,8 @@ class BlockRead(Struct, frozen=True):
     is_not_kept: Report | None = None
 
     def may_follow(self, others: Sequence[BlockRead], arena_bytes: int) -> bool:
-        """Whether it may be read from the same place in one request with these, which lie before it
-        in the shard. Nodes have arenas of about this size.
+        """Whether the block may be read from the same source in one request with these, which
+        precede it in the shard. Nodes have arenas of about this size.
         """
         last, own = others[-1], self.neighbour
         if self.is_not_kept is not None or last.is_not_kept is not None:
@@ -53,6 +53,6 @@ class BlockRead(Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its own bytes, without a preamble, lie in one piece."""
+        """Whether its own bytes, without a preamble, form one piece."""
         is_decoded = self.neighbour is not None and self.neighbour.form is BlockForm.DECODED
         return not is_decoded and len(self.raw.pieces) <= 1

@@ -1,9 +1,10 @@
 """The folder of a node's blocks on disk, `blocks` in its `cache_dir`: one node uses it at a time.
 
 Invariants:
-1. It belongs to this user, nobody else can read it or write to it, and it is no symbolic link.
-2. One node has the lock on it, and so do its fetchers: another node gets it when the last of them
-   is gone, so nobody writes there whom it does not know.
+1. The folder belongs to this user, nobody else can read it or write to it, and it is no symbolic
+   link.
+2. A node and its fetchers hold the lock on it. Another node gets the lock when the last of them is
+   gone, so no unknown process writes there.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class FolderTakenError(ConfigError):
 
 
 class CacheFolder:
-    """The locked folder, for so many bytes of blocks. `lock` is a descriptor; `disk_id` stays the
-    same as long as the folder is there.
+    """The locked folder, for this many bytes of blocks. `lock` is a descriptor; `disk_id` stays the
+    same as long as the folder exists.
     """
 
     def __init__(self, path: Path, lock: int, cache_bytes: int, disk_id: str) -> None:
         self.path, self.lock, self.cache_bytes, self.disk_id = path, lock, cache_bytes, disk_id
 
     def close(self) -> None:
-        """Let another node have it. May be called twice."""
+        """Release the lock. May be called twice."""
         if self.lock >= 0:
             # Also for processes that were forked meanwhile and have the descriptor.
             fcntl.flock(self.lock, fcntl.LOCK_UN)
@@ -51,8 +52,8 @@ class CacheFolder:
 
 
 def open_cache_folder(cache_dir: str, cache_bytes: int, patience_s: float = _LOCK_S) -> CacheFolder:
-    """The folder below `cache_dir` for so many bytes of blocks, made if it is not there. Waits as
-    long for the lock.
+    """Open the folder below `cache_dir`, and create it if necessary. Waits up to `patience_s` for
+    the lock.
 
     Raises:  ConfigError: it cannot be used.  FolderTakenError: another node uses it.
     """
@@ -80,10 +81,11 @@ def open_cache_folder(cache_dir: str, cache_bytes: int, patience_s: float = _LOC
 
 
 def folder_of(config: NodeConfig, trace: Trace, patience_s: float = _LOCK_S) -> CacheFolder | None:
-    """That of a node; None if it keeps no blocks on disk. An embedded node does without while
-    another one has the folder: two trainings of one user may well have the same settings.
+    """Open the folder of a node; None if it keeps no blocks on disk. An embedded node continues
+    without the folder if another node has it, since two trainings of one user may have the same
+    settings.
 
-    Raises:  ConfigError: it cannot be used.
+    Raises:  ConfigError: the folder cannot be used.
     """
     if not config.cache_bytes:
         return None
@@ -97,7 +99,7 @@ def folder_of(config: NodeConfig, trace: Trace, patience_s: float = _LOCK_S) -> 
 
 
 def _check_link(folder: Path) -> None:
-    """A link is followed only if this user, or root, has made it.   Raises:  ConfigError."""
+    """Follow a link only if this user, or root, has made it.   Raises:  ConfigError."""
     if folder.is_symlink() and folder.lstat().st_uid not in {os.geteuid(), 0}:
         raise ConfigError(
             f"cache_dir {folder} is a symbolic link of another user: choose a folder of your own",
@@ -106,7 +108,7 @@ def _check_link(folder: Path) -> None:
 
 
 def _check(path: Path) -> None:
-    """Raises:  ConfigError."""
+    """Check the owner and mode of the folder.   Raises:  ConfigError."""
     status = path.lstat()
     wrong = ""
     if not stat.S_ISDIR(status.st_mode):
@@ -143,7 +145,7 @@ def _take(fd: int, path: Path, deadline: float) -> None:
 
 
 def _disk_id(file: Path) -> str:
-    """That of this folder, made at the first start."""
+    """Return the id of this folder, created at the first start."""
     found = file.read_text("ascii", "replace") if file.exists() else ""
     if not _DISK_ID.fullmatch(found):
         found = secrets.token_hex(8)

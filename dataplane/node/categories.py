@@ -69,8 +69,8 @@ class CategoryReader:
     async def of_job(
         self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
     ) -> Categories:
-        """The values of the columns that a job wants as codes. Other errors in its columns are
-        raised before any column is read. These are the `urls` that were asked for.
+        """Return the values of the columns that a job wants as codes. Other errors in its columns
+        are raised before any column is read. `urls` are those that the user passed.
         """
         codes = coded_columns(spec.column_options)
         if not codes:
@@ -82,7 +82,7 @@ class CategoryReader:
     async def read(
         self, manifest: Manifest, columns: Sequence[str], urls: Sequence[str] = ()
     ) -> Categories:
-        """The sorted values of each of these columns, in its canonical type, nulls left out.
+        """Return the sorted values of each of these columns, in its canonical type, without nulls.
 
         Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
         """
@@ -181,7 +181,7 @@ class DistinctValues(Struct, eq=False):
     _new_count: int = 0
 
     def add(self, values: pa.Array) -> None:
-        """Some rows, nulls left out."""
+        """Add some rows, without nulls."""
         import pyarrow.compute as pc
 
         some = pc.unique(values)
@@ -192,7 +192,7 @@ class DistinctValues(Struct, eq=False):
             self._merge()
 
     def in_order(self) -> pa.Array:
-        """All of them, sorted."""
+        """Return all values, sorted."""
         import pyarrow.compute as pc
 
         merged = self._merge()
@@ -215,7 +215,7 @@ class DistinctValues(Struct, eq=False):
 
 
 def stream_of(values: pa.Array) -> bytes:
-    """Values as an Arrow stream of one column."""
+    """Convert values to an Arrow stream of one column."""
     sink = pa.BufferOutputStream()
     batch = pa.record_batch([values], ["values"])
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -244,7 +244,7 @@ def _add(
 
 
 def _numbers(slab: Slab, column: Column, spec: ColumnSpec, content: bytes) -> np.ndarray:
-    """A FIXED column of one number a row."""
+    """Return a FIXED column of one number a row."""
     assert spec.kind is Kind.FIXED
     dtype = "uint8" if spec.dtype == "bool" else spec.dtype
     count = sum(batch.rows for batch in slab.batches)
@@ -252,7 +252,7 @@ def _numbers(slab: Slab, column: Column, spec: ColumnSpec, content: bytes) -> np
 
 
 def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
-    """A column of text or bytes, batch after batch, without nulls."""
+    """Yield a column of text or bytes, batch after batch, without nulls."""
     for i, batch in enumerate(slab.batches):
         if not batch.rows:
             continue

@@ -1,8 +1,8 @@
-"""Answers what follows from other weights of a mixture, which trainers hold and streams are opened
-with. The node keeps none of them.
+"""Answer questions about changed weights of a mixture. Trainers hold the weights, and open streams
+with them; the node keeps none.
 
-1. An answer depends on the job, its weights so far and the place alone: all ranks that ask the same
-   get the same, from any node, whatever is in flight there.
+1. An answer depends only on the job, its weights so far and the place. So all ranks get the same
+   answer to the same question, from any node, whatever is in progress there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataplane.weights import MixHistory, ScheduledShares, ShareChange
 
 
 def mix_of(spec: JobSpec, asked: MixHistory | None) -> MixHistory | None:
-    """The weights of a stream that was asked for: those of the spec unless it names others. None
+    """Return the weights of a requested stream: those of the spec unless it names others. None
     without a mixture.
 
     Raises:  ConfigError: they are not weights of this mixture.
@@ -45,7 +45,7 @@ def mix_of(spec: JobSpec, asked: MixHistory | None) -> MixHistory | None:
 
 
 def epoch_described(member: ServedMember, asked: DescribeEpoch) -> EpochDescribed:
-    """How long an epoch is.
+    """Return the length of an epoch.
 
     Raises:  ConfigError: these are not weights of this mixture, or the epoch cannot be planned.
     """
@@ -54,7 +54,7 @@ def epoch_described(member: ServedMember, asked: DescribeEpoch) -> EpochDescribe
 
 
 def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChanged:
-    """All weights if these come into force, and from where on.
+    """Return all weights if these come into force, and their place.
 
     Raises:  ConfigError: the job is no mixture, these are no weights for it, or an epoch cannot be
     planned with them.
@@ -80,8 +80,8 @@ def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChange
 
 
 def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
-    """Why a member cannot read these weights, from the place on that was asked for or that it has
-    reached; "" if it can.
+    """Return why a member cannot read these weights from the requested place on, or from the one it
+    has reached; "" if it can.
     """
     mixture, at = member.request.mixture, proposal.at or member.place_reached
     mix = mix_of(member.spec, member.mix)
@@ -99,8 +99,8 @@ def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
 def _as_opened(
     spec: JobSpec, mixture: MixtureSpec, mixed: Mixed, changes: Changes, place: Place
 ) -> tuple[Changes, Place]:
-    """From this place on, what the job was opened with: the weights that its schedule has for this
-    step, and what it has for later ones.
+    """Restore the weights with which the job was opened from this place on: those that its schedule
+    has for this step and for later ones.
     """
     before = tuple(change for change in changes if change.place < place)
     now = steps_before(mixed, before, place, spec.global_batch, spec.end)

@@ -1,11 +1,12 @@
-"""Finds out which columns a job's collate function makes: a worker calls it over the first batch.
+"""Find the columns that a job's collate function makes, by having a worker call it with the first
+batch.
 
 The node itself never imports a user's code.
 
 Invariants:
-1. A function is tried once at a time for a job (found_once.py, 1), over as many of the first rows
-   of the dataset as a batch of a rank has, in the dataset's order.
-2. A served node has workers import only what its operator lists.
+1. A function is tried once at a time for a job (found_once.py, 1), with as many of the dataset's
+   first rows as a rank's batch has, in the dataset's order.
+2. A served node has workers import only functions that its operator lists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dataplane.worker.limits import WorkerBytes
 
 class FirstSource(Struct, frozen=True):
     """The dataset whose first rows are tried: that of the job, or of its first source. `spec` is
-    that of a job over it alone.
+    the spec of a job over this dataset alone.
     """
 
     manifest: Manifest
@@ -47,7 +48,7 @@ class FirstSource(Struct, frozen=True):
 
 
 class CollatedReader:
-    """Those of one node."""
+    """Tries collate functions for one node."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class CollatedReader:
 
 
 def _first_rows(manifest: Manifest, rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many of the first rows of a dataset each of its first blocks has.
+    """Return how many of a dataset's first rows each of its first blocks has.
 
     Shapes:  result: int64[blocks].
     """
@@ -117,7 +118,10 @@ def _first_rows(manifest: Manifest, rows: int) -> np.ndarray[tuple[int], np.dtyp
 
 
 def _check_columns(specs: tuple[ColumnSpec, ...]) -> None:
-    """Raises:  ConfigError: numpy has no type for a column."""
+    """Check that tensors can be made of these columns.
+
+    Raises:  ConfigError: numpy has no type for a column.
+    """
     for spec in specs:
         if spec.dtype == "bfloat16":
             raise ConfigError(

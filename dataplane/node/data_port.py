@@ -1,4 +1,4 @@
-"""The port at which other nodes ask this one for blocks."""
+"""The port at which other nodes request blocks from this one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ELSEWHERE = TcpAddress("192.0.2.1", 9)
 def open_data_port(
     wanted: str, coordinator: str, *, is_own: bool = False, is_safe: bool = True
 ) -> socket.socket | None:
-    """A listening socket for the setting `data_listen`; None if there is none.
+    """Open a listening socket for the setting `data_listen`; None if there is none.
 
-    `is_own`: the coordinator is in this process. `is_safe`: what crosses the network is encrypted,
-    or may be in plain text. May wait for a name server.
+    `is_own`: the coordinator is in this process. `is_safe`: connections are encrypted, or may be
+    plain text. May wait for a name server.
 
     Raises:  ConfigError: the address is taken, or none of this machine.
     """
@@ -49,7 +49,7 @@ def open_data_port(
 
 
 def data_address(listener: socket.socket | None) -> str:
-    """Where others reach this socket; "" without one."""
+    """Return the address at which others reach this socket; "" without one."""
     return "" if listener is None else _bound(listener).target
 
 
@@ -65,8 +65,9 @@ def _bound(sock: socket.socket) -> TcpAddress:
 
 
 def _address_here(coordinator: str) -> TcpAddress | None:
-    """The address of this machine from which it reaches the coordinator, or, while its name is not
-    known, everything else. None if there is no such, or other hosts could not connect to it.
+    """Return the address of this machine from which it reaches the coordinator, or any other host
+    while the coordinator's name is unknown. None if there is none, or other hosts could not connect
+    to it.
     """
     parsed = parse(coordinator)
     if isinstance(parsed, UnixAddress):

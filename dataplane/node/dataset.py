@@ -1,4 +1,6 @@
-"""A dataset as one job reads it: manifest, columns, and the memory that each block takes."""
+"""A dataset in the form that one job reads: manifest, columns, and the memory that each block
+takes.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,13 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
 
     @property
     def column_count(self) -> int:
-        """How many columns its batches have."""
+        """The number of columns of its batches."""
         pack = self.message.view.pack
         return len(self.columns.specs if pack is None else packed_columns(self.columns.specs, pack))
 
     @property
     def mapped(self) -> MappedColumns | None:
-        """What its map makes, if it has one."""
+        """The columns that its map makes, if it has one."""
         schema = self.message.schema if self.message.view.map else b""
         return mapped_in(pa.ipc.read_schema(pa.py_buffer(schema))) if schema else None
 
@@ -107,7 +109,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return None if is_remote else self.url(block)[len(FILE_PREFIX) :]
 
     def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlockRef:
-        """Where a worker finds the block's bytes."""
+        """Return where a worker finds the block's bytes."""
         manifest, shard = self.manifest, self._shard(block)
         shards = manifest.shards
         place = Region(manifest.block_offset.item(block), manifest.block_length.item(block))
@@ -131,7 +133,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return self.blocks.needs_decode(block)
 
     def origin(self, block: int) -> tasks.Origin | None:
-        """Which samples the block has; needed only if they may be images, or are packed."""
+        """Return which samples the block has; needed only if they may be images, or are packed."""
         view, shard = self.message.view, self._shard(block)
         url, of_view = self.manifest.shards.urls[shard], self.stored.rows is not None
         if view.pack is None:
@@ -144,7 +146,7 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
         return tasks.Origin(url, shard, first.item(block), filters(view), packs)
 
     def place(self, block: int) -> WorkerPlace:
-        """The block as errors name it."""
+        """Return the block's place for error messages."""
         index = self.manifest.block_in_shard(block)
         first, of_view = self._first_row(block), self.stored.rows is not None
         return WorkerPlace(self.url(block), index, first_row=first, of_view=of_view)
@@ -163,8 +165,8 @@ class Dataset(Struct, frozen=True, eq=False, weakref=True):
 
 
 def heritage(heir: Dataset, former: Dataset) -> Ints | None:
-    """The number in `former` of each block of `heir`, if both have equal blocks once decoded: what
-    is made of them may differ, and `former` may have more. None if they differ.
+    """Return the number in `former` of each block of `heir`, if equal blocks stay equal once
+    decoded: later steps may differ, and `former` may have more blocks. None if they differ.
     """
     if heir.manifest.fingerprint != former.manifest.fingerprint:
         return None
@@ -199,7 +201,7 @@ def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection |
 
 
 def _projection(manifest: Manifest, columns: Sequence[str]) -> Projection | None:
-    """The bytes that need not be read, if only these columns are wanted."""
+    """Return the bytes that can be skipped if only these columns are wanted."""
     whole = manifest.whole or manifest
     places, names = whole.column_places, pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
     wanted = set(columns)
@@ -211,8 +213,8 @@ def _projection(manifest: Manifest, columns: Sequence[str]) -> Projection | None
 
 
 def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
-    """The size of each block from the index; of only the wanted columns, if the index knows their
-    sizes.
+    """Return the size of each block according to the index, counting only the wanted columns if the
+    index knows their sizes.
     """
     if projection is None or manifest.whole is None:
         return manifest.block_decoded if projection is None else projection.decoded
@@ -225,7 +227,7 @@ def _decoded_bytes(
     row_layout: RowLayout | None,
     projection: Projection | None = None,
 ) -> Ints:
-    """Bytes of each block once decoded, as far as the index knows."""
+    """Return the bytes of each block once decoded, as far as the index knows."""
     size, rows = _whole_bytes(manifest, projection), row_counts(manifest)
     growth = _list_growth(columns.plan.leaves)
     if columns.finds_columns:
@@ -242,8 +244,8 @@ def _decoded_bytes(
 
 
 def _list_growth(plan: ColumnPlan) -> float:
-    """How many times larger than stored the lists are whose numbers are converted. Where there are
-    texts, bytes or objects, blocks are taken to consist mostly of these.
+    """Return how many times larger converted lists become. Blocks with texts, bytes or objects are
+    assumed to consist mostly of these.
     """
     casts, growth = casts_of(plan.options), 1.0
     if not casts or any(not spec.dtype for spec in plan.specs):
@@ -256,9 +258,9 @@ def _list_growth(plan: ColumnPlan) -> float:
 
 
 def _wider_bytes(plan: ColumnPlan) -> int:
-    """How much longer a row is in canonical form than as stored: a bool takes a byte, texts of a
-    dictionary and views get offsets, converted numbers may be wider. Without it, blocks would be
-    decoded twice: the first time finds the size.
+    """Return how much longer a row is in canonical form than as stored: a bool takes a byte, texts
+    of a dictionary and views get offsets, converted numbers may be wider. Without this estimate,
+    blocks would be decoded twice, the first time only to find the size.
     """
     size, casts = 0, casts_of(plan.options)
     for leaf, part, target in zip(plan.leaves, plan.parts, plan.schema.types, strict=True):
@@ -300,8 +302,8 @@ def _places(manifest: Manifest, projection: Projection | None) -> BlockPlaces:
 def can_pack(
     manifest: Manifest, spec: JobSpec, arena_bytes: int, known: Columns | None = None
 ) -> bool:
-    """Whether packing a job's blocks pays: its rows are shuffled. If blocks could be used in place,
-    packed blocks must also fit until they were used, and little else may be copied.
+    """Whether packing a job's blocks pays: its rows must be shuffled. If blocks could be used in
+    place, packed blocks must also fit until they were used, and little else may be copied.
 
     Raises:  ConfigError: a column that is not there.
     """
@@ -329,7 +331,9 @@ def _message(
     *,
     packed: bool,
 ) -> tasks.OpenDataset:
-    """What workers are told. Blocks do not depend on what is done with batches."""
+    """Return the description of the dataset for workers. It is about blocks, so it does not depend
+    on the options of batches.
+    """
     is_random = found.mapped is not None and found.mapped.takes_generator
     return tasks.OpenDataset(
         dataset_id,
@@ -355,8 +359,8 @@ def dataset_of(
     known: Columns | None = None,
     categories: Mapping[str, pa.Array] | None = None,
 ) -> Dataset:
-    """How a job with this spec reads the manifest, with workers that may take `worker_bytes` and a
-    block arena of `arena_bytes`. Codes are of `categories`.
+    """Plan how a job with this spec reads the manifest, with workers that may take `worker_bytes`
+    and a block arena of `arena_bytes`. Codes refer to `categories`.
 
     Raises:  ConfigError: a column that is not there.
     """

@@ -33,7 +33,7 @@ _PlanKey = tuple[JobSpec, _Signed, bool | None]
 
 
 class Datasets:
-    """The datasets being read, keyed by what jobs must agree on to share blocks; and planned
+    """The datasets being read, by the options on which jobs must agree to share blocks; and planned
     datasets, as long as a job uses them.
     """
 
@@ -54,7 +54,10 @@ class Datasets:
         return next(self._numbers)
 
     async def check(self, manifest: Manifest, spec: JobSpec) -> None:
-        """Raises:  ConfigError: as `open`."""
+        """Check that a job with this spec can read the manifest.
+
+        Raises:  ConfigError: as `open`.
+        """
         await asyncio.to_thread(self._plan, 0, manifest, spec, {})
 
     async def can_pack(
@@ -81,9 +84,9 @@ class Datasets:
         *,
         packed: bool | None = None,
     ) -> Dataset:
-        """The dataset as a job with this spec reads it. `categories` are the values of codes,
+        """Return the dataset for a job with this spec. `categories` are the values of codes,
         `mapped` the columns that its map makes. Its blocks are packed if that pays, unless `packed`
-        says so.
+        decides.
 
         Raises:  ConfigError: the columns are wrong.
         """
@@ -103,13 +106,13 @@ class Datasets:
         return dataset
 
     def keep(self, dataset: Dataset) -> Dataset:
-        """The dataset to read: this one, unless an equal one is read already."""
+        """Return the dataset to read: this one, unless an equal one is being read."""
         manifest = dataset.manifest
         key = dataset.digest, _signed(manifest)
         return self._read.setdefault(key, dataset)
 
     def forget(self, dataset: Dataset) -> None:
-        """The dataset has no readers left."""
+        """Forget a dataset that has no readers left."""
         self._read = {key: each for key, each in self._read.items() if each is not dataset}
 
     def _plan(
@@ -150,8 +153,8 @@ class Datasets:
 
 
 def _signed(manifest: Manifest) -> _Signed:
-    """Jobs with differently signed urls share no blocks, since the signatures expire at different
-    times.
+    """Return the signatures of urls: jobs with differently signed urls share no blocks, since the
+    signatures expire at different times.
     """
     return tuple(url for url in manifest.urls[:_URLS_SHOWN_MAX] if unsigned(url) != url)
 
@@ -164,8 +167,8 @@ def shown(urls: Sequence[str]) -> str:
 
 
 def declared(urls: Sequence[str]) -> tuple[str, ...]:
-    """A dataset's urls for the coordinator, which checks them against the prefixes that a token
-    allows: these, or what all of them begin with if they are many.
+    """Return a dataset's urls for the coordinator, which checks them against the prefixes of a
+    token: these urls, or their common beginning if there are many.
     """
     if len(urls) > URLS_MAX:
         start = os.path.commonprefix([min(urls), max(urls)])  # noqa: RUF071 - of characters

@@ -1,9 +1,10 @@
-"""Slabs of this node's trainers that other nodes make: asks for them, and checks what comes.
+"""Have other nodes make slabs of this node's trainers, and check the results.
 
 Invariants:
 1. Each MakeElsewhere is answered by one SlabAssembled, once its memory is no longer written.
-2. A maker is known by the key of the job, so its slabs are those of a node of the same cluster, as
-   right as those of the own workers. Of what describes them nothing points outside of the slab.
+2. A maker proves that it knows the key of the job, so its slabs come from a node of the same
+   cluster, and are as trustworthy as those of the own workers. Their descriptions are checked:
+   nothing may point outside of the slab.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from dataplane.scheduler.giving_up import GiveUpSlab
 
 
 class SlabReads(Protocol):
-    """What reads slabs from makers. `Fetcher` is one."""
+    """The interface that reads slabs from makers. `Fetcher` implements it."""
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
     ) -> int:
-        """Have a slab made, and read it into this arena; `report` is called later, once. Returns
-        the number of the order.
+        """Have a slab made, and read it into this arena; `report` is called later, once. Return the
+        number of the order.
         """
 
     def end_slab(self, number: int) -> None:
         """Report the end of this order soon, with an error unless the slab is here."""
 
     def detach_arena(self, arena_id: int) -> None:
-        """Nothing is read into this arena any more."""
+        """Stop reading into this arena."""
 
 
 class _Delegated(Struct, eq=False):
@@ -53,8 +54,8 @@ class _Delegated(Struct, eq=False):
 
 
 class Delegating:
-    """That of one node. `tell` passes an event to the scheduler; `made` is called with each result
-    before.
+    """The delegated slabs of one node. `tell` passes an event to the scheduler; `made` is called
+    with each result before that.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Delegating:
         """Their numbers, by those of the slab tasks."""
 
     def effects(self) -> dict[type, Callable[[Any], None]]:
-        """What is carried out here."""
+        """The effects that are carried out here."""
         return {events.MakeElsewhere: self.make, GiveUpSlab: self.give_up}
 
     def open(self, delivery: DeliveryArena) -> None:
-        """Slabs may be made of this delivery from now on, which the scheduler knows."""
+        """Allow slabs to be made elsewhere for this delivery, which the scheduler knows."""
         job = delivery.job
         if job is None:
             return
@@ -83,19 +84,19 @@ class Delegating:
         self._learn(known)
 
     def drop(self, delivery_id: int) -> None:
-        """The delivery is gone."""
+        """Forget a delivery that is gone."""
         if self._deliveries.pop(delivery_id, None) is not None:
             self._reads.detach_arena(delivery_id)
 
     def nodes_changed(self, job_id: str) -> None:
-        """Other nodes make slabs of this job than before, or they have other keys."""
+        """Note that other nodes make slabs of this job now, or that they have other keys."""
         for known in self._deliveries.values():
             job = known.delivery.job
             if job is not None and job.opening.job_id == job_id:
                 self._learn(known)
 
     def make(self, effect: events.MakeElsewhere) -> None:
-        """Ask the maker; it may be gone by now."""
+        """Send the order to the maker, unless it is gone."""
         known = self._deliveries[effect.delivery_id]
         job, maker = known.delivery.job, known.makers.get(effect.maker)
         assert job is not None
@@ -132,7 +133,7 @@ class Delegating:
         )
 
     def give_up(self, effect: GiveUpSlab) -> None:
-        """Wait for this slab no longer."""
+        """Stop waiting for this slab."""
         if (number := self._orders.get(effect.number)) is not None:
             self._reads.end_slab(number)
 
@@ -179,7 +180,10 @@ def _result(
 def _check(
     effect: events.MakeElsewhere, column_count: int, length: int, made: tasks.Assembled
 ) -> None:
-    """Raises:  ConfigError: it does not describe a slab of so many bytes."""
+    """Check the description of a slab.
+
+    Raises:  ConfigError: it does not describe a slab of this many bytes.
+    """
     if made.batch_count > effect.steps.count or made.bytes_used != length:
         raise ConfigError(f"{made.batch_count} batches in {made.bytes_used} of {length} bytes")
     if not made.batch_count:

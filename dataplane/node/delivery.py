@@ -21,8 +21,9 @@ from dataplane.transforms.made_columns import CollatedColumns
 
 
 class DelegatedJob(Struct, frozen=True):
-    """What a node has to know to make slabs of a job for another one: how to open it, the digest of
-    its spec and its changes, and the software that makes its batches (`opener.software_of`).
+    """The facts that a node needs to make slabs of a job for another one: how to open the job, the
+    digest of its spec and its changes, and the software that makes its batches
+    (`opener.software_of`).
     """
 
     opening: OpenJob
@@ -31,10 +32,10 @@ class DelegatedJob(Struct, frozen=True):
 
 
 class DeliveryArena(Struct, eq=False):
-    """The memory, and how many members use it. The orders of its streams cover `datasets`, number
-    their blocks consecutively, and need datasets with equal columns. Deliveries of one `group` have
-    equal slabs for equal steps; None if slabs are made only for this arena. `job`: other nodes may
-    make slabs for it.
+    """The memory of one delivery, and the number of members that use it. The orders of its streams
+    cover `datasets`, number their blocks consecutively, and need datasets with equal columns.
+    Deliveries of one `group` have equal slabs for equal steps; None if slabs are made only for this
+    arena. `job`: other nodes may make slabs for it.
     """
 
     delivery_id: int
@@ -58,19 +59,19 @@ class DeliveryArena(Struct, eq=False):
 
     @property
     def column_count(self) -> int:
-        """How many columns its batches have."""
+        """The number of columns of its batches."""
         if self.collated is not None:
             return len(self.collated.specs)
         return self.datasets[0].column_count + self.names_sources
 
     def collate(self, asked: Collation | None) -> Collation | None:
-        """What a worker is told of the collate function."""
+        """Return the description of the collate function for workers."""
         if asked is None or self.collated is None:
             return asked
         return replace(asked, columns=self.collated.specs, code=self.collated.code)
 
     def sources_of(self, blocks: Ints) -> tuple[int, ...]:
-        """The dataset of each block of its orders; () if nobody is told.
+        """Return the dataset of each block of its orders; () if batches do not name their sources.
 
         Shapes:  blocks: int64[n].
         """
@@ -83,8 +84,8 @@ class DeliveryArena(Struct, eq=False):
 def delegated_job(
     request: OpenJob, spec: JobSpec, software: str, *, has_workers: bool
 ) -> DelegatedJob | None:
-    """What other nodes need to make slabs of this job; None if its urls are signed, since these are
-    for nobody else.
+    """Return the facts that other nodes need to make slabs of this job; None if its urls are
+    signed, since signed urls are not passed on.
 
     Raises:  ConfigError: other nodes cannot make what a node without workers has to deliver.
     """
@@ -101,7 +102,9 @@ def delegated_job(
 
 
 def layout_of(config: NodeConfig, slot_bytes: int) -> SlotLayout:
-    """The slots of one dp rank, of this size: as many as all workers can fill side by side."""
+    """Return the slots of one dp rank, of this size: as many as all workers can fill at the same
+    time.
+    """
     slots_max = config.worker_count_most + AHEAD_SLOTS_MIN
     return plan_slots(config.delivery_bytes_per_rank, slot_bytes, slots_max)
 
@@ -112,7 +115,7 @@ def delivery_bytes_max(config: NodeConfig) -> int:
 
 
 def delivery_memory(config: NodeConfig, layout: SlotLayout, batch_bytes: int) -> Arena:
-    """Memory for slabs whose batches take about so many bytes.
+    """Allocate memory for slabs whose batches take about `batch_bytes`.
 
     Raises:  BudgetTooSmall: it takes too much, or the machine has no memory.
     """

@@ -42,10 +42,10 @@ Told = ColumnsDescribed | CategoriesRead | EpochDescribed | WeightsChanged
 
 
 async def describe(member: ServedMember, asked: Question) -> Told:
-    """The answer to a question about the member's job; of lists, as many entries as fit into one
-    answer, from the requested first one on.
+    """Answer a question about the member's job. Of a list, the answer has as many entries as fit,
+    from the requested first one on.
 
-    Raises:  ConfigError: a column does not come as codes, or weights are none.
+    Raises:  ConfigError: a column does not come as codes, or weights are invalid.
     """
     if isinstance(asked, DescribeEpoch):
         return await asyncio.to_thread(epoch_described, member, asked)
@@ -115,7 +115,7 @@ def _described(
 
 
 def _types_of(members: tuple[str, ...], leaves: Mapping[str, Leaf]) -> str:
-    """The types in a stack, each once; none in a stack of masks."""
+    """Return the types in a stack, each once; none in a stack of masks."""
     kinds = (_text(leaves[name].type) for name in members if name in leaves)
     return ", ".join(dict.fromkeys(kinds))[:_TYPE_LENGTH_MAX]
 
@@ -126,7 +126,7 @@ def _text(kind: pa.DataType) -> str:
 
 
 def _unit(kind: pa.DataType) -> tuple[str, str]:
-    """Unit, as numpy.datetime64 names it, and time zone of the times in a column."""
+    """Return the unit, as numpy.datetime64 names it, and the time zone of the times in a column."""
     kind = value_type(kind)
     if pa.types.is_date32(kind):
         return "D", ""

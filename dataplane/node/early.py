@@ -1,7 +1,7 @@
-"""A dataset that is opened while its node still starts: the one for which a trainer started it.
+"""Open a dataset while its node still starts: the dataset for which a trainer started the node.
 
 Listing and indexing wait for the store most of the time, and a node spends its start on imports. So
-an embedded node is told with its start which dataset its trainer will ask for.
+an embedded node learns at its start which dataset its trainer will request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AHEAD_S = 1.0
 
 
 class NodeStores:
-    """The stores of a node, and what it knows of their outages."""
+    """The stores of a node, and their outages."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.outages = Outages()
@@ -39,7 +39,7 @@ class NodeStores:
 
 
 class EarlyOpening:
-    """Opens this dataset in a thread, with what was found ahead."""
+    """Opens this dataset in a thread, with the facts that were collected ahead."""
 
     def __init__(
         self, config: NodeConfig, source: DatasetSource, ahead: IndexAhead | None = None
@@ -55,11 +55,11 @@ class EarlyOpening:
 
     @property
     def url(self) -> str:
-        """Of the dataset: the first one."""
+        """The first url of the dataset."""
         return self._source.urls[0]
 
     def take(self, source: DatasetSource) -> Future[Manifest] | None:
-        """The dataset, if it is this one. Once: it is listed again for each further job."""
+        """Return the dataset, if it is this one. Works once: each further job lists it again."""
         with self._lock:
             if self._taken or source != self._source:
                 return None
@@ -67,7 +67,7 @@ class EarlyOpening:
         return self._opened
 
     def hand_on(self, keep: KeepPreamble) -> None:
-        """Give `keep` the preambles that were read, and those that will be."""
+        """Give `keep` the preambles that were read, and later ones."""
         with self._lock:
             self._keep, kept, self._kept = keep, self._kept, []
         for preamble in kept:

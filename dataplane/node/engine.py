@@ -1,13 +1,13 @@
-"""Carries out what the scheduler decides: plans, fetches, tasks of workers, memory, answers.
+"""Carry out the scheduler's decisions: plans, fetches, tasks of workers, memory, answers.
 
-It decides nothing itself. Everything here runs on the event loop and never waits. The end of each
-plan, fetch, decoding or assembly becomes an event for the scheduler.
+The engine decides nothing itself. Everything here runs on the event loop and never waits. The end
+of each plan, fetch, decoding or assembly becomes an event for the scheduler.
 
 Invariants:
 1. Events are handled one after the other: the effects of one are carried out, in order, before the
    next is passed to the scheduler.
-2. Whoever writes into memory allocates it first: fetchers, workers, and this module for what it
-   writes itself. If the machine refuses it, the task that needed it fails with that error.
+2. Memory is allocated by the process that writes into it: fetchers, workers, and this module for
+   its own writes. If the machine refuses it, the task that needed it fails with that error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
 
 
 class _Ended(NamedTuple):
-    """The end of a worker's task, when it began, and how long it took."""
+    """The end of a worker's task, the time when it began, and its duration."""
 
     result: tasks.ResultBody
     started: float
@@ -137,18 +137,18 @@ class Engine:
         self.delegating.open(delivery)
 
     def close_delivery(self, delivery: DeliveryArena) -> None:
-        """The arena has no users left: close it when no worker writes into it."""
+        """Close an arena that has no users left, when no worker writes into it any more."""
         self._tell(events.DeliveryClosed(delivery.delivery_id))
         self._pool.forget_slabs(delivery.datasets[0].dataset_id, delivery.delivery_id)
 
     def forget_dataset(self, dataset: Dataset) -> None:
-        """The dataset has no readers left: drop its blocks as soon as they are not in use."""
+        """Drop the blocks of a dataset without readers as soon as they are not in use."""
         self._tell(events.DatasetForgotten(dataset.blocks))
         self._pool.forget_dataset(dataset.dataset_id)
 
     async def inherit(self, heir: Dataset, former: Dataset) -> None:
-        """Forget the former dataset. What is in memory of its blocks is the heir's from now on, if
-        that has equal ones.
+        """Forget the former dataset. Its blocks in memory become those of the heir, if the heir has
+        equal ones.
         """
         formers = heritage(heir, former)
         if formers is not None:
@@ -182,16 +182,16 @@ class Engine:
         return stream
 
     def adopt_stream(self, stream: ServedStream) -> None:
-        """The consumer now reads a stream that was opened ahead."""
+        """Note that the consumer now reads a stream that was opened ahead."""
         self._tell(events.StreamAdopted(stream.stream_id))
 
     def expect_next(self, stream: ServedStream, order: SampleOrder) -> None:
-        """The consumer of a stream is expected to read this order next: keep blocks for it."""
+        """Keep blocks for the order that a stream's consumer should read next."""
         if not stream.is_closed:
             self._tell(events.NextOrderKnown(stream.stream_id, order))
 
     def close_stream(self, stream: ServedStream) -> None:
-        """The consumer is gone, or has enough. May be called twice."""
+        """Close a stream whose consumer is gone, or needs no more. May be called twice."""
         if not stream.is_closed:
             stream.is_closed = True
             self._tell(events.StreamClosed(stream.stream_id))
@@ -201,24 +201,24 @@ class Engine:
         self._tell(events.StreamRefused(stream.stream_id, error))
 
     def when_planned(self, stream: ServedStream, call: Callable[[], None]) -> None:
-        """Call it once, when the last step of a stream is planned; at once if it already is."""
+        """Call this once when the last step of a stream is planned; at once if it already is."""
         stream.on_planned = call
         stream.tell_planned()
 
     def request(self, stream: ServedStream, request_id: int) -> None:
-        """The consumer wants its next slab."""
+        """Note that the consumer wants its next slab."""
         self._tell(events.Requested(stream.stream_id, request_id))
 
     def release(self, delivery: DeliveryArena, slab_ids: Sequence[int]) -> None:
-        """The trainer released these slabs; unknown ones were released before."""
+        """Free these slabs, which the trainer has released; unknown ones were released before."""
         self._tell(events.Released(delivery.delivery_id, slab_ids))
 
     def release_all(self, delivery: DeliveryArena, holder: int) -> None:
-        """A holder is gone: free everything it held."""
+        """Free everything that a holder held, since it is gone."""
         self._tell(events.HolderGone(delivery.delivery_id, holder))
 
     def tick(self) -> None:
-        """Time has passed; call it about twice a second."""
+        """Report to the scheduler that time has passed; call this about twice a second."""
         self._fetcher.look()
         busy, bytes_per_s = self._pool.look()
         self._tell(events.Ticked(busy, bytes_per_s, self._pool.at_work))
@@ -239,7 +239,7 @@ class Engine:
             self.settle()
 
     def settle(self) -> None:
-        """Look soon for what can be done; needed only after a walk was fed."""
+        """Let the scheduler decide soon what can be done; needed only after a walk was fed."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._settle)
@@ -398,7 +398,9 @@ class Engine:
     def _assembled(
         self, effect: events.AssembleSlab, ends: Sequence[_Ended], keep: Region | None
     ) -> None:
-        """All pieces of a slab have ended. Of several, none has made the copy."""
+        """Handle the end of all pieces of a slab. If there are several, no piece has made
+        the copy.
+        """
         result, started = _joined(ends), min(each.started for each in ends)
         worker_s = sum(each.took_s for each in ends)
         self.replaced.note(self._deliveries[effect.delivery_id], result)
@@ -494,7 +496,7 @@ class Engine:
 
 
 def _joined(ends: Sequence[_Ended]) -> tasks.ResultBody:
-    """The result of a slab, from those of its pieces, which all describe the whole slab."""
+    """Combine the results of a slab's pieces, each of which describes the whole slab."""
     made = [each.result for each in ends if isinstance(each.result, tasks.Assembled)]
     if len(made) < len(ends):
         return next(each.result for each in ends if not isinstance(each.result, tasks.Assembled))

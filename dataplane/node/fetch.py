@@ -1,12 +1,13 @@
-"""Reads blocks from the store into the block arena, several at a time.
+"""Read blocks from the store into the block arena, several at a time.
 
 A raw region has room for the shard's preamble, followed by the needed bytes of the block. Every
 block of a shard needs the preamble, so it is read once and kept separately (`preambles.py`). It is
-copied into the raw region only if rows are gathered from there, and read into it if there is no
-room to keep it; otherwise its room stays empty.
+copied into the raw region only if rows are gathered from there, and read into the region if there
+is no room to keep it; otherwise its room stays empty.
 
-Blocks that are fetched together are read in one request, each into its own region. If that does not
-end, or gives too little, each is read by itself, so that no block fails because of another.
+Blocks that are fetched together are read in one request, each into its own region. If that request
+fails or returns too little, each block is read by itself, so that no block fails because of
+another.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _OF_LENGTH = (StoreUnavailable, TruncatedRead, BudgetTooSmall)
 
 class Fetcher:
     """Fetches blocks from `origin`. Preambles are kept in `preambles`, whose memory the fetcher
-    then owns, as it does the `folder` of blocks on disk. Call it only from the event loop.
+    then owns, like the `folder` of blocks on disk. Call it only from the event loop.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Fetcher:
         outages: Outages,
         pauses: Pauses | None = None,
     ) -> Self:
-        """The fetcher of a node, into this block arena. It keeps these pauses, and tells of its own
-        there.
+        """Create the fetcher of a node, into this block arena. It shares pauses of stores through
+        `pauses`.
 
         Raises:  BudgetTooSmall: the machine refuses the arena of preambles.
         ConfigError: the folder for blocks on disk cannot be used.
@@ -126,9 +127,9 @@ class Fetcher:
         self.origin.detach_arena(arena_id)
 
     def beginning(self) -> Callable[[str], None]:
-        """To be called, from any thread, with a url of each dataset that is opened: the first
-        remote one starts what will read its blocks, so that it is ready by then. It raises a
-        ConfigError for what is no url.
+        """Return a function to call, from any thread, with a url of each dataset that is opened.
+        The first remote one starts the processes that read its blocks, so that they are ready by
+        then. It raises a ConfigError for an invalid url.
         """
         loop, thread, has_begun = asyncio.get_running_loop(), threading.get_ident(), False
 
@@ -151,8 +152,8 @@ class Fetcher:
             self.origin.read(fetches.ScanKept(0), self.on_scanned)
 
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
-        """Read blocks of one shard that lie close together, in the order of their offsets. Several
-        are of those that may follow each other.
+        """Read blocks of one shard that lie close together, in the order of their offsets. If there
+        are several, they may follow each other.
         """
         if len(blocks) > 1 and blocks[0].neighbour is not None:
             self._ask_for_run(blocks, blocks[0].neighbour)
@@ -190,7 +191,7 @@ class Fetcher:
         self.origin.read(fetches.ReadKept(0, block.dataset, block.block, into), end)
 
     def _ask(self, block: BlockRead, neighbour: fetches.Neighbour) -> None:
-        """Ask a neighbour for each piece; fetchers read from the store what it does not send."""
+        """Request each piece from a neighbour; fetchers read the rest from the store."""
         if neighbour.form is BlockForm.DECODED:
             parts = ReadParts(block.report)
             self._read(block.raw, 0, tasks.BLOCK_ARENA, block.into, parts, neighbour)
@@ -206,12 +207,12 @@ class Fetcher:
             at += piece.target.into.length
 
     def _ask_for_run(self, blocks: Sequence[BlockRead], neighbour: fetches.Neighbour) -> None:
-        """Ask a neighbour for whole blocks at once."""
+        """Request several whole blocks from a neighbour at once."""
         pieces = [piece for block in blocks for piece in self._pieces(block)]
         self._read_together(blocks[0].raw, pieces, neighbour)
 
     def _pieces(self, block: BlockRead) -> list[_Piece]:
-        """Start to read its preamble. Returns what else is to be read."""
+        """Start to read the preamble. Return the other pieces to read."""
         key, raw, into = block.key, block.raw, block.into
         url, place = raw.url, raw.preamble_place
         kept = self._preambles.hold(key, url, raw.etag, place) if place.length else None
@@ -249,7 +250,7 @@ class Fetcher:
         pieces: Sequence[_Piece],
         neighbour: fetches.Neighbour | None = None,
     ) -> None:
-        """Read them in one request. The neighbour, if one is named, is asked first."""
+        """Read pieces in one request. The neighbour, if one is named, is tried first."""
         if len(pieces) == 1:
             self._read_alone(raw, pieces[0])
             return
@@ -285,7 +286,7 @@ class Fetcher:
     def for_worker(
         self, key: int, raw: tasks.RawBlockRef
     ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
-        """Where a worker finds a fetched block, and which arenas it needs besides the block
+        """Return where a worker finds a fetched block, and which arenas it needs besides the block
         arena.
         """
         return self._preambles.for_worker(key, raw)
@@ -295,7 +296,7 @@ class Fetcher:
         self._preambles.let_go(key)
 
     def remember_preamble(self, url: str, etag: str, place: Region, content: bytes) -> None:
-        """Indexing has read the preamble of this shard. Thread-safe."""
+        """Keep the preamble of this shard, which indexing has read. Thread-safe."""
         self._preambles.remember(url, etag, place, content)
 
     def trouble(self, url: str) -> StoreError | None:
@@ -303,11 +304,11 @@ class Fetcher:
         return self.origin.trouble(url) or self._given_up.get(url)
 
     def statistics(self) -> NodeReads:
-        """What was read so far."""
+        """The reads so far."""
         return self.origin.statistics()
 
     def look(self) -> None:
-        """Call it about twice a second."""
+        """Start or stop fetchers as needed; call this about twice a second."""
         self.origin.look()
 
     def close(self) -> None:
@@ -325,7 +326,9 @@ class Fetcher:
                 self._given_up.popitem(last=False)
 
     def _preamble(self, raw: tasks.RawBlockRef, kept: KeptPreamble, report: Report) -> None:
-        """Read once, even if several blocks start together; not at all if indexing did so."""
+        """Read a preamble once, even if several blocks start together; not at all if indexing did
+        so.
+        """
         if kept.reading is None or kept.has_failed:
             kept.reading = asyncio.get_running_loop().create_future()
             parts = ReadParts(partial(_set, kept.reading))
@@ -355,7 +358,7 @@ class Fetcher:
 
 
 class _Piece(Struct, frozen=True):
-    """A part of a block that is read."""
+    """A part of a block to read."""
 
     target: fetches.ReadTarget
     report: Report
@@ -367,7 +370,7 @@ def _set(reading: asyncio.Future[fetches.Outcome], error: fetches.Outcome) -> No
 
 
 def _ranges(whole: Region) -> Iterator[Region]:
-    """Equal parts, none longer than RANGE_BYTES."""
+    """Yield equal parts, none longer than RANGE_BYTES."""
     count = max(1, -(-whole.length // RANGE_BYTES))
     cuts = [whole.length * part // count for part in range(count + 1)]
     for start, stop in itertools.pairwise(cuts):

@@ -57,7 +57,7 @@ _PROBE = fetches.EndSlab(0)
 
 
 class _Read(Struct, eq=False):
-    """One order, and who hears of its end."""
+    """One order, and the function that reports its end."""
 
     order: fetches.ReadBody
     report: Report
@@ -69,7 +69,7 @@ class _Read(Struct, eq=False):
 
 
 class _Fetcher(Struct, eq=False):
-    """A process, its reads by number, and what it has told."""
+    """A process, its reads by number, and its last reports."""
 
     process: WorkerProcess
     number: int
@@ -96,7 +96,7 @@ class _Fetcher(Struct, eq=False):
 class Fetchers:
     """At most `count_max` processes, and the reads that wait for them. They write into the arena of
     blocks and that of preambles, and hold the lock on the `folder` of blocks on disk. `on_kept` is
-    called with what a scan finds there. Call it only from the event loop.
+    called with the blocks that a scan finds there. Call it only from the event loop.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class Fetchers:
         return tuple(each.process.pid for each in self._fetchers)
 
     def start(self, store: str = "") -> None:
-        """Start the first fetchers, if they are not there; does not wait for them. Those started
-        from now on connect to this store at once.
+        """Start the first fetchers, if there are none; does not wait for them. Those started from
+        now on connect to this store at once.
         """
         if self._closed:
             return
@@ -171,17 +171,17 @@ class Fetchers:
         return order.number
 
     def end_slab(self, number: int) -> None:
-        """Implement `SlabReads.end_slab`; nothing happens while its fetcher cannot hear."""
+        """Implement `SlabReads.end_slab`; does nothing while its fetcher cannot receive."""
         self._slabs.end(number, self._fetchers)
 
     def detach_arena(self, arena_id: int) -> None:
-        """No more slabs are read into this arena. Those that are waited for are reported soon, most
-        of them with ClosedError; only then is their memory no longer written.
+        """Stop reading slabs into this arena. Orders in progress end soon, most of them with
+        ClosedError; only then is their memory no longer written.
         """
         self._slabs.detach(arena_id, self._fetchers)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this shard are delayed, as a fetcher sees it."""
+        """Return why reads of this shard are delayed, according to a fetcher."""
         return next((found for each in self._fetchers if (found := each.trouble.get(url))), None)
 
     def look(self) -> None:
@@ -202,7 +202,7 @@ class Fetchers:
             self._dispatch()
 
     def statistics(self) -> NodeReads:
-        """What was read so far, and by how many fetchers it is read now."""
+        """The reads so far, and the number of fetchers that read now."""
         found = NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
         return replace(found, neighbour_bytes=self._neighbour_bytes, disk_bytes=self._disk_bytes)
 
@@ -322,13 +322,13 @@ class Fetchers:
         self._read_bytes += read.length if is_copy else end.store_bytes
 
     def _told(self, pause: StorePause) -> None:
-        """Of a pause that no fetcher was asked for. Thread-safe."""
+        """Handle a pause that no fetcher has reported. Thread-safe."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._pause, pause, None)
 
     def _pause(self, pause: StorePause, source: _Fetcher | None) -> None:
-        """Tell all fetchers but the one that was asked."""
+        """Pass a pause on to all fetchers except its source."""
         for each in self._fetchers[:]:
             if each is not source:
                 self._send(each, pause)
@@ -360,7 +360,9 @@ class Fetchers:
         self._loop.call_soon(self._refill)
 
     def _on_end(self, fetcher: _Fetcher, status: int) -> None:
-        """No thread of it writes any more: give its reads to others."""
+        """Give the reads of a fetcher that has ended to others; none of its threads writes any
+        more.
+        """
         if self._closed:
             return
         self._ending.discard(fetcher)
@@ -395,7 +397,7 @@ class Fetchers:
 
 
 def _end_of(end: fetches.ReadEnded) -> fetches.Outcome:
-    """How a read has ended without an error."""
+    """Return the outcome of a read that ended without an error."""
     ends, given = end.ends, end.neighbour_bytes
     if not ends:
         return fetches.NeighbourGave(given) if given else None

@@ -1,10 +1,10 @@
-"""Other weights of a mixture that people ask for while a member reads: until where its trainer may
-have read, and what it has to know before it reads on. No clock, no I/O.
+"""Changed weights of a mixture that people request while a member reads: how far its trainer may
+read, and what it must know before it reads on. No clock, no I/O.
 
 Invariants:
-1. A slab with positions behind other weights is handed only to streams that know these.
-2. From a promise on until its outcome is known, no slab with positions behind it is handed over.
-   Such slabs wait, and are handed over then, or released. So no error ends the promise.
+1. A slab with positions after a change of weights is sent only to streams that know the change.
+2. From a promise on until its outcome is known, no slab with positions after the promised place is
+   sent. Such slabs wait; later they are sent or released. No error ends the promise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CANNOT = (
 
 
 class Following:
-    """That of one member. `release` frees a slab."""
+    """The promises of one member. `release` frees a slab."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Following:
         return self.entries[-1].seq if self.entries else 0
 
     def sending(self, epoch: int, steps: EpochSteps, known_entry: int, send: Send) -> Send:
-        """What answers the requests of a stream of these steps of an epoch."""
+        """Wrap the function that answers the requests of a stream of these steps of an epoch."""
 
         def answer(request_id: int, body: FromNodeBody) -> None:
             if not isinstance(body, Slab):
@@ -71,7 +71,7 @@ class Following:
         return answer
 
     def is_new(self, proposal: MixProposal | None) -> bool:
-        """Whether an answer to this one is still to be given."""
+        """Whether this proposal still needs an answer."""
         had = self.promise
         return proposal is not None and (had is None or had.request != proposal.request)
 
@@ -82,10 +82,10 @@ class Following:
         per_s: float,
         refusal: str = "",
     ) -> bool:
-        """What the coordinator says to a member that has reached this place, at so many samples of
-        all ranks a second. Returns whether it has made a promise, which others wait for. It makes
-        none before it has begun to read: it will begin at a place that nobody knows here. With a
-        `refusal`, it cannot read the weights that are proposed.
+        """Handle the coordinator's verdict on a member that has reached this place, at a speed of
+        `per_s` samples a second over all ranks. Return whether it has made a promise, for which
+        others wait. It makes none before it has begun to read, since nobody here knows where it
+        will begin. `refusal`: it cannot read the proposed weights.
         """
         known = self.known_entry
         self.entries += [entry for entry in verdict.entries if entry.seq > known]
@@ -110,7 +110,7 @@ class Following:
         return self.promise is not None and self.promise is not had
 
     def is_overdue(self, now: float, patience_s: float) -> bool:
-        """Whether slabs have waited for so long, as far as this was asked since."""
+        """Whether slabs have waited this long, counted from the first call."""
         if not self._waiting:
             self._waits_since = None
         elif self._waits_since is None:
@@ -118,7 +118,7 @@ class Following:
         return self._waits_since is not None and now - self._waits_since >= patience_s
 
     def refuse(self, error: DataplaneError) -> None:
-        """Answer those that wait with this error."""
+        """Answer waiting requests with this error."""
         waiting, self._waiting, self._waits_since = self._waiting, [], None
         for answer, request_id, slab in waiting:
             self._release(slab.slab_id)
@@ -127,7 +127,7 @@ class Following:
     def _promised(
         self, proposal: MixProposal, handed: LedgerPosition, per_s: float, refusal: str
     ) -> MixPromise:
-        """Nothing is handed beyond the result that was not before."""
+        """Promise that nothing new is sent beyond the resulting place."""
         if refusal:
             return MixPromise(proposal.request, handed, refusal=refusal)
         if proposal.at is not None:

@@ -1,15 +1,16 @@
-"""The fork server of a node: imports what workers and indexing processes need, and forks them.
-What only one of the roles needs is imported when it is requested for the first time, or before
-that, while nothing else is requested.
+"""The fork server of a node: it imports modules that workers and indexing processes need, and forks
+them. Modules that only one of the roles needs are imported at its first request, or earlier while
+there are no requests.
 
 Importing takes 0.4 s of CPU once; a fork takes a millisecond, and children share the memory of
 imported modules.
 
 Invariants:
-1. It has one thread, opens no connection and parses no data, so that each child is as clean as a
-   new process.
-2. It is the parent of its children: it reports the end of each child once, and they die with it.
-3. It ends when its socket is closed.
+1. The fork server has one thread, opens no connection and parses no data, so that each child is as
+   clean as a new process.
+2. The fork server is the parent of its children: it reports the end of each child once, and they
+   die with it.
+3. The fork server ends when its socket is closed.
 """
 
 from __future__ import annotations

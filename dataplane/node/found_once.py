@@ -1,9 +1,10 @@
-"""What a node finds out by reading, or by running a function of the user, once for all that wait.
+"""Values that a node determines by reading, or by running a user's function, once for all that
+wait.
 
 Invariants:
-1. A value is looked for once at a time, however many wait for it. It may be remembered; a failure
-   is not: the next one who asks tries again.
-2. It is looked for as long as somebody waits for it: the function may hang.
+1. A value is computed once at a time, however many wait for it. It may be remembered; a failure is
+   not: the next caller tries again.
+2. The computation continues only as long as somebody waits for it: the function may hang.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Sought(Struct, Generic[T], eq=False):
-    """A value that is being looked for, and how many wait for it."""
+    """A value that is being computed, and how many wait for it."""
 
     result: asyncio.Future[T]
     task: asyncio.Task[None] | None = None
@@ -31,7 +32,7 @@ class _Sought(Struct, Generic[T], eq=False):
 
 
 class FoundOnce(Generic[T]):
-    """Values by key; `name` is that of the tasks that look for them. The last `remembered` values
+    """Values by key; `name` is that of the tasks that compute them. The last `remembered` values
     are kept.
     """
 
@@ -41,9 +42,9 @@ class FoundOnce(Generic[T]):
         self._sought: dict[Hashable, _Sought[T]] = {}
 
     async def of(self, key: Hashable, find: Callable[[], Awaitable[T]]) -> T:
-        """The value of this key, which `find` looks for if it is not known.
+        """Return the value of this key, which `find` computes if it is not known.
 
-        Raises:  DataplaneError: that of `find`.
+        Raises:  DataplaneError: raised by `find`.
         """
         if key in self._found:
             return self._found[key]

@@ -51,8 +51,9 @@ _LEAVE_S = 2.0
 def beat_after_s(
     beat_s: float, verdicts: Sequence[membership.MemberVerdict], host_count: int
 ) -> float:
-    """The time from one beat to the next, usually `beat_s`. While a job gathers, on so many hosts,
-    nodes have to hear soon of those that joined last: until then they read blocks that those own.
+    """Return the time from one beat to the next, usually `beat_s`. While a job gathers its ranks,
+    on `host_count` hosts, nodes beat faster to learn of new ranks soon: until then they read blocks
+    that the new nodes own.
     """
     if not any(one.missing_dp_ranks and one.missing_for_s < _GATHERING_S for one in verdicts):
         return beat_s
@@ -116,8 +117,8 @@ class Heartbeat:
                 return
 
     async def leave(self) -> None:
-        """Say that this node lends and makes nothing any more, so that none waits for its lease to
-        end; if the coordinator does not answer, that is what ends it.
+        """Report that this node lends and makes nothing any more, so that no node waits for its
+        lease to end. If the coordinator does not answer, the lease ends by itself.
         """
         if self._is_embedded or not self._node.data_address:
             return
@@ -128,7 +129,7 @@ class Heartbeat:
 
     @property
     def awaited(self) -> str:
-        """The process that jobs have to wait for; "" if none."""
+        """Return the process that jobs have to wait for; "" if none."""
         if self._registered.is_set() or self._is_embedded:
             return ""
         return f"the coordinator at {self._coordinator}"
@@ -149,8 +150,9 @@ class Heartbeat:
             ) from error
 
     async def wait_gathered(self, member: ServedMember) -> None:
-        """Wait until all ranks of a launch over several hosts have joined, though not for long.
-        Nobody takes a step before, and a node reads the blocks of those that it does not know.
+        """Wait for a limited time until all ranks of a launch over several hosts have joined. No
+        rank makes a step before that, and a node reads the blocks of nodes that it does not know
+        yet.
         """
         if not self._has_neighbours or self._is_embedded or member.host_count < 2:
             return
@@ -172,8 +174,8 @@ class Heartbeat:
                 self._trace.failed("heartbeat", error=error)
 
     def look(self) -> None:
-        """Requests that wait for the coordinator get an error before their trainers give up; call
-        it about twice a second.
+        """Fail requests that wait for the coordinator before their trainers give up; call this
+        about twice a second.
         """
         now, node_id = time.monotonic(), self._node.node_id
         for member in list(self._jobs.members.values()):  # sending may find that a trainer is gone
@@ -182,8 +184,8 @@ class Heartbeat:
                 member.following.refuse(error)
 
     async def _due(self) -> None:
-        """Wait for the next beat. After a join it comes at once, but not more often than joins of a
-        whole host need: the nodes that joined shortly before are told then.
+        """Wait for the next beat. After a join it comes at once, but only once for the joins of a
+        whole host; it also brings news to nodes that joined shortly before.
         """
         hosts = max((one.host_count for one in self._jobs.members.values()), default=0)
         is_alone = self._is_embedded or hosts < 2
@@ -224,8 +226,8 @@ class Heartbeat:
         answer: membership.HeartbeatResponse,
         known: tuple[membership.KnownNodes, ...],
     ) -> None:
-        """Members may have come and gone since the heartbeat was sent: what it says of jobs that
-        this node serves is heard only while it does, and otherwise what concerns it as a maker.
+        """Apply the answer to a heartbeat. Members may have come and gone since it was sent: news
+        of a job counts only while this node serves it, or, otherwise, as its maker.
         """
         if not (answer.jobs or answer.left):
             return
@@ -259,7 +261,7 @@ class Heartbeat:
             self._end(member, self._missing(member, verdict))
 
     async def _follow(self, member: ServedMember, verdict: membership.MemberVerdict) -> bool:
-        """Other weights of a mixture may be on their way."""
+        """Handle changed weights of a mixture that may be on their way."""
         following, refusal = member.following, ""
         assert following is not None
         if verdict.proposal is not None and following.is_new(verdict.proposal):
@@ -286,12 +288,14 @@ class Heartbeat:
         )
 
     def _sees_all_ranks(self, member: ServedMember) -> bool:
-        """An embedded node is its own coordinator: ranks of other hosts never join there."""
+        """Whether all ranks join here. An embedded node is its own coordinator, where ranks of
+        other hosts never join.
+        """
         place = member.request.topology
         return not self._is_embedded or place.world_size == place.local_world_size
 
     def _end(self, member: ServedMember, error: DataplaneError) -> None:
-        """The member gets this error at its next request, and at those that wait."""
+        """Answer the member's waiting requests, and its next one, with this error."""
         member.error = error
         member.gathered.set()
         # A copy: sending may find that the trainer is gone, which closes its streams.

@@ -1,11 +1,12 @@
-"""Indexes the dataset of the first loader in a process of its own, while the node still imports.
+"""Index the dataset of the first loader in a process of its own, while the node still imports.
 
-The process is forked from the node as soon as that has imported what it needs.
+The process is forked from the node as soon as the node has imported the modules that it needs.
 
 Invariants:
-1. It parses what may be damaged, so it has the memory limit of an indexing process, and whatever
-   becomes of it is nobody's error: what it has not found after a moment, the node finds itself.
-2. It does not outlive the node, its deadline, or that moment.
+1. The process parses files that may be damaged, so it has the memory limit of an indexing process,
+   and its failures are not reported: if it has no result after a moment, the node indexes for
+   itself.
+2. The process does not outlive the node, its deadline, or that moment.
 3. It is forked from a process with one thread.
 """
 
@@ -31,7 +32,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class IndexAhead:
-    """What is asked, and the pipe of the answer. `urls` and `format_name` are those of the dataset;
+    """The request, and the pipe of the answer. `urls` and `format_name` are those of the dataset;
     without a scout it is local.
     """
 
@@ -55,7 +56,7 @@ class IndexAhead:
             self.scout.let_go()
 
     def found(self, patience_s: float) -> FoundDataset | None:
-        """What was found; None if that is not known within this time, or nothing was. Once."""
+        """Return the result; None if there is none within this time. Call it once."""
         try:
             content = _received(self._answer, time.monotonic() + patience_s)
             return None if content is None else msgspec.msgpack.decode(content, type=FoundDataset)
@@ -86,7 +87,10 @@ class IndexAhead:
             os._exit(0)
 
     def _find(self) -> FoundDataset:
-        """Raises:  DataplaneError: nothing."""
+        """Index, in the forked process.
+
+        Raises:  DataplaneError: nothing can be indexed.
+        """
         from dataplane.index.ahead import found_ahead
         from dataplane.settings import default_node_config
 
@@ -102,7 +106,7 @@ class IndexAhead:
 
 
 def _received(pipe: int, deadline: float) -> bytes | None:
-    """All that comes until the other end is closed; None if it is not closed by then."""
+    """Read until the other end is closed; None if it is not closed by the deadline."""
     pieces = []
     while True:
         if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -1,4 +1,4 @@
-"""The columns of a dataset as a job reads them."""
+"""The columns of a dataset in the form that a job reads them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dataplane.worker.stacking import StackedPlan, plan_stacked
 
 
 class Columns(Struct, frozen=True):
-    """The columns of a dataset as a job reads them; `schema` is that of the shards. `is_canonical`:
-    zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same size.
-    `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the layout of
-    packed rows. `mapped` are the columns that a map makes, and `top_level` those of the shards that
-    workers decode. `finds_columns`: blocks say only what a map makes of them.
+    """The columns of a dataset in the form that a job reads them; `schema` is that of the shards.
+    `is_canonical`: zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same
+    size. `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the
+    layout of packed rows. `mapped` are the columns that a map makes, and `top_level` those of the
+    shards that workers decode. `finds_columns`: this job only determines which columns a map makes.
     """
 
     schema: pa.Schema
@@ -44,8 +44,8 @@ class Columns(Struct, frozen=True):
 
 
 def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None = None) -> Columns:
-    """Linear in the columns, and a few seconds for 100,000 of them. With a map, the options are
-    about the columns that it makes.
+    """Plan the columns: linear in their number, and a few seconds for 100,000 of them. With a map,
+    the options are about the columns that it makes.
 
     Raises:  ConfigError: a column that is not there.  SchemaMismatch: shards differ in one.
     """
@@ -63,7 +63,7 @@ def columns_of(manifest: Manifest, spec: JobSpec, mapped: MappedColumns | None =
 
 
 def columns_to_find(manifest: Manifest) -> Columns:
-    """Those of the job that finds out what a map makes of the first rows."""
+    """Return the columns of the job that determines which columns a map makes."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     return Columns(
         schema,
@@ -78,8 +78,8 @@ def columns_to_find(manifest: Manifest) -> Columns:
 
 
 def _is_as_stored(schema: pa.Schema, plan: ColumnPlan, nulls: NullCounts | None) -> bool:
-    """Whether the plan's columns are columns of the dataset in the form in which they lie in it, so
-    that nothing of them must be copied.
+    """Whether the plan's columns are stored in the form in which they are read, so that none must
+    be copied.
     """
     if not schema.equals(plan.schema):
         stored = {field.name: _as_bytes(field.type) for field in schema}
@@ -89,7 +89,7 @@ def _is_as_stored(schema: pa.Schema, plan: ColumnPlan, nulls: NullCounts | None)
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type to which texts are cast without a copy."""
+    """Return the type to which texts are cast without a copy."""
     if pa.types.is_string(kind):
         return pa.binary()
     return pa.large_binary() if pa.types.is_large_string(kind) else kind
@@ -113,7 +113,7 @@ def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
 
 
 def _fixed_bytes(schema: pa.Schema) -> int:
-    """Bytes of a row over all columns with rows of fixed size."""
+    """Return the bytes of a row over all columns with rows of fixed size."""
     of_id: dict[int, int] = {}
     size = 0
     for kind in schema.types:
@@ -127,7 +127,7 @@ def _fixed_bytes(schema: pa.Schema) -> int:
 
 
 def row_bytes_of(kind: pa.DataType) -> int:
-    """Bytes of a row of a column, 0 if rows differ in size."""
+    """Return the bytes of a row of a column, 0 if rows differ in size."""
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * row_bytes_of(kind.value_type)
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0

@@ -55,7 +55,7 @@ _trace = Trace("node")
 
 
 class Jobs:
-    """Everything that the members on this node share."""
+    """The state that the members on this node share."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Jobs:
         )
 
     def _marks(self, member: ServedMember) -> dict[str, Any]:
-        """Where the job's ledger was and is, if it lasts longer than this node."""
+        """Return the past and present marks of the job's ledger, if it outlives this node."""
         if member.joined is None or self._config.embedded:
             return {}
         return {"mark": member.joined.mark, "marks": member.joined.marks}
@@ -147,7 +147,7 @@ class Jobs:
         joining: membership.JoinRequest,
         pid: int,
     ) -> ServedMember:
-        """Check what can be checked here, take the place, then the memory."""
+        """Check everything that can be checked here, take the place, then the memory."""
         spec, samples, place = opened.spec, opened.sample_count, request.topology
         own = Slice(EpochSteps.of(spec, samples, dp_size=place.dp_size), place.dp_rank)
         own.steps.check_ranks(0)
@@ -195,7 +195,7 @@ class Jobs:
         self._engine.release(delivery, [slab_id])
 
     def stop(self, member: ServedMember) -> None:
-        """The rank reads no more: close its streams. May be called twice."""
+        """Close the streams of a rank that reads no more. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
         if member.closed:
@@ -206,7 +206,7 @@ class Jobs:
         self.streams.close_all(member)
 
     def close(self, member: ServedMember) -> None:
-        """The rank is gone: free everything that only it used. May be called twice."""
+        """Free everything that only this rank used, since it is gone. May be called twice."""
         self.stop(member)
         if member.released:
             return
@@ -221,15 +221,15 @@ class Jobs:
                 self.opener.leave(dataset)
 
     def forget_manifest(self, job_id: str) -> None:
-        """The last rank has closed this job: the next rank that opens it lists the dataset
-        again.
+        """Forget a job's manifest when its last rank has closed it, so that the next rank lists the
+        dataset again.
         """
         if not any(member.job_id == job_id for member in self.members.values()):
             self.opener.forget_manifests(job_id)
 
     def leave(self, member: ServedMember, *, lost: bool) -> None:
-        """Give its place back, in the background, unless it did so before, or has it again on
-        another connection.
+        """Give a rank's place back, in the background, unless it did so before, or has the place
+        again on another connection.
         """
         if member.has_left or member.member_id in self.members:
             return
@@ -314,8 +314,9 @@ class Jobs:
 
 
 def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
-    """The group with which this rank shares slabs: all members of a declared group with equal spec
-    and place, or only those of its delivery; None if making a slab costs no more than copying it.
+    """Return the group with which this rank shares slabs: all members of a declared group with
+    equal spec and place, or only those of its delivery; None if making a slab costs no more than
+    copying it.
     """
     place = request.topology
     if not spec.transforms:
@@ -326,8 +327,8 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 
 def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
-    """The advice that this rank gives its user. Rank 0 of the job gives all of it, and one rank of
-    each other host what concerns its memory.
+    """Return the advice that this rank gives its user. Rank 0 of the job gives all of it, and one
+    rank of each other host the advice about its memory.
     """
     spec, place = member.spec, member.request.topology
     told = []
@@ -346,7 +347,7 @@ def _advice(job: OpenedJob, member: ServedMember, arena_bytes: int) -> tuple[str
 
 
 def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
-    """Advice on folders, on series of shards, and on packs, by source."""
+    """Return advice on folders, on series of shards, and on packs, by source."""
     names = [""] if spec.mixture is None else [one.name for one in spec.mixture.sources]
     told = []
     for name, opened in zip(names, job.opened, strict=True):
@@ -359,7 +360,7 @@ def _of_sources(job: OpenedJob, spec: JobSpec) -> list[str]:
 
 
 def _shuffled(job: OpenedJob, spec: JobSpec) -> list[ShuffledSource]:
-    """The sources that an epoch reads, with the shares that the job begins with."""
+    """Return the sources that an epoch reads, with the shares with which the job begins."""
     mixture = spec.mixture
     if mixture is None:
         (opened,), (dataset,) = job.opened, job.datasets

@@ -1,4 +1,4 @@
-"""Waiting for a coordinator that does not answer yet: it may start later than its nodes. And for
+"""Wait for a coordinator that does not answer yet, since it may start later than its nodes; and for
 other ranks, if a trainer has closed a loader and opens another one of the same job.
 """
 
@@ -26,8 +26,8 @@ async def pause() -> None:
 async def patiently(
     ask: Callable[[], Awaitable[T]], timeout_s: float, *, job: str, coordinator: str, node: str
 ) -> T:
-    """The answer of `ask`, which is called again until the coordinator answers, and while other
-    ranks have not closed their old loaders of a job that is reopened with other arguments.
+    """Return the answer of `ask`, which is called again until the coordinator answers, and while
+    other ranks have not closed their old loaders of a job that is reopened with other arguments.
 
     Raises:  DataStallError: not within `timeout_s`.  DataplaneError: as `ask`.
     """

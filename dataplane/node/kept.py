@@ -1,4 +1,4 @@
-"""Blocks on the node's disk: carries out what the scheduler decides about them."""
+"""Blocks on the node's disk: carry out the scheduler's decisions about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dataplane.scheduler.disk_events import (
 
 
 class KeptBlocks:
-    """Those of one node. `tell` passes an event to the scheduler."""
+    """The blocks on one node's disk. `tell` passes an event to the scheduler."""
 
     def __init__(self, fetcher: Fetcher, tell: Callable[[DiskEvent], None]) -> None:
         self._fetcher, self._tell = fetcher, tell
@@ -34,20 +34,20 @@ class KeptBlocks:
         """Blocks that the disk was asked for, and has not refused."""
 
     def asked(self, dataset: Dataset, effect: events.Fetch) -> Callable[[Outcome], None] | None:
-        """Who hears that the disk does not have a block; None if it is not asked."""
+        """Return the function to call if the disk lacks a block; None if the disk is not tried."""
         if not effect.is_on_disk or effect.is_decoded:
             return None
         self._asked.add(BlockName(effect.dataset_id, effect.block))
         return partial(self._missed, dataset, effect.block)
 
     def has_read(self, name: BlockName) -> bool:
-        """A read of this block has ended. Whether its bytes came from the disk."""
+        """Note the end of a read of this block; return whether its bytes came from the disk."""
         is_read = name in self._asked
         self._asked.discard(name)
         return is_read
 
     def effects(self) -> Mapping[type, Callable[[Any], None]]:
-        """What carries out each kind of effect."""
+        """The function that carries out each kind of effect."""
         return {KeepBlock: self._keep, ScanDisk: lambda _: self._scan()}
 
     def _keep(self, effect: KeepBlock) -> None:
@@ -73,7 +73,7 @@ class KeptBlocks:
 
 
 def _trouble(found: Outcome) -> str:
-    """Why the disk cannot do what it was asked for; "" if it can, and only has no such block."""
+    """Return why the disk failed; "" if it works, and only lacks the block."""
     if isinstance(found, NotKept):
         return str(found.trouble or "")
     return "" if found is None else str(found)

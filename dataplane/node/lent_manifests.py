@@ -1,12 +1,12 @@
-"""Manifests that this node gives to other nodes, which open the same datasets.
+"""Manifests that this node sends to other nodes, which open the same datasets.
 
-A manifest is given as the bytes of its file, after their length, in an arena of its own: other
-nodes read it piece by piece, as they read a raw block.
+A manifest is sent as the bytes of its file, after their length, in an arena of its own: other nodes
+read it piece by piece, like a raw block.
 
 Invariants:
-1. Each ask is answered once. Until the bytes have been made, asks are refused: who gets a refusal
-   asks again.
-2. Bytes that nobody has asked for in a while take no memory; they are made again when asked for.
+1. Each request is answered once. Until the bytes have been made, requests are refused; the other
+   node repeats them.
+2. Bytes that no node has requested for a while take no memory; they are made again on request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _trace = Trace("node")
 
 
 class ManifestLender(Protocol):
-    """What `Lending` does for this."""
+    """The part of `Lending` that sends manifests."""
 
     def keys(self, job_id: str, generation: int, key: bytes) -> None:
         """Implement `Lending.keys`."""
@@ -55,7 +55,7 @@ class ManifestLender(Protocol):
 
 
 class _Lent(Struct, eq=False):
-    """One manifest, and the arena that has its bytes, if somebody asks for them."""
+    """One manifest, and the arena with its bytes, if some node requests them."""
 
     content: Content
     generation: int
@@ -66,8 +66,8 @@ class _Lent(Struct, eq=False):
 
 
 class LentManifests:
-    """Those of one node, by the line over which others ask. `numbers` are unique names of arenas.
-    Call it only from the event loop.
+    """The manifests of one node, by the line over which others request them. `numbers` are unique
+    names of arenas. Call it only from the event loop.
     """
 
     def __init__(self, lender: ManifestLender, numbers: Iterator[int]) -> None:
@@ -77,13 +77,13 @@ class LentManifests:
         self._timer: asyncio.TimerHandle | None = None
 
     def keep(self, line: str, generation: int, key: bytes, content: Content) -> None:
-        """From now on, give this to those who have the key."""
+        """Send this manifest, from now on, to nodes that have the key."""
         self.forget(line)
         self._lent[line] = _Lent(content, generation)
         self._lender.keys(line, generation, key)
 
     def forget(self, line: str, generation: int = 0) -> None:
-        """Give it no more: that of this generation, or of any if that is 0."""
+        """Stop sending a manifest: that of this generation, or of any if that is 0."""
         lent = self._lent.get(line)
         if lent is None or generation not in {0, lent.generation}:
             return
@@ -92,7 +92,9 @@ class LentManifests:
         self._lender.keys(line, 0, b"")
 
     def asked(self, ask: Asked) -> bool:
-        """Another node asks for a part; False if it does not ask for a manifest that is here."""
+        """Handle another node's request for a part; return False if it is not for a manifest that
+        is here.
+        """
         lent = self._lent.get(ask.job_id)
         if lent is None:
             return False
@@ -109,14 +111,14 @@ class LentManifests:
         return True
 
     def given(self, number: int) -> bool:
-        """A part is no longer read; False if it is none of a manifest."""
+        """Note that a part is no longer read; return False if it belongs to no manifest."""
         if number not in self._given:
             return False
         self._given.remove(number)
         return True
 
     def close(self) -> None:
-        """Give nothing any more. May be called twice."""
+        """Send nothing any more. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -160,7 +162,10 @@ class LentManifests:
 
 
 def _arena_of(content: Content) -> Arena:
-    """Raises:  BudgetTooSmall: there is no memory for it."""
+    """Copy the content into an arena.
+
+    Raises:  BudgetTooSmall: there is no memory for it.
+    """
     found = content()
     arena = Arena.create("dataplane-manifest", HEAD_BYTES + len(found))
     try:

@@ -1,16 +1,16 @@
-"""Slabs that this node makes for other nodes, whose own workers are too few.
+"""Make slabs for other nodes, whose own workers are too few.
 
-A maker is a consumer of its own engine: it opens the job that an asker names, and makes the slabs
-that it asks for as it would make them for a trainer here.
+A maker is a consumer of its own engine: it opens the job that a node names, and makes the requested
+slabs as for a trainer here.
 
 Invariants:
-1. Every ask is answered exactly once (asked_stream.py, 1); none waits until a dataset is open.
-2. A slab depends only on what is asked for: the spec that is resolved here has the digest that the
-   asker names, and images are decoded by the same software, and functions have the same code.
-3. The slabs of all askers of a job are in one arena for each size of slots, which takes no more
-   memory than that of one rank. It is closed once nothing of it is read.
-4. A job that nobody asks for is closed, and nothing of it is left.
-5. If a key is only for what is under some urls, slabs are made of nothing else for it.
+1. Every request is answered exactly once (asked_stream.py, 1); none waits until a dataset is open.
+2. A slab depends only on the request: the spec that is resolved here has the digest that the
+   request names, images are decoded by the same software, and functions have the same code.
+3. The slabs of all requesting nodes of a job are in one arena for each size of slots, which takes
+   no more memory than that of one rank. It is closed once nothing of it is read.
+4. A job without requests is closed, and everything of it is freed.
+5. If a key is restricted to some urls, slabs are made only of datasets under these.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _trace = Trace("making")
 
 
 class _Opened(Struct, frozen=True):
-    """A job that was opened; `software` makes its batches here."""
+    """An open job; `software` makes its batches here."""
 
     job: OpenedJob
     software: str
@@ -77,8 +77,9 @@ class _Opened(Struct, frozen=True):
 
 
 class _Job(Struct, eq=False):
-    """A job as its askers name it: while it is being opened, afterwards, or for a while after that
-    has failed. Its datasets are `only_under` these urls, as the askers' key says; () for anywhere.
+    """A job under the name that its requests use: while it is being opened, open, or for a while
+    after opening has failed. Its datasets are `only_under` these urls, according to the key; () for
+    anywhere.
     """
 
     job_id: str
@@ -93,7 +94,9 @@ class _Job(Struct, eq=False):
 
 
 class Making:
-    """That of one node. `lender` sends what was made. Call it only from the event loop."""
+    """The slabs that one node makes for others. `lender` sends them. Call it only from the event
+    loop.
+    """
 
     def __init__(
         self,
@@ -114,16 +117,16 @@ class Making:
 
     @property
     def slab_count(self) -> int:
-        """How many slabs were given so far."""
+        """How many slabs were sent so far."""
         return self._answers.slab_count
 
     @property
     def slab_bytes(self) -> int:
-        """Their bytes."""
+        """The size of the slabs sent so far."""
         return self._answers.slab_bytes
 
     def open_datasets(self) -> Iterator[tuple[str, Dataset]]:
-        """The id of each job that slabs are made of, and each of its datasets."""
+        """Yield the id of each job of which slabs are made, with each of its datasets."""
         for job in self._jobs.values():
             if job.places:
                 assert job.opened is not None
@@ -133,7 +136,7 @@ class Making:
     # -- what happens ----------------------------------------------------------------------------
 
     def asked(self, ask: Asked) -> None:
-        """Another node asks for a slab."""
+        """Handle another node's request for a slab."""
         try:
             wanted = decode(MakeSlab, ask.slab)
         except ConfigError:
@@ -156,18 +159,20 @@ class Making:
             self._lender.refuse(ask.number)
 
     def given(self, number: int) -> bool:
-        """The region that was given to this ask is no longer read; False if it is no slab's."""
+        """Note that the region sent for this request is no longer read; return False if it is no
+        slab's.
+        """
         is_own = self._answers.given(number)
         self._places.let_go()
         return is_own
 
     def close_job(self, job_id: str) -> None:
-        """The node has nothing to do with the job any more."""
+        """Close a job with which the node has nothing to do any more."""
         for key in [key for key in self._jobs if key[0] == job_id]:
             self._close(self._jobs.pop(key))
 
     def look(self) -> None:
-        """Time has passed; it is called about once a second while there are jobs."""
+        """Handle a tick; called about once a second while there are jobs."""
         now = self._clock()
         for key, job in list(self._jobs.items()):
             for name, place in list(job.places.items()):
@@ -201,7 +206,7 @@ class Making:
             self._keep_time()
 
     def _tell(self, job: _Job, event: str, why: str, **facts: object) -> None:
-        """Log it once for each job and reason."""
+        """Log this once for each job and reason."""
         if why not in job.told and len(job.told) < _TOLD_MAX:
             job.told.add(why)
             _trace.failed(event, job=job.job_id, why=why, **facts)
@@ -215,7 +220,9 @@ class Making:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _job(self, ask: Asked, wanted: MakeSlab, now: float) -> _Job | None:
-        """The job that is asked for, which is opened if the asker says how; None: it is unknown."""
+        """Return the requested job, which is opened if the request says how; None: it is
+        unknown.
+        """
         key, opening = (ask.job_id, wanted.digest, ask.only_under), wanted.opening
         job = self._jobs.get(key)
         if job is None:
@@ -279,7 +286,10 @@ class Making:
     # -- places and streams ----------------------------------------------------------------------
 
     def _make(self, job: _Job, opened: _Opened, ask: Asked, wanted: MakeSlab, now: float) -> None:
-        """Raises:  DataplaneError: it cannot be made here."""
+        """Make a requested slab.
+
+        Raises:  DataplaneError: it cannot be made here.
+        """
         mix = mix_of(opened.job.spec, wanted.mix)
         spec = with_mix(opened.job.spec, mix)
         samples = sample_count_of(spec, opened.job.manifests, wanted.epoch)
@@ -376,7 +386,10 @@ def _parts(opening: OpenJob) -> tuple[OpenJob, ...]:
 
 
 def _check_within(job: _Job, urls: Iterable[str], *, are_listed: bool = False) -> None:
-    """Raises:  AccessDenied: one lies elsewhere."""
+    """Check that a job's urls are under those of its key.
+
+    Raises:  AccessDenied: one lies elsewhere.
+    """
     if not job.only_under:
         return
     from dataplane.security.urls import covers, is_under  # not for a single host

@@ -1,4 +1,4 @@
-"""The arenas of slabs that are made for other nodes, and the streams that fill them."""
+"""The arenas for slabs that are made for other nodes, and the streams that fill them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HELD_PART = 4
 
 
 class MakingPlace(Struct, eq=False):
-    """The arena of all slabs of a job with one size of slots, and the streams that fill it; of some
-    `closed` ones something is still read.
+    """The arena of all slabs of a job with one size of slots, and the streams that fill it; slabs
+    of some `closed` streams are still being read.
     """
 
     delivery: DeliveryArena
@@ -34,7 +34,7 @@ class MakingPlace(Struct, eq=False):
     closed: list[AskedStream] = field(default_factory=list)
 
     def look(self, now: float) -> None:
-        """Time has passed: close streams that nobody asks for."""
+        """Close streams without requests."""
         for key, stream in list(self.streams.items()):
             stream.look(now)
             if stream.is_idle and now - stream.last_asked > STREAM_IDLE_S:
@@ -48,7 +48,7 @@ class MakingPlace(Struct, eq=False):
         self.closed.append(stream)
 
     def drop(self, stream: AskedStream) -> None:
-        """It cannot be made: the next ask for it tries again."""
+        """Drop a stream that failed: the next request for it tries again."""
         for key in [key for key, each in self.streams.items() if each is stream]:
             self.close_stream(key)
 
@@ -59,7 +59,7 @@ class MakingPlace(Struct, eq=False):
 
 
 class MakingPlaces:
-    """Those of one node. The lender may give what is in them until they are closed."""
+    """The arenas of one node. The lender may send their content until they are closed."""
 
     def __init__(
         self, config: NodeConfig, engine: Engine, opener: DatasetOpener, lender: SlabLender
@@ -71,11 +71,11 @@ class MakingPlaces:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of what was left is still read."""
+        """Whether no abandoned arena is still being read."""
         return not self._leaving
 
     def open(self, job: OpenedJob, dp_size: int, slot_bytes: int, now: float) -> MakingPlace:
-        """An arena with slots of this size.
+        """Create an arena with slots of this size.
 
         Raises:  ConfigError: they are not whole pages.  BudgetTooSmall: they are too large.
         """
@@ -98,20 +98,20 @@ class MakingPlaces:
         return MakingPlace(delivery, sizes, HeldSlabs(layout.slot_count // _HELD_PART), now)
 
     def leave(self, place: MakingPlace) -> None:
-        """Close it once nothing of it is read."""
+        """Close an arena once nothing of it is being read."""
         for key in list(place.streams):
             place.close_stream(key)
         self._leaving.append(place)
         self.let_go()
 
     def let_go(self) -> None:
-        """Close what was left and is not read any more."""
+        """Close abandoned arenas that are not being read any more."""
         for place in [place for place in self._leaving if not place.is_read]:
             self._leaving.remove(place)
             self._close(place)
 
     def close(self) -> None:
-        """Close what was left, even if it is read."""
+        """Close abandoned arenas, even if they are being read."""
         while self._leaving:
             self._close(self._leaving.pop())
 

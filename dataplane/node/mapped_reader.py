@@ -1,11 +1,12 @@
-"""Finds out which columns a job's map makes: a worker calls it over the first rows of the dataset.
+"""Find the columns that a job's map makes, by having a worker call it with the first rows of the
+dataset.
 
 The node itself never imports a user's code.
 
 Invariants:
-1. A map of a dataset is tried once at a time (found_once.py, 1). What it makes is remembered for as
+1. A map of a dataset is tried once at a time (found_once.py, 1). The result is remembered for as
    long as the workers that imported it may live: as long as this node.
-2. A served node has workers import only what its operator lists.
+2. A served node has workers import only functions that its operator lists.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _trace = Trace("security")
 
 
 class MappedReader:
-    """Those of one node."""
+    """Tries maps for one node."""
 
     def __init__(
         self,
@@ -93,7 +94,10 @@ class MappedReader:
 
 
 def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
-    """Raises:  ConfigError: this node has no workers to call the function of this name."""
+    """Check that the node can call a function.
+
+    Raises:  ConfigError: this node has no workers to call the function of this name.
+    """
     if not config.has_workers:
         raise ConfigError(
             f"{argument}={name!r} is called by the workers of each node that trainers use, and "
@@ -103,7 +107,10 @@ def check_has_workers(config: NodeConfig, argument: str, name: str) -> None:
 
 
 def check_allowed(config: NodeConfig, argument: str, name: str) -> None:
-    """Raises:  ConfigError: this node does not run the function of this name; the log says so."""
+    """Check that the node may call a function.
+
+    Raises:  ConfigError: this node does not run the function of this name; the log says so.
+    """
     # The trainer that has started an embedded one may run the same itself.
     if config.embedded or config.allows_function(name):
         return

@@ -1,4 +1,4 @@
-"""One rank of one job, as this node serves it."""
+"""One rank of one job, served by this node."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from dataplane.weights import MixHistory
 
 
 class ServedMember(Struct, eq=False):
-    """One rank of one job, as this node serves it; `opened` is what it reads. If `error` is
-    set, its requests get that error. `holder` holds its slabs. `joining` is how it asks for its
-    place. `began` is where its first stream began, `mix_from` where its last one did, which has the
-    weights `mix`. `closed`: it reads no more, though it may hold slabs until it is `released`.
-    `has_left`: it has given its place back, since it left, or `was_lost`.
+    """One rank of one job; `opened` is what it reads. If `error` is set, its requests get that
+    error. `holder` holds its slabs. `joining` is its request for its place. `began` is where its
+    first stream began, `mix_from` where its last one did, whose weights are `mix`. `closed`: it
+    reads no more, though it may hold slabs until it is `released`. `has_left`: it has given its
+    place back, since it left, or `was_lost`.
 
     `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
-    slabs of this epoch are consumed. `following` knows of other weights of a mixture.
-    `joined` is what the coordinator said when it joined, `opened_at` when that was, and `gathered`
-    is set once it says that all ranks have joined.
+    slabs of this epoch are consumed. `following` handles changed weights of a mixture. `joined` is
+    the coordinator's answer when it joined, `opened_at` the time of that, and `gathered` is set
+    once all ranks have joined.
     """
 
     request: messages.OpenJob
@@ -82,7 +82,7 @@ class ServedMember(Struct, eq=False):
 
     @property
     def changes(self) -> Changes:
-        """What people have changed of its job, as its launch knows it."""
+        """The changes that people have made to its job, as known to its launch."""
         return changes_of(self.entries)
 
     @property
@@ -102,16 +102,18 @@ class ServedMember(Struct, eq=False):
 
     @property
     def member_id(self) -> str:
-        """Its id."""
+        """The id of the member."""
         return self.request.member_id
 
     @property
     def place_reached(self) -> LedgerPosition | None:
-        """Where it reads; None if it has not begun."""
+        """The place that it has reached; None if it has not begun."""
         return None if self.began is None else LedgerPosition(self.epoch, self.cursor)
 
     def reached(self, epoch: int, cursor: int) -> None:
-        """The samples that all ranks have consumed, as reported by its trainer. Never goes back."""
+        """Note the samples that all ranks have consumed, as reported by its trainer. Never goes
+        back.
+        """
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
 
 

@@ -1,7 +1,7 @@
-"""Fills in the defaults of a mixture: lanes, windows, and the share of each source.
+"""Fill in the defaults of a mixture: lanes, windows, and the share of each source.
 
-All of it follows from the sources' manifests and from what the user asks for, never from ranks or
-hosts, so that a job may be resumed on any number.
+All of it depends only on the sources' manifests and the user's arguments, never on ranks or hosts,
+so that a job may be resumed on any number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LANES_MAX = 1 << 20
 
 
 def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
-    """For each source, a request for a job over it alone."""
+    """Return, for each source, a request for a job over it alone."""
     assert request.mixture is not None
     return tuple(
         replace(request, source=each.source, view=each.view, mixture=None)
@@ -44,7 +44,10 @@ def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
 
 
 def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
-    """Raises:  ConfigError: too many sources or lanes, or two sources of one name."""
+    """Check the limits of a mixture.
+
+    Raises:  ConfigError: too many sources or lanes, or two sources of one name.
+    """
     names = [source.name for source in asked.sources]
     if lanes is not None and lanes > LANES_MAX:
         raise ConfigError(
@@ -58,8 +61,8 @@ def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
 
 
 def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob, ...]:
-    """The requests of sources with the mixture's lanes, and a window for each of them: it has a
-    part of the memory for open windows in proportion to its bytes.
+    """Return the requests of sources with the mixture's lanes, and a window for each. A source's
+    window gets a part of the memory for open windows in proportion to its bytes.
     """
     requests = requests_of(request)
     if not request.shuffle:
@@ -71,9 +74,9 @@ def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob
 
 
 def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Dataset]) -> JobSpec:
-    """The spec of a mixture of these datasets, each of which would be a job with this spec.
+    """Return the spec of a mixture of these datasets; each spec is that of a job over one of them.
 
-    Raises:  ConfigError: their weights are no weights.
+    Raises:  ConfigError: the weights are invalid.
     """
     asked, first = request.mixture, specs[0]
     assert asked is not None
@@ -109,7 +112,7 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
 
 
 def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
-    """The spec with its schedule as changes of the shares, if its sources have so many samples.
+    """Convert the spec's schedule to changes of the shares, if its sources have this many samples.
 
     Raises:  ConfigError: an epoch cannot be planned with these shares.
     """
@@ -125,9 +128,9 @@ def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
 def shares_of(
     asked: MixtureAsked, weights: Sequence[float], datasets: Sequence[Dataset]
 ) -> tuple[int, ...]:
-    """The shares of other weights, in the unit of the mixture.
+    """Convert changed weights to shares, in the unit of the mixture.
 
-    Raises:  ConfigError: they are not one weight a source, or no weights.
+    Raises:  ConfigError: there is not one weight a source, or a weight is invalid.
     """
     if len(weights) != len(asked.sources):
         raise ConfigError(
@@ -150,7 +153,9 @@ def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
 
 
 def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
-    """Raises:  ConfigError: the sources differ in their columns; a table says where. Or two of them
+    """Check that the sources can be mixed.
+
+    Raises:  ConfigError: the sources differ in their columns; a table says where. Or two of them
     are one dataset.
     """
     if len({dataset.dataset_id for dataset in datasets}) < len(datasets):
@@ -180,7 +185,7 @@ def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
 
 
 def _table(names: Sequence[str], found: Sequence[Sequence[ColumnSpec]]) -> str:
-    """The columns that differ, a line each."""
+    """Format the columns that differ, a line each."""
     known = [{spec.name: spec for spec in specs} for specs in found]
     columns = list(dict.fromkeys(spec.name for specs in found for spec in specs))
     rows = [["column", *names]]
@@ -220,8 +225,8 @@ def _shares(asked: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]
 
 
 def _mean_lengths(asked: MixtureAsked) -> list[float]:
-    """How many tokens a sample of each source has on average, 0 if that is not known: as the user
-    says, or as many as a pack.
+    """Return the mean number of tokens in a sample of each source, 0 if unknown: given by the user,
+    or the length of a pack.
     """
     packs = [source.view.pack for source in asked.sources]
     return [
@@ -231,7 +236,7 @@ def _mean_lengths(asked: MixtureAsked) -> list[float]:
 
 
 def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
-    """The length of an epoch, asked for in tokens."""
+    """Return the length of an epoch in samples, from its length in tokens."""
     lengths = [Fraction(length) for length in _mean_lengths(asked)]
     if not all(lengths):
         missing = asked.sources[lengths.index(Fraction(0))].name

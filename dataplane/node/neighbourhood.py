@@ -1,4 +1,6 @@
-"""A node among others of its jobs: whom it asks for blocks, and what it sends to them."""
+"""The node's side of exchanges with others of its jobs: from which nodes it requests blocks, and
+what it sends to them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _trace = Trace("security")
 
 
 class Neighbourhood:
-    """Of a node that other nodes reach at this listening socket, if at all; it is then owned.
-    `own_reads` tells what the node has read. Call `meet` before anything happens.
+    """The neighbours of a node, which reach it at this listening socket, if it has one; the socket
+    is then owned. `own_reads` returns the node's reads. Call `meet` before anything happens.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Neighbourhood:
         self._owners = BlockOwners(node_id, self._jobs_of, self.tables.get)
 
     def meet(self, engine: Engine, jobs: Jobs) -> None:
-        """Those that it serves."""
+        """Connect the engine and the jobs that it serves."""
         self._engine, self._jobs = engine, jobs
         if self._lending is not None:
             orders = jobs.streams.orders
@@ -108,7 +110,9 @@ class Neighbourhood:
             self._lending.look()
 
     def reads(self) -> NodeReads:
-        """What this node has read, found in memory, sent to neighbours, and made for them."""
+        """Return what this node has read, found in memory, sent to neighbours, and made
+        for them.
+        """
         reads = replace(self._own_reads(), memory_bytes=self._engine.scheduler.found_bytes)
         lent, making = self._lending, self._making
         if lent is None or making is None:
@@ -154,7 +158,7 @@ class Neighbourhood:
         self._engine.lent.asked(ask, dataset)
 
     def _may_lend(self, ask: Asked, dataset: Dataset) -> bool:
-        """Whether the block is of a shard that whoever has this key may read."""
+        """Whether nodes with this key may read the shard of the block."""
         if not ask.only_under or ask.block >= dataset.manifest.block_count:
             return True
         from dataplane.security.urls import covers  # not for a single host
@@ -181,7 +185,9 @@ class Neighbourhood:
         return (name for name, each in self._open_datasets() if each is dataset)
 
     def _open_datasets(self) -> Iterator[tuple[str, Dataset]]:
-        """The id and a dataset of each job whose slabs are made here, for trainers or others."""
+        """Yield the id and a dataset of each job whose slabs are made here, for trainers
+        or others.
+        """
         for one in self._jobs.members.values():
             for dataset in one.opened.datasets:
                 yield one.job_id, dataset
@@ -190,7 +196,9 @@ class Neighbourhood:
 
 
 def _canonical(prefix: str) -> str:
-    """As shards are named. What cannot name one stays as it is, and is above none."""
+    """Normalise a prefix as shards are named. A text that cannot name a shard stays, and matches
+    none.
+    """
     try:
         return normalise(prefix)
     except ConfigError:

@@ -1,5 +1,5 @@
-"""The nodes of each job that this node serves, or makes slabs for, as the coordinator has told
-them.
+"""The nodes of each job that this node serves, or makes slabs for, as reported by the
+coordinator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _nobody_listens(_: object) -> None:
 
 
 class JobTables:
-    """By job, what the coordinator has told last. `on_nodes` is called with what has changed, and
+    """The coordinator's last report on each job. `on_nodes` is called with the changes, and
     `on_nodes_gone` with the id of a job with which this node has nothing to do any more.
     """
 
@@ -27,24 +27,24 @@ class JobTables:
         self._by_job: dict[str, JobNodes] = {}
 
     def get(self, job_id: str) -> JobNodes | None:
-        """The nodes of a job; None if they were not told."""
+        """Return the nodes of a job; None if they were not reported."""
         return self._by_job.get(job_id)
 
     def known(self) -> tuple[KnownNodes, ...]:
-        """What the coordinator need not tell again."""
+        """Return the tables that the coordinator need not send again."""
         return tuple(KnownNodes(one.job_id, one.version) for one in self._by_job.values())
 
     def joined(self, nodes: JobNodes | None) -> None:
-        """A join was answered. Answers may overtake each other: the newer generation stays, and of
-        one generation the next heartbeat tells again what differs.
+        """Apply the answer to a join. Answers may overtake each other: the newer generation stays,
+        and within one generation the next heartbeat reports differences again.
         """
         if nodes is not None and nodes.generation >= self._generation(nodes.job_id):
             self._learn(nodes)
 
     def told(self, nodes: JobNodes, known: Mapping[str, int]) -> None:
-        """A heartbeat was answered that said that these versions are known. It decides, also if the
-        generation goes back, since the coordinator has lost its state; but not if a join has told
-        of a newer one since the heartbeat was sent.
+        """Apply the answer to a heartbeat that named these versions as known. The answer counts,
+        even if the generation goes back, since the coordinator has then lost its state; but not if
+        a join has reported a newer generation since the heartbeat was sent.
         """
         held = self._by_job.get(nodes.job_id)
         is_the_same = held is None or held.version == known.get(nodes.job_id)
@@ -52,15 +52,17 @@ class JobTables:
             self._learn(nodes)
 
     def left(self, job_id: str, known: Mapping[str, int]) -> None:
-        """A heartbeat was answered that said that these versions are known: this node is no maker
-        of this job any more. But a join may have told of the job since the heartbeat was sent.
+        """Handle a heartbeat's answer that this node is no maker of this job any more, unless a
+        join has reported the job since the heartbeat, which named these versions, was sent.
         """
         held = self._by_job.get(job_id)
         if held is not None and held.version == known.get(job_id):
             self.forget(job_id)
 
     def forget(self, job_id: str) -> None:
-        """The node has no members of this job any more, and makes no slabs for it."""
+        """Forget a job of which the node has no members any more, and for which it makes
+        no slabs.
+        """
         if self._by_job.pop(job_id, None) is not None:
             self._on_nodes_gone(job_id)
 

@@ -65,8 +65,8 @@ _MANIFESTS_MAX = 16
 
 class Opened(Struct, frozen=True):
     """An opened manifest, with values that need a pass over its blocks, which runs in a thread.
-    `rows` is that of the rows of this view, and `packed` that of its samples, which may be packs;
-    `folders` what is to be said of the folders of its shards.
+    `rows` is the manifest of the view's rows, `packed` that of its samples, which may be packs;
+    `folders` is the advice about the folders of its shards.
     """
 
     rows: Manifest
@@ -79,17 +79,17 @@ class Opened(Struct, frozen=True):
 
     @property
     def manifest(self) -> Manifest:
-        """That of the samples."""
+        """The manifest of the samples."""
         return self.packed.manifest
 
     @property
     def packing(self) -> Packing | None:
-        """What becomes of tokens that are packed."""
+        """The fate of tokens that are packed."""
         return self.packed.packing
 
     @property
     def fingerprint(self) -> str:
-        """That of the whole dataset."""
+        """The fingerprint of the whole dataset."""
         return self.manifest.fingerprint
 
     def handed_on(self) -> bytes:
@@ -103,8 +103,8 @@ class Opened(Struct, frozen=True):
 
 
 class OpenedJob(Struct, frozen=True):
-    """What a job reads here: one dataset, or those of a mixture; and what its collate function
-    makes of batches.
+    """The datasets of a job, one or those of a mixture; and the columns that its collate function
+    makes.
     """
 
     spec: JobSpec
@@ -129,7 +129,7 @@ class OpenedJob(Struct, frozen=True):
 
     @property
     def names_sources(self) -> bool:
-        """Whether batches say which source each sample is of."""
+        """Whether batches name the source of each sample."""
         return self.spec.mixture is not None and bool(self.spec.mixture.source_column)
 
     @property
@@ -139,28 +139,28 @@ class OpenedJob(Struct, frozen=True):
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """Those of all datasets."""
+        """The manifests of all datasets."""
         return tuple(one.manifest for one in self.opened)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Those of all datasets."""
+        """The urls of all datasets."""
         return tuple(url for one in self.opened for url in one.manifest.urls)
 
     @property
     def shard_count(self) -> int:
-        """How many shards all datasets have."""
+        """The number of shards of all datasets."""
         return sum(len(one.manifest.shards) for one in self.opened)
 
     @property
     def block_count(self) -> int:
-        """How many blocks all datasets have."""
+        """The number of blocks of all datasets."""
         return sum(one.manifest.block_count for one in self.opened)
 
 
 class DatasetOpener:
-    """Those of one node. `numbers` are unique names, of arenas and of holders of slabs. `shared` is
-    asked first what other nodes have made.
+    """Opens the datasets of one node. `numbers` are unique names, of arenas and of holders of
+    slabs. Manifests of other nodes come from `shared`, which is tried first.
     """
 
     def __init__(self, config: NodeConfig, engine: Engine, open_manifest: OpenManifest) -> None:
@@ -209,8 +209,8 @@ class DatasetOpener:
             return await self.manifest(request)
 
     async def job(self, request: messages.OpenJob, digest: str = "") -> OpenedJob:
-        """What this job reads. Call `forget_unread` with each dataset if it is not read. With a
-        `digest`, the job must have that one, or its manifests are forgotten.
+        """Open the datasets of this job. Call `forget_unread` with each dataset if it is not read.
+        With a `digest`, the job must have that one, or its manifests are forgotten.
 
         Raises:  ConfigError: the columns, or the mixture, are wrong, or the node does not run its
         functions.  FunctionError: one fails over the first rows.  SpecMismatch: it has another
@@ -280,7 +280,7 @@ class DatasetOpener:
         return OpenedJob(spec, opened, tuple(datasets), identity, count, collated)
 
     async def _inherit(self, opened: Opened, dataset: Dataset) -> None:
-        """The dataset gets the blocks that were decoded to count its packs."""
+        """Give the dataset the blocks that were decoded to count its packs."""
         former = opened.packed.take_counted()
         if former is not None:
             await self._engine.inherit(dataset, former)
@@ -299,15 +299,15 @@ class DatasetOpener:
             )
 
     def keep(self, job: OpenedJob) -> OpenedJob:
-        """The same with datasets that are read already, where equal ones are."""
+        """Replace datasets by equal ones that are being read, where there are any."""
         return replace(job, datasets=tuple(map(self.datasets.keep, job.datasets)))
 
     def read(self, dataset: Dataset) -> None:
-        """Somebody reads it, until `leave`."""
+        """Add a reader of the dataset, until `leave`."""
         self._readers[dataset.dataset_id] += 1
 
     def leave(self, dataset: Dataset) -> None:
-        """One of its readers has left."""
+        """Remove one of the dataset's readers."""
         self._readers[dataset.dataset_id] -= 1
         self.forget_unread(dataset)
 
@@ -319,7 +319,7 @@ class DatasetOpener:
             self.datasets.forget(dataset)
 
     def forget_manifests(self, job_id: str) -> None:
-        """The next rank that opens this job lists the dataset again."""
+        """Forget a job's manifests, so that the next rank that opens it lists the dataset again."""
         for key in [key for key in self._manifests if key.job_id == job_id]:
             self._forget(key)
 
@@ -333,7 +333,7 @@ class DatasetOpener:
             self.shared.forget(key)
 
     def _forget_failed(self, key: Wanted, done: asyncio.Future[Opened]) -> None:
-        """Opening failed: let the next rank that opens this dataset try again."""
+        """Forget a failed opening, so that the next rank that opens this dataset tries again."""
         if (done.cancelled() or done.exception()) and self._manifests.get(key) is done:
             del self._manifests[key]
 
@@ -348,7 +348,7 @@ class DatasetOpener:
 
 @contextlib.contextmanager
 def _naming(source: messages.SourceAsked) -> Iterator[None]:
-    """Errors within say which source of a mixture they are about.
+    """Add the name of a mixture's source to errors within.
 
     Raises:  DataplaneError: the same, with its name, and its urls unless a shard is named.
     """
@@ -369,8 +369,8 @@ def _opened(rows: Manifest, view: View, packed: PackedManifest) -> Opened:
 
 
 def check_names(request: messages.OpenJob) -> None:
-    """Names are stored and logged, so their lengths are limited. (Urls and columns are limited by
-    the packet.)
+    """Limit the lengths of names, since they are stored and logged. (The size of a packet limits
+    urls and columns.)
     """
     check_name("job_id", request.job_id)
     check_name("incarnation", request.incarnation)
@@ -383,7 +383,9 @@ def check_names(request: messages.OpenJob) -> None:
 
 
 def check_blocks(dataset: Dataset, budget: int) -> None:
-    """One block must fit into the block arena: raw and decoded together, while it is decoded."""
+    """Check that one block fits into the block arena: raw and decoded together, while it is
+    decoded.
+    """
     marks = dataset.blocks.marks
     largest = dataset.largest_block
     need = int(marks.raw[largest] + marks.decoded[largest])
@@ -393,7 +395,7 @@ def check_blocks(dataset: Dataset, budget: int) -> None:
 
 
 def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
-    """The spec with every default filled in."""
+    """Return the spec with every default filled in."""
     shuffle = Shuffle(1, 1, 0)
     if request.shuffle:
         shuffle = shuffle_of(opened.sizes, request.lanes, request.window)
@@ -413,8 +415,8 @@ def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
 
 
 def software_of(job: OpenedJob, pixels: str) -> str:
-    """What makes the batches of a job here, beside its spec: the software that decodes images, and
-    the code of its functions; "" if there are neither.
+    """Name the software that makes a job's batches here, besides its spec: that which decodes
+    images, and the code of its functions; "" if there are neither.
     """
     return " ".join(filter(None, (pixels, *job.codes)))
 

@@ -19,7 +19,7 @@ _ORDERS_MAX = 8
 
 
 class Orders:
-    """Some of those that were used last."""
+    """The orders that were used last."""
 
     def __init__(self) -> None:
         self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
@@ -32,8 +32,8 @@ class Orders:
         mix: MixHistory | None = None,
         tombstones: Sequence[Tombstone] = (),
     ) -> SampleOrder:
-        """The order of an epoch of a job over these datasets, with the weights of `mix`, and
-        without the rows that were taken out.
+        """Return the order of an epoch of a job over these datasets, with the weights of `mix`, and
+        without the removed rows.
 
         Raises:  DataplaneError: it cannot be made; the next call tries again.
         """
@@ -52,6 +52,6 @@ class Orders:
         return await asyncio.shield(future)
 
     def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
-        """Planning failed: let the next request for this order try again."""
+        """Forget a failed plan, so that the next request for this order tries again."""
         if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
             del self._orders[key]

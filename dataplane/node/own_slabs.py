@@ -1,5 +1,5 @@
-"""Slabs that the node reads for itself, as a trainer would: fetching, decoding and budgets are the
-same as for any job.
+"""Slabs that the node reads for itself, in the way of a trainer: fetching, decoding and budgets are
+the same as for any job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLOTS, _KEPT_BATCHES = 8, 4
 
 
 class OwnReads:
-    """What a node reads for itself. `arena_ids` are unique among arenas."""
+    """The node's own reads. `arena_ids` are unique among arenas."""
 
     def __init__(
         self, engine: Engine, arena_ids: itertools.count[int], new_dataset_id: Callable[[], int]
@@ -44,9 +44,9 @@ class OwnReads:
         cursor: int = 0,
         keeps_blocks: bool = False,
     ) -> AsyncGenerator[tuple[Slab, bytes], None]:
-        """All slabs of a job with this spec, in this order from the cursor on, and a copy of each.
-        The dataset is forgotten at the end, unless it `keeps_blocks`: then those that are read
-        first stay in memory, as far as it has room, until the caller forgets it.
+        """Yield all slabs of a job with this spec, in this order from the cursor on, and a copy of
+        each. The dataset is forgotten at the end, unless it `keeps_blocks`: then the blocks read
+        first stay in memory, as far as there is room, until the caller forgets it.
 
         Raises:  DataplaneError: as any job that reads it.
         """
@@ -90,13 +90,13 @@ class OwnReads:
                 engine.forget_dataset(dataset)
 
     def forget(self, dataset: Dataset) -> None:
-        """Let go of the blocks that were kept."""
+        """Forget the blocks that were kept."""
         self._engine.forget_dataset(dataset)
 
     async def first_slab(
         self, dataset: Dataset, spec: JobSpec, order: SampleOrder
     ) -> tuple[Slab, bytes]:
-        """The first slab, and a copy of it: only this one is made.
+        """Return the first slab, and a copy of it: only this one is made.
 
         Raises:  DataplaneError: as any job that reads it, or it has no rows.
         """

@@ -1,4 +1,4 @@
-"""Which neighbour owns a block, as this node knows it."""
+"""Determine which neighbour owns a block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NodesOf = Callable[[str], JobNodes | None]
 
 
 class _Known(Struct, frozen=True):
-    """Those of `nodes` that own blocks; `owners` is None if there are fewer than two."""
+    """The `nodes` that own blocks; `owners` is None if there are fewer than two."""
 
     nodes: JobNodes
     lenders: tuple[NeighbourNode, ...]
@@ -26,7 +26,7 @@ class _Known(Struct, frozen=True):
 
     @classmethod
     def of(cls, nodes: JobNodes) -> _Known:
-        """A node without memory for blocks owns none."""
+        """Select the owners: a node without memory for blocks owns none."""
         lenders = tuple(one for one in nodes.nodes if one.arena_bytes)
         names = [one.disk_id or one.node_id for one in lenders]
         if len({*names}) < len(names):  # a folder was copied from one host to another
@@ -36,14 +36,16 @@ class _Known(Struct, frozen=True):
 
 
 class BlockOwners:
-    """Those of all blocks of the jobs on this node, whose id is `own_id`."""
+    """The owners of all blocks of the jobs on this node, whose id is `own_id`."""
 
     def __init__(self, own_id: str, jobs_of: JobsOf, nodes_of: NodesOf) -> None:
         self._own_id, self._jobs_of, self._nodes_of = own_id, jobs_of, nodes_of
         self._known: dict[str, _Known] = {}
 
     def neighbour(self, dataset: Dataset, block: int) -> Neighbour | None:
-        """Whom to ask for a block; None if this node owns it, or knows no neighbours."""
+        """Return the node from which to request a block; None if this node owns it, or knows no
+        neighbours.
+        """
         for job_id in self._jobs_of(dataset):
             nodes = self._nodes_of(job_id)
             if nodes is None:

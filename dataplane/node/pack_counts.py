@@ -1,14 +1,14 @@
-"""How many packs the documents of each block make, counted once per dataset by the node's workers.
+"""Count how many packs the documents of each block make, once per dataset, by the node's workers.
 
-The node reads the column of tokens as a trainer would, from its first block to its last; a worker
-says of each block what becomes of its tokens. Fetching, decoding and budgets are as for any job.
+The node reads the column of tokens like a trainer, from its first block to its last; for each
+block, a worker reports the fate of its tokens. Fetching, decoding and budgets are as for any job.
 
 Invariants:
-1. What was counted is stored in the cache folder, by dataset, view, and the code of its map. A
-   manifest may have it, too. Every few seconds, so is what is counted of a dataset so far: a node
-   that was killed goes on from there.
-2. Blocks that were decoded to be counted stay in memory, as far as it has room, for the job that
-   made the node count: no map is called again over them.
+1. Counts are stored in the cache folder, by dataset, view, and the code of its map. A manifest may
+   have them, too. Every few seconds, the counts so far are stored as well: a node that was killed
+   continues from there.
+2. Blocks that were decoded to be counted stay in memory, as far as there is room, for the job that
+   caused the counting: no map is called again over them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _trace = Trace("packs")
 
 
 class PackedManifest(Struct, frozen=True):
-    """The manifest of a view; if its samples are packs, `packing` says what becomes of tokens, and
-    `counts` how many packs each block has, which are known by this name.
+    """The manifest of a view; if its samples are packs, `packing` is the fate of tokens, and
+    `counts` the number of packs of each block, known by this name.
 
     Shapes:  counts: int64[K, NUMBERS], the Packing of each block with rows.
     """
@@ -68,8 +68,8 @@ class PackedManifest(Struct, frozen=True):
     counted: CountedBlocks | None = None
 
     def take_counted(self) -> Dataset | None:
-        """The dataset that was read to count its packs, for who takes over its blocks, or forgets
-        it; None if it was taken, or not read.
+        """Return the dataset that was read to count its packs; the caller takes over its blocks, or
+        forgets it. None if it was taken, or not read.
         """
         return None if self.counted is None else self.counted.take()
 
@@ -81,7 +81,9 @@ class CountedBlocks:
         self._dataset: Dataset | None = dataset
 
     def take(self) -> Dataset | None:
-        """The dataset, for who takes over its blocks, or forgets it; None if it was taken."""
+        """Return the dataset; the caller takes over its blocks, or forgets it. None if it was
+        taken.
+        """
         dataset, self._dataset = self._dataset, None
         return dataset
 
@@ -100,8 +102,8 @@ class PackCounter:
     async def packed(
         self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]
     ) -> PackedManifest:
-        """The manifest of the packs of a view, from that of its rows; the same manifest if the view
-        has no packs. These are the `urls` that were asked for.
+        """Return the manifest of the packs of a view, from that of its rows; the same manifest if
+        the view has no packs. `urls` are those that the user passed.
 
         Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
         any job that reads them.
@@ -147,7 +149,7 @@ class PackCounter:
         name: str,
         work: LongWork,
     ) -> tuple[Int64, Dataset]:
-        """The Packing of each block, and the dataset that was read.
+        """Return the Packing of each block, and the dataset that was read.
 
         Shapes:  result: int64[K, NUMBERS].
         """
@@ -222,7 +224,7 @@ class PackCounter:
 
 
 async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
-    """Say how many blocks are decoded: slabs come in order, and say less."""
+    """Report how many blocks are decoded: slabs come in order, so they would show less progress."""
     marks, total = dataset.blocks.marks, dataset.manifest.block_count
     while True:
         await asyncio.sleep(_WATCH_S)
@@ -230,8 +232,8 @@ async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
 
 
 def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:
-    """The packs of this `counts_name` that the manifest has, or that a node with this cache folder
-    has counted; None if neither has.
+    """Return the packs of this `counts_name` that the manifest has, or that a node with this cache
+    folder has counted; None if there are none.
 
     Shapes:  result: int64[blocks, NUMBERS].
     """
@@ -268,7 +270,7 @@ def _remembered(cache_dir: str, name: str, suffix: str = _WHOLE) -> Int64 | None
 
 
 def _remember(cache_dir: str, name: str, counts: Int64, suffix: str = _WHOLE) -> None:
-    """Write the counts, or a part of them, which the whole replaces."""
+    """Write the counts, or a part of them, which the complete counts replace."""
     path, part = _path(cache_dir, name, suffix), _path(cache_dir, name, _PART)
     with cache_faults(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,6 +1,6 @@
-"""The places of this node's members: it asks the coordinator for them, and gives them back.
+"""The places of this node's members: request them from the coordinator, and give them back.
 
-Leaves are told in the background, and a join waits for those of its job: a trainer may close a
+Leaves are sent in the background, and a join waits for the leaves of its job: a trainer may close a
 loader and at once open another one of the same job with another spec. If the join overtook the
 leave, it would be refused, since the old member would still have its place.
 """
@@ -65,8 +65,8 @@ class NodePlaces:
         lost: bool,
         progress: MemberProgress | None = None,
     ) -> None:
-        """Give a place back, in the background. If the coordinator does not answer now, it finds
-        out when the lease ends.
+        """Give a place back, in the background. If the coordinator does not answer now, the lease
+        ends by itself.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Makes the plans of streams, in one thread."""
+"""Make the plans of streams, in one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dataplane.trace import Trace
 
 
 class Planner:
-    """Use: `plan(effect, report)`, from the event loop, which `report` is called on."""
+    """Makes plans. Call `plan(effect, report)` from the event loop, on which `report` is then
+    called.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""What a served node opens for its trainers."""
+"""The urls that a served node opens for its trainers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ OpenManifest = Callable[[messages.DatasetSource, View, Manifest | None], Manifes
 
 
 def policy_of(config: NodeConfig) -> UrlPolicy | None:
-    """None for an embedded node: its trainer has started it, and may open the same itself."""
+    """Return a node's policy; None for an embedded node: its trainer has started it, and may open
+    the same urls itself.
+    """
     if config.embedded:
         return None
     from dataplane.store.policy import UrlPolicy
@@ -39,7 +41,7 @@ def policy_of(config: NodeConfig) -> UrlPolicy | None:
 
 
 def allowed_urls(config: NodeConfig) -> tuple[str, ...]:
-    """The prefixes as `normalise` writes urls.
+    """Return the prefixes, normalised by `normalise`.
 
     Raises:  ConfigError: one is not a url.
     """
@@ -53,10 +55,10 @@ def opening(
     begin: Callable[[str], None] = lambda _: None,
     early: EarlyOpening | None = None,
 ) -> OpenManifest:
-    """Opens views of datasets whose urls are allowed: those that are asked for, and those of the
-    shards, which a saved manifest or a symbolic link may place elsewhere. The stores check, too.
-    `keep` gets the preambles that are read meanwhile. `begin` is told of each dataset, and starts
-    what will read its blocks. `early` has begun with one of them.
+    """Return a function that opens views of datasets whose urls are allowed: both the requested
+    urls and those of the shards, which a saved manifest or a symbolic link may place elsewhere. The
+    stores check, too. `keep` gets the preambles that are read meanwhile. `begin` is called with
+    each dataset, and starts the processes that read its blocks. `early` has begun with one of them.
     """
     policy = policy_of(config)
     if early is not None:
@@ -78,7 +80,10 @@ def opening(
         return manifest
 
     def opened(source: messages.DatasetSource, view: View, given: Manifest | None) -> Manifest:
-        """Raises:  StoreDenied.  As `open_manifest` and `viewed`."""
+        """Open a dataset.
+
+        Raises:  StoreDenied.  As `open_manifest` and `viewed`.
+        """
         manifest = whole(source, given)
         with LongWork("counting rows", source.urls, "groups of blocks", _ADVICE) as work:
             return viewed(manifest, view, stores.connect, config, work)

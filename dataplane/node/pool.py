@@ -123,8 +123,8 @@ class WorkerPool:
         self._retire()
 
     def look(self) -> tuple[float, float]:
-        """Since the last call: how many workers were busy on average, and how many bytes of slabs
-        they made per second.
+        """Return, since the last call: how many workers were busy on average, and how many bytes of
+        slabs they made per second.
         """
         now, made = time.monotonic(), self._made_bytes
         under_way_s = sum(now - worker.task.started for worker in self._workers if worker.task)
@@ -135,9 +135,9 @@ class WorkerPool:
 
     @property
     def at_work(self) -> frozenset[int]:
-        """Numbers of datasets with tasks that end in time: those of workers, which are killed if
-        they hang, and all that wait for one of these. A worker that is being ended may hang in the
-        kernel for ever.
+        """Return the numbers of datasets with tasks that end in time: those of workers, which are
+        killed if they hang, and all that wait for one of these. A worker that is being ended may
+        hang in the kernel for ever.
         """
         tasks_now = [one.task for one in self._workers if one.task and not one.is_ending]
         found = {task.dataset.dataset_id for task in tasks_now}
@@ -145,8 +145,8 @@ class WorkerPool:
 
     def submit(self, task: PoolTask, urgency: int) -> None:
         """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
-        see TaskQueue. If the task names a worker, and that is idle now, the worker begins at once:
-        it has done most of the work.
+        see TaskQueue. If the task names a worker that is idle now, that worker begins at once,
+        since it has done most of the work.
         """
         able = task.worker and [one for one in self._workers if one.number == task.worker]
         if able and able[0].is_idle:
@@ -157,7 +157,7 @@ class WorkerPool:
         self._dispatch()
 
     def forget_block(self, key: int) -> None:
-        """The memory of this block is about to be reused."""
+        """Have workers forget this block, since its memory is about to be reused."""
         for worker in self._workers:
             if key in worker.blocks:
                 worker.blocks.remove(key)
@@ -306,8 +306,8 @@ class WorkerPool:
             self._on_result(worker, result.body)
 
     def _on_result(self, worker: PoolWorker, body: tasks.ResultBody) -> None:
-        """The answer to the last packet: the task, or a packet that prepares it. The message to
-        detach an arena may be queued behind the task; its answer is not the task's.
+        """Handle the answer to the last packet: the task, or a packet that prepares it. The message
+        to detach an arena may be queued behind the task; its answer is not the task's.
         """
         worker.waiting, worker.is_up = False, True
         done, _ = worker.packets.popleft()
@@ -334,7 +334,7 @@ class WorkerPool:
         task.report(body)
 
     def _on_death(self, worker: PoolWorker) -> None:
-        """The worker closed its connection, sent an invalid message or cannot continue: end it."""
+        """End a worker that closed its connection, sent an invalid message or cannot continue."""
         if not worker.is_ending:
             self._end(worker)
 
@@ -379,8 +379,8 @@ class WorkerPool:
         self._trace.failed("worker ended", pid=worker.process.pid, how=end.words, **doing, **at)
 
     def _is_blamed(self, task: PoolTask, worker: PoolWorker, end: ProcessEnd) -> bool:
-        """Report a task if enough workers have ended at it; otherwise prepare it for another
-        worker.
+        """Report a task, and return True, if enough workers have ended at it; otherwise prepare it
+        for another worker.
         """
         task.ends.append(end)
         most = task.attempt_count if end.cause is Cause.STUCK else _DEATHS_MAX

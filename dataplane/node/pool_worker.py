@@ -1,7 +1,7 @@
-"""The pool's record of one worker: what it knows, the packets to send next, and its current task.
+"""The pool's record of one worker: its state, the packets to send next, and its current task.
 
-Before a task, a worker is told everything it needs and does not know yet: arenas, the dataset, the
-blocks. It gets one packet at a time, and answers each.
+Before a task, a worker gets everything that the task needs and that it does not know yet: arenas,
+the dataset, the blocks. It gets one packet at a time, and answers each.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _DOING: dict[type, str] = {
 
 
 class PoolTask(Struct, eq=False):
-    """One task for a worker, and what the worker needs to know for it.
+    """One task for a worker, and the facts that the worker needs for it.
 
-    `dataset` describes the columns. `arenas` are (arena id, descriptor). `source` gives the source
-    of a block that `body` names by key, and `dataset_of` its dataset. `place` names the block that
-    the task is about, or the first of several; `place_of` names a block by key.
+    `dataset` describes the columns. `arenas` are (arena id, descriptor). `source` returns the
+    source of a block that `body` names by key, and `dataset_of` its dataset. `place` names the
+    block of the task, or the first of several; `place_of` names a block by key.
     """
 
     body: tasks.Decode | tasks.Assemble | tasks.Extract | tasks.CopySlab
@@ -75,7 +75,7 @@ class PoolTask(Struct, eq=False):
 
     @property
     def calls_function(self) -> bool:
-        """Whether it may call a function of the user, which may hang."""
+        """Whether the task may call a function of the user, which may hang."""
         if isinstance(self.body, tasks.Decode):
             return bool(self.dataset.view.map)
         return isinstance(self.body, tasks.Assemble) and self.body.collate is not None
@@ -89,7 +89,7 @@ class PoolTask(Struct, eq=False):
 
     @property
     def doing(self) -> str:
-        """What a worker does with the block at `place`, in words."""
+        """The work of the worker on the block at `place`, in words."""
         if isinstance(self.body, tasks.Assemble) and self.body.render is not None:
             return "decoding its images"
         return _DOING[type(self.body)]
@@ -102,22 +102,22 @@ class PoolTask(Struct, eq=False):
         return 2 if isinstance(self.body, tasks.Assemble) else 1
 
     def made_bytes(self, result: tasks.ResultBody) -> int:
-        """How much of a slab the task has made."""
+        """Return how many bytes of a slab the task has made."""
         if not isinstance(result, tasks.Assembled) or not isinstance(self.body, tasks.Assemble):
             return 0
         rows = sum(batch.rows for batch in self.body.batches) if self.body.row_count else 0
         return result.bytes_used * self.body.row_count // rows if rows else result.bytes_used
 
     def retried(self) -> None:
-        """Its worker has ended: the next one reports each block and image before it reads it, in
-        case it ends as well.
+        """Prepare the task for the next worker, since its worker has ended: the next one reports
+        each block and image before it reads it, in case it ends as well.
         """
         if isinstance(self.body, tasks.Assemble):
             self.body = replace(self.body, say_where=True)
 
 
 class PoolWorker(Struct, eq=False):
-    """A worker process, what it knows, and the packets still to be sent to it."""
+    """A worker process, the facts that it knows, and the packets still to be sent to it."""
 
     process: WorkerProcess
     limit_bytes: int
@@ -145,11 +145,11 @@ class PoolWorker(Struct, eq=False):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is free to take a task."""
+        """Whether the worker is free to take a task."""
         return self.task is None and not self.packets and not self.is_ending
 
     def ask_whether_up(self) -> None:
-        """Send any request: the answer shows that it has started up."""
+        """Send any request: the answer shows that the worker has started up."""
         self.packets.append((tasks.DetachArena(_NO_ARENA), ()))
 
     def prepare(self, task: PoolTask) -> None:
@@ -189,8 +189,8 @@ class PoolWorker(Struct, eq=False):
             self.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
 
     def undo(self, task: PoolTask, failed: tasks.TaskBody) -> None:
-        """Preparing failed (a block could not be opened): skip the task, and treat its blocks as
-        not opened.
+        """Handle a failed preparation (a block could not be opened): skip the task, and treat its
+        blocks as not opened.
         """
         undone = [failed, *(body for body, _ in self.packets)]
         self.packets = deque(p for p in self.packets if isinstance(p[0], tasks.DetachArena))
@@ -208,7 +208,7 @@ class PoolWorker(Struct, eq=False):
 
     @property
     def function(self) -> str:
-        """The user's function that it is calling, as far as is known; "" if none."""
+        """The user's function that the worker is calling, as far as known; "" if none."""
         task, reading = self.task, self.reading
         if task is None:
             return ""
@@ -221,7 +221,7 @@ class PoolWorker(Struct, eq=False):
 
     @property
     def place(self) -> WorkerPlace | None:
-        """The place it is working at, as far as is known."""
+        """The place at which the worker is working, as far as known."""
         task = self.task
         if task is None:
             return None
@@ -246,10 +246,10 @@ class PoolWorker(Struct, eq=False):
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether it has worked on one task for this long, or for a second too long on one that
-        nobody wants any more. Time spent waiting for a processor does not count, unless the task
-        calls a function: whoever waits for that counts all time, too. Called periodically; the time
-        counts from the first call.
+        """Whether the worker has worked on one task for this long, or for a second too long on one
+        that nobody wants any more. Time spent waiting for a processor does not count, unless the
+        task calls a function: those who wait for the function count all time, too. Called
+        periodically; the time counts from the first call.
         """
         task = self.task
         if task is None or self.is_ending or not self.process.has_started:
@@ -271,8 +271,8 @@ class PoolWorker(Struct, eq=False):
 
 
 def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
-    """The schema in pieces, then the rest. Sent at once, the schema of 100,000 columns, 12 MB,
-    would block the node's event loop for a tenth of a second per worker.
+    """Split the schema into pieces, followed by the rest. Sent at once, the schema of 100,000
+    columns, 12 MB, would block the node's event loop for a tenth of a second per worker.
     """
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
     parts = [

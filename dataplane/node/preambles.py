@@ -6,12 +6,12 @@ block refers to its preamble by number and place.
 
 Invariants:
 1. A preamble that is held for a block stays in place. The others are dropped when room is needed,
-   the one unheld for longest first.
+   the longest unheld first.
 2. A number is never reused, so that a worker cannot take a new preamble for an old one.
 3. If too many are held and there is no room, the preamble is not held here, and is read into the
    block's own region.
-4. What indexing has read of a shard is not read again, as long as it is remembered: preambles of
-   the shards that were indexed last, equal ones once.
+4. Bytes that indexing has read are not read again, as long as they are remembered: preambles of the
+   shards that were indexed last, equal ones once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KeptPreamble(Struct, eq=False):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it could not be read."""
+        """Whether the read of the preamble failed."""
         reading = self.reading
         return reading is not None and reading.done() and reading.result() is not None
 
@@ -88,7 +88,10 @@ class Preambles:
     """An arena of `size_bytes`. Call it only from the event loop, except `remember`."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises:  BudgetTooSmall: the machine refuses the arena."""
+        """Allocate the arena.
+
+        Raises:  BudgetTooSmall: the machine refuses the arena.
+        """
         self.arena = Arena.create("dataplane-preambles", size_bytes)
         self._allocator = Allocator(size_bytes)
         self._kept: dict[_ShardKey, KeptPreamble] = {}
@@ -99,12 +102,12 @@ class Preambles:
         self._remembered = _Remembered()
 
     def remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
-        """Somebody has read the preamble of this shard, which will be needed. Thread-safe."""
+        """Keep the preamble of this shard, which was read and will be needed. Thread-safe."""
         if len(content) <= _REMEMBERED_BYTES_MAX:
             self._remembered.add((url, etag, place.offset), content)
 
     def fill(self, kept: KeptPreamble) -> bool:
-        """Write the preamble from what is remembered; False if it must be read."""
+        """Write the preamble from remembered bytes; return False if it must be read."""
         content = self._remembered.take(kept.shard)
         if content is None or len(content) != kept.region.length:
             return False
@@ -112,9 +115,7 @@ class Preambles:
         return True
 
     def hold(self, key: int, url: str, etag: str, place: Region) -> KeptPreamble | None:
-        """The preamble of this shard, held for the block with this key; None if there is no room
-        for it.
-        """
+        """Hold the preamble of this shard for the block with this key; None if there is no room."""
         shard = (url, etag, place.offset)
         kept = self._kept.get(shard)
         if kept is None:
@@ -141,7 +142,9 @@ class Preambles:
     def for_worker(
         self, key: int, raw: tasks.RawBlockRef
     ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
-        """Where a worker finds the block, and the arenas that it needs for that: (id, fd)."""
+        """Return where a worker finds the block, and the arenas that it needs for that:
+        (id, fd).
+        """
         kept = self._held.get(key)
         if kept is None:
             return raw, ()

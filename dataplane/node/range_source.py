@@ -1,4 +1,4 @@
-"""What reads ranges of shards for a node."""
+"""The interface that reads ranges of shards for a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataplane.rpc.membership import NodeReads
 
 
 class RangeSource(Protocol):
-    """Where ranges are read from when no cache has them. `Fetchers` is one."""
+    """A source of ranges that no cache has. `Fetchers` implements it."""
 
     def start(self, store: str = "") -> None:
         """Get ready: reads will follow, of this store if one is named."""
@@ -35,10 +35,10 @@ class RangeSource(Protocol):
         """Why reads of this shard are delayed; None if no reason is known."""
 
     def look(self) -> None:
-        """Time has passed."""
+        """Handle a tick."""
 
     def statistics(self) -> NodeReads:
-        """What was read so far."""
+        """The reads so far."""
 
     def close(self) -> None:
-        """Stop all reads. Nothing is written any more when this returns."""
+        """Stop all reads. Nothing is written after this returns."""

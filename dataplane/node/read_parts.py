@@ -7,8 +7,8 @@ from dataplane.rpc import fetches
 
 
 class ReadParts:
-    """Counts the parts of one read; `report` is called once all have ended, with the first error,
-    or with what a neighbour gave of them. Parts are reported later than they are added.
+    """Counts the parts of one read. `report` is called once all have ended, with the first error,
+    or with what a neighbour sent of them. Parts are reported later than they are added.
     """
 
     def __init__(self, report: Report) -> None:
@@ -18,12 +18,12 @@ class ReadParts:
         self._given = 0
 
     def one_more(self) -> Report:
-        """Reports the end of one more part."""
+        """Add a part, and return the function that reports its end."""
         self._left += 1
         return self._ended
 
     def are_all(self) -> None:
-        """No part will be added."""
+        """Note that no more parts will be added."""
         self._ended(None)
 
     def _ended(self, found: fetches.Outcome) -> None:
@@ -38,5 +38,5 @@ class ReadParts:
 
 
 def is_all_there(found: fetches.Outcome) -> bool:
-    """Whether a read that ended so has read all bytes."""
+    """Whether a read with this outcome has read all bytes."""
     return found is None or isinstance(found, fetches.NeighbourGave)

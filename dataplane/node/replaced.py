@@ -1,5 +1,5 @@
-"""Rows of jobs that have others in their places, since their images cannot be decoded: each is
-logged once, and reported to the coordinator.
+"""Rows of jobs that are replaced by others, since their images cannot be decoded: each is logged
+once, and reported to the coordinator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RowName = tuple[str, int]
 
 
 class ReplacedRows:
-    """Those of the jobs of one node."""
+    """The replaced rows of one node's jobs."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -34,7 +34,9 @@ class ReplacedRows:
         self._untold: dict[str, dict[_RowName, ReplacedRow]] = {}
 
     def note(self, delivery: DeliveryArena, result: object) -> None:
-        """A slab of this delivery was made, or could not be. Another node's jobs are its own."""
+        """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
+        those nodes.
+        """
         if isinstance(result, tasks.Assembled) and delivery.job_id:
             for row in result.replaced:
                 url, reason = redacted(unsigned(row.url)), row.reason
@@ -42,12 +44,12 @@ class ReplacedRows:
                 self._note(delivery.job_id, told)
 
     def report(self, progress: MemberProgress) -> MemberProgress:
-        """The progress of a member, with rows of its job that were not reported yet."""
+        """Add the rows of a member's job that were not reported yet to its progress."""
         rows = list(self._untold.get(progress.job_id, {}).values())
         return replace(progress, replaced=tuple(rows[:_AT_ONCE])) if rows else progress
 
     def reported(self, heard: Iterable[MemberProgress]) -> None:
-        """The coordinator has heard this."""
+        """Note that the coordinator has received this progress."""
         for progress in heard:
             untold = self._untold.get(progress.job_id, {})
             for row in progress.replaced:

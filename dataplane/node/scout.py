@@ -1,18 +1,17 @@
-"""Lists the dataset of the first loader in a process of its own, while the node still imports, and
-reads what indexing reads of its first shards.
+"""List the dataset of the first loader in a process of its own, while the node still imports, and
+read the bytes that indexing reads of its first shards.
 
-A node spends a while on imports before it can index, and a store takes that long for a few round
-trips. The scout is forked as soon as there is what it takes to ask a store: the other processor has
-nothing to do yet. What it has found is indexed ahead (node/index_ahead.py), too, by a process that
-asks the scout for what else it needs.
+A node needs a while for imports before it can index, and a store takes that long for a few round
+trips. The scout is forked as soon as it has the modules to send requests to a store: the other
+processor has nothing to do yet. Its results are indexed ahead (node/index_ahead.py) by a process
+that requests further bytes from the scout.
 
 Invariants:
-1. It is forked from a process with one thread, before anything is imported that starts others.
-2. It only asks: what it has found is used as if the store had answered the node, and an error that
-   it gets is nobody's.
-3. It parses nothing that it reads. Whoever does can have it read a limited number of bytes of the
-   shards that it has listed, and nothing else.
-4. It does not outlive its deadline, the node, or those who may ask it.
+1. It is forked from a process with one thread, before any import that starts others.
+2. Its results are used as if the store had answered the node, and its errors are not reported.
+3. It parses nothing that it reads. Processes that parse can have it read a limited number of bytes
+   of the shards that it has listed, and nothing else.
+4. It does not outlive its deadline, the node, or the processes that may send it requests.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ Connect = Callable[[str], Store]
 
 
 class Scout:
-    """A running scout. It hears those who hold this end of its socket; one of them at a time."""
+    """A running scout. It serves the holders of this end of its socket; one of them at a time."""
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self._pid, self._sock = pid, sock
 
     @property
     def descriptor(self) -> int:
-        """Of the socket: other children of the node may keep it."""
+        """The descriptor of the socket, which other children of the node may keep."""
         return self._sock.fileno()
 
     def found(self, patience_s: float) -> Scouted | None:
-        """What it has found; None if that does not come within this time, or it has failed. Once,
-        before `read`.
+        """Return its results; None if they do not come within this time, or it has failed. Call it
+        once, before `read`.
         """
         try:
             return msgspec.msgpack.decode(_received(self._sock, patience_s), type=Scouted)
@@ -74,7 +73,9 @@ class Scout:
             return None
 
     def read(self, places: list[Place]) -> list[Part]:
-        """What it can read of these places of what it has listed, PLACES_MAX at most."""
+        """Return the parts that it could read, of these places in shards that it has listed;
+        PLACES_MAX at most.
+        """
         try:
             _send(self._sock, msgspec.msgpack.encode(places))
             return msgspec.msgpack.decode(_received(self._sock, DEADLINE_S), type=list[Part])
@@ -82,17 +83,17 @@ class Scout:
             return []
 
     def let_go(self) -> None:
-        """Somebody else asks it. May be called twice."""
+        """Close this end, since another process sends requests. May be called twice."""
         self._sock.close()
 
     def end(self) -> None:
-        """End it if it still runs. In the node itself, once."""
+        """End the process if it still runs. Call it in the node itself, once."""
         self.let_go()
         end_child(self._pid)
 
 
 def end_child(pid: int) -> None:
-    """End this child of the process. One that the kernel holds is not waited for long."""
+    """End this child of the process. If the kernel holds it, the wait is short."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
         pidfd = os.pidfd_open(pid)
@@ -134,9 +135,9 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
 
 
 def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
-    """Say what was found, and read what else is asked for, until nobody asks any more.
+    """Send the results, and read further requested bytes, until nobody sends requests any more.
 
-    Raises:  EOFError: that is so, or they ask for too much.  What stores raise.
+    Raises:  EOFError: nobody does, or they request too much.  Errors of stores.
     """
 
     @functools.cache
@@ -178,7 +179,7 @@ def _scouted(urls: tuple[str, ...], connect: Connect, threads: ThreadPoolExecuto
 def _read(
     found: Scouted, connect: Connect, places: Sequence[Place], threads: ThreadPoolExecutor
 ) -> list[Part]:
-    """What can be read of these."""
+    """Return the parts that can be read."""
 
     def read(at: int, offset: int, length: int) -> Part:
         if not 0 <= at < len(found.listed):
@@ -196,7 +197,9 @@ def _read(
 
 
 def _manifest(store: Store, url: str) -> bytes:
-    """The content of a saved one.   Raises:  DataplaneError: it cannot be read, or is too long."""
+    """Return the content of a saved manifest.   Raises:  DataplaneError: it cannot be read, or is
+    too long.
+    """
     listed = store.head(url)
     if not 0 < listed.size_bytes <= _MANIFEST_BYTES_MAX:
         raise DataplaneError("the node reads it")
@@ -210,7 +213,7 @@ def _send(sock: socket.socket, content: bytes) -> None:
 
 
 def _received(sock: socket.socket, patience_s: float, bytes_max: int = sys.maxsize) -> bytes:
-    """What the other side has sent.
+    """Return the bytes that the other side has sent.
 
     Raises:  EOFError: it is gone, or sends more than that.  TimeoutError: it has not sent all of it
     within this time.

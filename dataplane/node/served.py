@@ -14,10 +14,10 @@ Send = Callable[[int, FromNodeBody], None]
 
 
 class ServedStream(Struct, eq=False):
-    """`send` answers a request of its consumer, which was sent its steps before `steps_sent`.
-    `on_begun` is called once, after its next slab was sent. `on_planned` is called once, when its
-    last step is planned; `is_planned` says that this happened, `has_failed` that planning failed.
-    `maps` names the functions that workers call over its blocks.
+    """A stream. `send` answers a request of its consumer, which was sent its steps before
+    `steps_sent`. `on_begun` is called once, after its next slab was sent. `on_planned` is called
+    once, when its last step is planned; `is_planned` says that this happened, `has_failed` that
+    planning failed. `maps` names the functions that workers call over its blocks.
     """
 
     stream_id: int
@@ -42,9 +42,9 @@ class ServedStream(Struct, eq=False):
             call()
 
     def check_consumed(self, cursor: int) -> None:
-        """Check what the consumer says that all ranks have consumed.
+        """Check the cursor that all ranks have consumed according to the consumer.
 
-        Raises:  ConfigError: more than it was sent.
+        Raises:  ConfigError: it is beyond what the consumer was sent.
         """
         walk, begin = self.walk, self.walk.stream
         steps = max(begin.first_step, self.steps_sent)

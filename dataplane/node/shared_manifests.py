@@ -1,12 +1,11 @@
-"""The manifests of datasets that several nodes open for one launch of a job: the coordinator says
-which of them makes it, and the others get it from those that have it.
+"""The manifests of datasets that several nodes open for one launch of a job. The coordinator
+chooses the node that makes each, and the others get it from nodes that have it.
 
 Invariants:
-1. A manifest of another node is of the urls and the format that were asked for, and intact, or it
-   is not used.
-2. Whatever fails here costs time only: at the end a node makes the manifest for itself, as it does
-   without others.
-3. Nothing waits without a deadline: for a maker, as long as the coordinator hears of it; for the
+1. A manifest of another node is used only if it is intact, and has the requested urls and format.
+2. Failures here cost only time: at the end a node makes the manifest for itself, as it does without
+   others.
+3. Nothing waits without a deadline: for a maker, as long as the coordinator hears from it; for the
    coordinator, as long as for a join.
 """
 
@@ -80,7 +79,7 @@ class Wanted(Struct, frozen=True):
 
     @property
     def launch(self) -> tuple[str, str]:
-        """Of which job, and which one."""
+        """The job, and its launch."""
         return self.job_id, self.incarnation
 
     @property
@@ -91,7 +90,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Shareable(Protocol):
-    """What a node opens."""
+    """The result of opening a dataset."""
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +106,9 @@ Make = Callable[[Manifest | None], Awaitable[T]]
 
 
 class SharedManifests:
-    """Those of one node, which others reach at `address`, if at all. `lent` gives what it has."""
+    """The shared manifests of one node, which others reach at `address`, if at all. `lent` sends
+    those that it has.
+    """
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class SharedManifests:
         self._lines: dict[Wanted, tuple[str, int]] = {}
 
     async def opened(self, wanted: Wanted, make: Make[T]) -> T:
-        """What `make` opens: with the manifest of another node, if one has it or makes it.
+        """Open a dataset with `make`, using the manifest of another node, if one has it or makes
+        it.
 
         Raises:  AccessDenied: the node's token does not allow these urls.  As `make`.
         """
@@ -157,7 +159,7 @@ class SharedManifests:
             await self._pause(wanted, answer)
 
     async def _pause(self, wanted: Wanted, answer: ShareManifestResponse) -> None:
-        """Wait for the node that makes it, and show how far that is."""
+        """Wait for the node that makes it, and show its progress."""
         pause_s, work = _jittered(answer.pause_s), answer.work
         if work is None:
             await asyncio.sleep(pause_s)
@@ -168,13 +170,13 @@ class SharedManifests:
             await asyncio.sleep(pause_s)
 
     def forget(self, wanted: Wanted) -> None:
-        """It is closed here: others get it elsewhere."""
+        """Note that the dataset is closed here: others get it elsewhere."""
         line = self._lines.pop(wanted, None)
         if line is not None and self._lent is not None:
             self._lent.forget(*line)
 
     async def _asked(self, request: ShareManifestRequest) -> ShareManifestResponse | None:
-        """None: the coordinator does not answer within the stall timeout.
+        """Send a request; None: the coordinator does not answer within the stall timeout.
 
         Raises:  DataplaneError: it refuses.
         """
@@ -191,7 +193,9 @@ class SharedManifests:
     async def _made(
         self, wanted: Wanted, request: ShareManifestRequest, make: Make[T], word_s: float
     ) -> T:
-        """Made here, for others, too; the coordinator hears of it every `word_s`."""
+        """Make the manifest here, for others, too; the coordinator gets a message every
+        `word_s`.
+        """
         renewing = background.start("manifest", self._renew(wanted, request, word_s))
         try:
             found = await make(None)
@@ -211,7 +215,7 @@ class SharedManifests:
         found: T,
         make: Make[T] | None = None,
     ) -> T:
-        """It is here, for others, too. If they have another one, it is made of theirs instead."""
+        """Keep a manifest for others, too. If they have another one, theirs is used instead."""
         held = replace(request, state=ManifestState.HELD, fingerprint=found.fingerprint)
         try:
             answer = await self._coordination.share_manifest(held)
@@ -239,7 +243,9 @@ class SharedManifests:
             await self._coordination.share_manifest(request)
 
     async def _fetched(self, wanted: Wanted, answer: ShareManifestResponse) -> Manifest | None:
-        """The manifest of another node; None if it does not give it, or gives another one."""
+        """Fetch the manifest of another node; None if that node does not send it, or sends another
+        one.
+        """
         began = asyncio.get_running_loop().time()
         try:
             content = await self._read(answer)
@@ -265,7 +271,10 @@ class SharedManifests:
             keep_given(self._config.cache_dir, found, content)
 
     async def _read(self, answer: ShareManifestResponse) -> bytearray:
-        """Raises:  NeighbourGone."""
+        """Read the bytes of another node's manifest.
+
+        Raises:  NeighbourGone.
+        """
         from dataplane.neighbours.asking import Lines  # not for a single host
         from dataplane.neighbours.line_tls import LineTls
 
@@ -296,7 +305,10 @@ class SharedManifests:
 
 
 async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
-    """Raises:  NeighbourGone."""
+    """Read a piece of a manifest.
+
+    Raises:  NeighbourGone.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -319,7 +331,10 @@ def _claim() -> None: ...
 
 
 def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
-    """Raises:  CorruptShard, ConfigError: it is damaged, or of something else."""
+    """Parse and check another node's manifest.
+
+    Raises:  CorruptShard, ConfigError: it is damaged, or of another dataset.
+    """
     name = f"the manifest of node {node_id}"
     found = Manifest.from_bytes(content, name)
     urls, format_ = tuple(map(normalise, wanted.source.urls)), wanted.source.format
@@ -335,7 +350,7 @@ def _checked(content: bytearray, node_id: str, wanted: Wanted) -> Manifest:
 
 
 def _prefixes(urls: Sequence[str]) -> Sequence[str]:
-    """What all shards of a dataset of these urls begin with one of."""
+    """Return prefixes; the url of every shard of such a dataset begins with one of them."""
     starts = [literal_prefix(url).partition("{")[0] for url in urls]
     return starts if len(starts) <= _PREFIXES_MAX else [os.path.commonprefix(starts)]  # noqa: RUF071
 

@@ -1,13 +1,13 @@
-"""The slabs that the fetchers of a node wait for.
+"""The slabs for which the fetchers of a node wait.
 
-They have their own books: a slab that takes a maker ten seconds says nothing about how fast blocks
-are read, and takes no place of a block. What it costs a fetcher in processor time counts as ever.
+They are accounted for separately: a slab that takes a maker ten seconds says nothing about how fast
+blocks are read, and takes no place of a block. Its processor time in a fetcher counts as usual.
 
 Invariants:
 1. Each order is reported exactly once, and its memory is not written after that: for a fetcher that
    ends, when the kernel has reported its end.
-2. A fetcher has an arena attached before it is told to read into it, and is told when the arena is
-   no longer needed.
+2. A fetcher has an arena attached before it gets an order to read into it, and gets a message when
+   the arena is no longer needed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ReportSlab = Callable[[fetches.SlabRead], None]
 
 
 class SlabOrder(Struct, eq=False):
-    """One order, the descriptor of its arena, and who hears of its end."""
+    """One order, the descriptor of its arena, and the function that reports its end."""
 
     order: fetches.ReadSlab
     arena_fd: int
     report: ReportSlab
 
     def end(self, error: DataplaneError) -> None:
-        """Report that it has failed."""
+        """Report that the order has failed."""
         self.report(fetches.SlabRead(self.order.number, error))
 
 
 class FetcherSlabs(Struct, eq=False):
-    """Of one fetcher: the slabs that it waits for, by number; the arenas that it has, and those
-    that it is still to be told to detach.
+    """The slabs that one fetcher waits for, by number; the arenas that it has, and those that it
+    must still detach.
     """
 
     orders: dict[int, SlabOrder] = field(default_factory=dict)
@@ -62,8 +62,9 @@ F = TypeVar("F", bound=SlabFetcher)
 
 
 class SlabOrders(Generic[F]):
-    """The orders of all fetchers, and those that wait for one. `send` gives a fetcher a message
-    with descriptors: False if it is gone, or has no room for it now; then it cannot hear.
+    """The orders of all fetchers, and those that wait for one. `send` sends a fetcher a message
+    with descriptors; it returns False if the fetcher is gone, or has no room for it now and so
+    cannot receive.
     """
 
     def __init__(self, send: Callable[[F, fetches.ToFetcherBody, tuple[int, ...]], bool]) -> None:
@@ -76,11 +77,11 @@ class SlabOrders(Generic[F]):
         return len(self._waiting)
 
     def add(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> None:
-        """One more that waits for a fetcher."""
+        """Add an order that waits for a fetcher."""
         self._waiting.append(SlabOrder(order, arena_fd, report))
 
     def dispatch(self, fetchers: Sequence[F]) -> None:
-        """Tell fetchers what they are still to be told."""
+        """Send fetchers their pending messages."""
         for each in [each for each in fetchers if each.slabs.unneeded]:
             while each.slabs.unneeded and each.can_hear:
                 arena_id = next(iter(each.slabs.unneeded))
@@ -95,15 +96,15 @@ class SlabOrders(Generic[F]):
                 self._waiting.popleft()
 
     def end(self, number: int, fetchers: Sequence[F]) -> None:
-        """Others make this slab: its order ends soon. It may wait for a fetcher, or that may have
-        no room for a message: then nothing happens.
+        """End an order soon, since another node makes the slab. Nothing happens if the order waits
+        for a fetcher, or its fetcher has no room for a message.
         """
         for each in fetchers:
             if number in each.slabs.orders and each.can_hear:
                 self._send(each, fetches.EndSlab(number), ())
 
     def heard(self, fetcher: F, end: fetches.SlabRead) -> None:
-        """A fetcher has ended an order."""
+        """Handle the end of an order, reported by a fetcher."""
         slab = fetcher.slabs.orders.pop(end.number, None)
         if slab is not None:
             slab.report(end)
@@ -115,14 +116,14 @@ class SlabOrders(Generic[F]):
         return orders
 
     def given_up(self) -> list[SlabOrder]:
-        """Take back those that wait: no fetcher is of use."""
+        """Take back the waiting orders, since no fetcher works."""
         orders = [*self._waiting]
         self._waiting.clear()
         return orders
 
     def detach(self, arena_id: int, fetchers: Sequence[F]) -> None:
-        """No more slabs are read into this arena. Its orders end soon, most of them with
-        ClosedError; only then is its memory no longer written.
+        """Stop reading slabs into this arena. Its orders end soon, most of them with ClosedError;
+        only then is their memory no longer written.
         """
         dropped = [each for each in self._waiting if each.order.arena_id == arena_id]
         for slab in dropped:

@@ -1,4 +1,4 @@
-"""Estimates how large the slabs of a job are, before any of its samples is read."""
+"""Estimate the size of a job's slabs before any of its samples is read."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def slab_sizes(
     samples: int = 0,
     collated: CollatedColumns | None = None,
 ) -> SlabSizes:
-    """Slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`, at least
-    one. An epoch has so many `samples`; 0 for those of the dataset. A function makes batches of the
-    `collated` columns.
+    """Estimate slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`,
+    at least one. `samples` is the length of an epoch; 0 for that of the dataset. A collate function
+    makes batches of the `collated` columns.
     """
     samples = samples or dataset.manifest.sample_count
     if collated is not None:
@@ -59,10 +59,10 @@ def slab_sizes(
 
 
 def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
-    """Whether workers can write the rows of a slab side by side, since each knows where its own go.
-    Not if that depends on what a function returns, on values of Arrow, or on whether an image of
-    another row can be decoded. Texts and lists alone are not worth it: to find the places of all
-    rows takes about as long as to copy them.
+    """Whether workers can write the rows of a slab in parallel, since each knows where its own rows
+    go. Not if that depends on a function's result, on Arrow values, or on whether another row's
+    image can be decoded. Slabs of texts and lists alone are not divided: finding the places of all
+    rows takes about as long as copying them.
     """
     pack, columns = spec.view.pack, dataset.columns.specs
     if pack is not None:
@@ -76,7 +76,9 @@ def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
-    """Bytes of one sample in a slab: exact for images and packs, approximate for all else."""
+    """Return the bytes of one sample in a slab: exact for images and packs, approximate
+    for others.
+    """
     if (pack := spec.view.pack) is not None:
         columns = packed_columns(dataset.columns.specs, pack)
         shapes = SHAPE_BYTES * (pack.policy is PackPolicy.PAD)

@@ -1,4 +1,4 @@
-"""What workers are told of blocks and excerpts: where their rows are, and what errors call them."""
+"""Describe blocks and excerpts to workers: where their rows are, and their names in errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataplane.worker.death import WorkerPlace
 
 
 class BlockSources:
-    """Those of the ready blocks and excerpts of a node, by key. `find` names a block or excerpt,
+    """The ready blocks and excerpts of a node, by key. `find` names a block or excerpt,
     `dataset_of` a dataset by its number.
     """
 
@@ -24,16 +24,16 @@ class BlockSources:
         self._without_restart_indexes: set[int] = set()
 
     def leave_out_restart_indexes(self, key: int) -> None:
-        """The machine had no memory for those of this block."""
+        """Drop this block's restart indexes, for which the machine had no memory."""
         self._without_restart_indexes.add(key)
 
     def forget(self, key: int) -> None:
-        """The memory with this key is about to be reused."""
+        """Forget a key whose memory is about to be reused."""
         self._sources.pop(key, None)
         self._without_restart_indexes.discard(key)
 
     def source(self, key: int) -> tasks.BlockSource:
-        """What a worker needs to know to gather from it."""
+        """Return the facts that a worker needs to gather from a block."""
         source = self._sources.get(key)
         if source is None:
             source = self._sources[key] = self._new(key)
@@ -51,16 +51,16 @@ class BlockSources:
         return tasks.BlockSource(key, raw, block.decoded, origin, noted)
 
     def message_of(self, key: int) -> tasks.OpenDataset:
-        """The columns of its dataset."""
+        """Return the description of its dataset's columns."""
         return self._dataset_of(self._find(key).dataset.dataset_id).message
 
     def place_of(self, key: int) -> WorkerPlace:
-        """The block as errors name it."""
+        """Return the block's place for error messages."""
         block = self._find(key)
         return self.place(BlockName(block.dataset.dataset_id, block.index))
 
     def place(self, first: BlockName | None) -> WorkerPlace:
-        """The same by name; None for a batch without rows."""
+        """Return the place of a block given by name; None for a batch without rows."""
         if first is None:
             return WorkerPlace("a batch without rows")
         return self._dataset_of(first.dataset_id).place(first.block)

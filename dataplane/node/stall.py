@@ -1,4 +1,4 @@
-"""Answers to a rank that waits for a batch: how far its slab is, and why it gets none."""
+"""Answer a rank that waits for a batch: with the progress of its slab, or why there is none."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _NODE = "see the node's log"
 
 
 class Called(Struct, frozen=True):
-    """The functions of a job that workers call: names, "" without."""
+    """The functions of a job that workers call: their names, "" without."""
 
     map: str = ""
     collate: str = ""
 
 
 def working(progress: SlabProgress, called: Called) -> Working:
-    """How far a slab is, for the trainer that waits for it."""
+    """Return the progress of a slab, for the trainer that waits for it."""
     return Working(_words(progress, called)[0], progress.done, progress.total)
 
 
 def stall_error(
     stalled: Stalled, urls: Sequence[str], called: Called, node_id: str, trouble: Trouble
 ) -> DataplaneError:
-    """The store's error, if the next slab lacks blocks that the store does not deliver; else a
-    DataStallError that names the stage and the function. `urls` are those of the blocks' shards.
+    """Return the store's error, if the next slab lacks blocks that the store does not deliver; else
+    a DataStallError that names the stage and the function. `urls` are those of the blocks' shards.
     """
     waited_s, shard = stalled.waited_s, urls[0] if urls else None
     for url in [*dict.fromkeys(urls)][:_URLS_ASKED_MAX]:
@@ -70,7 +70,7 @@ def stall_error(
 
 
 def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
-    """The node's work for this slab, the function that it calls for that, and what helps if it
+    """Describe the node's work for this slab, the function that it calls, and what helps if that
     hangs.
     """
     stage = progress.stage
@@ -94,7 +94,7 @@ def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
 
 
 def undecided(waited_s: float, job: str, coordinator: str, node_id: str) -> DataStallError:
-    """The error for a rank whose next batches may be of other weights of a mixture."""
+    """Return the error for a rank whose next batches may have changed weights of a mixture."""
     return DataStallError(
         f"no batch for {waited_s:.0f} s: the coordinator at {coordinator} has not said where the"
         f" new weights of `dataplane mix {job}` begin, and the next batches may lie behind it"

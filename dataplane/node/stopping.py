@@ -25,8 +25,8 @@ async def wait_stop(stop: asyncio.Event, seconds: float, *, is_draining: bool) -
 async def done_before(
     stop: asyncio.Event, waiting: Coroutine[Any, Any, None], meanwhile: Callable[[], None]
 ) -> bool:
-    """Whether this finished before `stop` was set; otherwise it is cancelled. `meanwhile` is called
-    periodically.
+    """Run this until it ends or `stop` is set, and return whether it ended; otherwise it is
+    cancelled. `meanwhile` is called periodically.
 
     Raises:  every error that it raises.
     """

@@ -1,4 +1,4 @@
-"""What the blocks of a dataset store, of which a view may have only some rows."""
+"""The rows that the blocks of a dataset store, of which a view may have only some."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoredRows(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, manifest: Manifest, view: View) -> Self:
-        """Those of a manifest; nothing to tell if it is not that of a view."""
+        """Return the stored rows of a manifest; empty unless it is the manifest of a view."""
         if manifest.whole is None or manifest.kept is None:
             return cls()
         words = shard_words(manifest.shards.urls) if has_shares(view) else None
@@ -40,7 +40,7 @@ class StoredRows(Struct, frozen=True, eq=False):
         )
 
     def of_block(self, block: int) -> dict[str, Any]:
-        """The fields of a RawBlockRef that say it."""
+        """Return the rows as fields of a RawBlockRef."""
         if self.rows is None or self.first is None:
             return {}
         word = 0 if self.words is None else self.words.item(block)
@@ -52,7 +52,7 @@ class StoredRows(Struct, frozen=True, eq=False):
 
 
 def stored_rows(manifest: Manifest) -> Ints:
-    """The rows of each block before the view.
+    """Return the rows of each block before the view.
 
     Shapes:  result: int64[K].
     """
@@ -61,7 +61,7 @@ def stored_rows(manifest: Manifest) -> Ints:
 
 
 def largest_stored(manifest: Manifest, projection: Projection | None) -> int:
-    """The size of the largest block, decoded before its rows are chosen; 0 if none are."""
+    """Return the size of the largest block, decoded before its rows are chosen; 0 if none are."""
     whole, kept = manifest.whole, manifest.kept
     if whole is None or kept is None:
         return 0

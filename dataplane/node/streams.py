@@ -89,7 +89,7 @@ class Streams:
         return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
 
     def _made_ahead(self, member: ServedMember, at: Stream) -> ServedStream | None:
-        """The stream that was prepared ahead, if it is the requested one."""
+        """Return the stream that was prepared ahead, if it is the requested one."""
         stream, member.next_epoch = member.next_epoch, None
         if stream is None:
             return None
@@ -111,7 +111,7 @@ class Streams:
         task.add_done_callback(self._tasks.discard)
 
     async def _expect_next(self, member: ServedMember, stream: ServedStream) -> None:
-        """The trainer has its first batch: find out which blocks the next epoch needs first, so
+        """Determine, after the trainer's first batch, which blocks the next epoch needs first, so
         that they are kept.
         """
         order = await self._next_order(member, stream)
@@ -126,7 +126,7 @@ class Streams:
             return None  # the error comes when it is requested
 
     async def _open_next_epoch(self, member: ServedMember, stream: ServedStream) -> None:
-        """The whole epoch is planned: start the next one, which the trainer will request."""
+        """Open the next epoch, which the trainer will request, since the present one is planned."""
         now = stream.walk.stream
         order = await self._next_order(member, stream)
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None

@@ -1,4 +1,4 @@
-"""Decides which task runs next, and on which worker. Pure: time is an argument.
+"""Decide which task runs next, and on which worker. Pure: time is an argument.
 
 Invariants:
 1. Of the eligible tasks, the most urgent goes first, then the oldest. Exception: the worker that
@@ -9,7 +9,7 @@ Invariants:
 2. A dataset alone has all workers.
 3. If there are several datasets, long tasks leave one worker to the others, so that one job's slab
    does not wait for another job's blocks to be decoded. This needs at least two workers.
-4. A task only waits for a worker, or for the end of a running task, so it is enough to ask for the
+4. A task only waits for a worker, or for the end of a running task, so it is enough to take the
    next task whenever one arrives or ends.
 """
 
@@ -45,8 +45,8 @@ class _Waiting(Struct, eq=False):
 
 
 class _Line(Struct, eq=False):
-    """The waiting tasks of one dataset, when the last one came or ended, and about how long the
-    longest of the last few took, if any has ended.
+    """The waiting tasks of one dataset; the time when the last one came or ended; and the
+    approximate duration of the longest of the last few, if any has ended.
     """
 
     by_urgency: dict[int, _Waiting] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Line(Struct, eq=False):
 
     @property
     def first(self) -> tuple[int, int] | None:
-        """Urgency and number of the task that goes first, if any waits."""
+        """Return the urgency and number of the task that goes first, if any waits."""
         found = ((urgency, each.tasks[0][0]) for urgency, each in self.by_urgency.items())
         return min(found, default=None)
 
@@ -77,7 +77,7 @@ class TaskQueue:
         waiting.tasks.append((next(self._numbers), task))
 
     def ended(self, task: PoolTask, now: float) -> None:
-        """A worker has finished the task, which it started at `task.started`."""
+        """Note that a worker has finished the task, which it started at `task.started`."""
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
@@ -88,7 +88,7 @@ class TaskQueue:
         return {dataset_id for dataset_id, line in self._lines.items() if line.by_urgency}
 
     def forget(self, dataset_id: int) -> None:
-        """The dataset has no readers left: it counts as active only while it has tasks."""
+        """Forget a dataset without readers: it counts as active only while it has tasks."""
         line = self._lines.get(dataset_id)
         if line is not None and not line.by_urgency:
             del self._lines[dataset_id]
