@@ -1,11 +1,11 @@
-"""Allocates extents of an arena: best fit over free extents, lowest address first. Pure.
+"""Allocate extents of an arena: best fit over free extents, lowest address first. Pure.
 
 Invariants:
 1. Allocated extents never overlap, and each lies inside the arena.
 2. Adjacent free extents are merged at once.
 3. `free_bytes` plus the allocated bytes is the arena's size.
-4. The lowest of the extents that fit best is taken, so that the same warm pages are used again
-   and again and the high-water mark, which is what costs memory, stays low.
+4. Among equally good fits, the lowest extent is taken, so that the same warm pages are used again
+   and the high-water mark, which decides the memory used, stays low.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Allocator:
         self._insert(0, self.size_bytes)
 
     def allocate(self, length: int, *, is_brief: bool = False) -> int | None:
-        """The offset of `length` bytes, or None if no free extent is that long. `is_brief`: they
-        are free again before most others, so they are taken from the other end.
+        """Return the offset of `length` bytes, or None if no free extent is that long. `is_brief`:
+        they will be free again soon, so they are taken from the other end.
         """
         need = rounded(length)
         where = bisect.bisect_left(self._by_length, (need, 0))
@@ -64,7 +64,7 @@ class Allocator:
         return at
 
     def trial(self) -> FreeTrial:
-        """A trial, to see which extents would be free if some were freed."""
+        """Return a trial, which shows the extents that would be free if some were freed."""
         return FreeTrial(self._taken, self._lengths, self._starts, self._by_length[-2:])
 
     def free(self, offset: int) -> None:
@@ -132,8 +132,8 @@ class FreeTrial:
         self._starts_now: dict[int, int] = {}
 
     def free(self, offset: int) -> int:
-        """The length of the free extent that this one would be part of, together with those freed
-        here before.
+        """Free an extent in the trial; return the length of the free extent that contains
+        it then.
         """
         start, end = offset, offset + self._taken[offset]
         while True:
@@ -156,8 +156,8 @@ class FreeTrial:
         return end - start
 
     def has_room(self, first: int, second: int = 0) -> bool:
-        """Whether both lengths would find room at once. It may say no if they would, where the two
-        largest free extents have become one.
+        """Whether both lengths would find room at once. May return False wrongly if the two largest
+        free extents have become one.
         """
         need, other = rounded(first), rounded(second) if second else 0
         lengths = [length for length, _ in self._largest]
@@ -169,8 +169,8 @@ class FreeTrial:
         return fits and len(lengths) > 1
 
     def is_in_room(self, regions: Sequence[Region], first: int, second: int = 0) -> bool:
-        """Whether one of these is in the extents that have room for both lengths, as `has_room`
-        has found.
+        """Whether one of these regions is in the extents that have room for both lengths, according
+        to `has_room`.
         """
         need, other = rounded(first), rounded(second) if second else 0
         largest = self._largest[-1:] if self._largest[-1][0] >= need + other else self._largest

@@ -1,7 +1,7 @@
-"""Arenas that another process has passed along, until it takes them back.
+"""Arenas that another process has passed to this one, until it takes them back.
 
 Invariant: an arena is closed once it was taken back and nobody uses it any more. So nobody reads or
-writes through a descriptor that has come to mean something else.
+writes through a descriptor whose number was reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataplane.arena.memfd import Arena
 
 
 class BorrowedArena(Struct, eq=False):
-    """One arena, and how many use it."""
+    """One arena, and the number of its users."""
 
     arena: Arena
     users: int = 0
@@ -30,8 +30,9 @@ class BorrowedArenas:
         self._borrowed: dict[int, BorrowedArena] = {}
 
     def attach(self, arena_id: int, fd: int) -> Arena:
-        """Map this arena, whose descriptor then belongs to it.   Raises:  ClosedError: it is no
-        sealed arena.
+        """Map this arena, whose descriptor then belongs to it.
+
+        Raises:  ClosedError: it is no sealed arena.
         """
         arena = Arena.attach(fd, os.fstat(fd).st_size)
         self.detach(arena_id)
@@ -56,7 +57,7 @@ class BorrowedArenas:
             return found
 
     def done(self, borrowed: BorrowedArena) -> None:
-        """One of its users no longer needs it."""
+        """End one use of an arena."""
         with self._lock:
             borrowed.users -= 1
             _close_unused(borrowed)

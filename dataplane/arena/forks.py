@@ -50,8 +50,8 @@ class Fork:
             os.ftruncate(self._fds[0], PAGE_BYTES)
 
     def begin(self) -> bool:
-        """Call right before the process forks. False if this record is over, or the kernel cannot
-        tell.
+        """Prepare for a fork; call this right before it. Return False if this record is over, or
+        the kernel cannot tell.
         """
         self.limit = math.inf
         try:
@@ -61,7 +61,7 @@ class Fork:
         return True
 
     def end(self, limit: int) -> None:
-        """Call right after that, in the parent."""
+        """Finish after a fork; call this right after it, in the parent."""
         self.limit = limit
         page, self._page = self._page, None
         if page is not None:
@@ -86,7 +86,7 @@ class Fork:
 
 
 class Kept(Generic[_Dead]):
-    """Things that have died here but may still be read by children."""
+    """Objects that have died here but may still be read by children."""
 
     def __init__(self) -> None:
         self._new: deque[tuple[tuple[Fork, ...], _Dead]] = deque()
@@ -94,12 +94,12 @@ class Kept(Generic[_Dead]):
         self._sorting = threading.Lock()
 
     def add(self, forks: tuple[Fork, ...], dead: _Dead) -> None:
-        """Keep it until these forks are over."""
+        """Keep an object until these forks are over."""
         self._new.append((forks, dead))
 
     def let_go(self) -> list[_Dead]:
-        """The things that no process can read any more; each is returned once. Takes time in the
-        number of forks, not of kept things.
+        """Return the objects that no process can read any more; each is returned once. Takes time
+        in the number of forks, not of kept objects.
         """
         # A finalizer or another thread may enter here during the loop: the first caller does the
         # work.
@@ -123,14 +123,16 @@ _current: list[Fork] = []
 
 
 def born() -> int:
-    """A number for something that was just created."""
+    """Return a number for an object that was just created."""
     number = next(_numbers)
     _alive[number] = None
     return number
 
 
 def died(number: int) -> tuple[Fork, ...]:
-    """It has died here. Returns the forks whose children may still read it; usually none."""
+    """Note that an object has died here. Return the forks whose children may still read it; usually
+    none.
+    """
     _alive.pop(number, None)
     if not _forks:
         return ()

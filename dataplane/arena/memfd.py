@@ -92,7 +92,10 @@ class Arena:
     """One memfd and this process's shared, writable mapping of it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Raises:  OSError: it cannot be mapped."""
+        """Map the memfd.
+
+        Raises:  OSError: it cannot be mapped.
+        """
         self.fd = fd
         self.size_bytes = size_bytes
         self._address = pages.map_shared(fd, size_bytes)
@@ -240,7 +243,7 @@ class Arena:
         return self._allocated.count(1) * PIECE_BYTES
 
     def _pieces(self, offset: int, length: int) -> tuple[int, int]:
-        """The first piece with any of these bytes, and the one behind the last."""
+        """Return the first piece with any of these bytes, and the one after the last."""
         first, end = offset // PIECE_BYTES, -(-(offset + length) // PIECE_BYTES)
         self._allocated.extend(bytes(max(end - len(self._allocated), 0)))
         return first, end

@@ -74,7 +74,7 @@ def map_shared(fd: int, size_bytes: int) -> int:
 
 @cache
 def shared_huge_pages() -> str:
-    """When the kernel uses huge pages for shared memory: "always", "within_size", "advise",
+    """Return when the kernel uses huge pages for shared memory: "always", "within_size", "advise",
     "never", "deny" or "force"; "never" if it has none.
 
     Source: Documentation/admin-guide/mm/transhuge.rst of Linux.
@@ -87,8 +87,9 @@ def shared_huge_pages() -> str:
 
 
 class HugePages:
-    """Whether new shared memory of this process is made of huge pages, where the kernel gives none
-    by itself but makes them when asked: for as long as they take less CPU time than small ones.
+    """Decides whether new shared memory of this process is made of huge pages, where the kernel
+    gives none by itself but makes them on request: as long as they take less CPU time than small
+    ones.
 
     Where the machine has them at hand, they take a tenth of it. On a virtual machine whose host
     takes back free memory they take several times as much, since the host has to give it again.
@@ -109,8 +110,8 @@ class HugePages:
         return True
 
     def fill(self, address: int, size_bytes: int) -> bool:
-        """Allocate and map these units of HUGE_BYTES of a shared mapping. Whether that was done.
-        What is in them stays.
+        """Allocate and map these units of HUGE_BYTES of a shared mapping, without changing their
+        content. Return whether that was done.
         """
         if self.pass_by(size_bytes):
             return False
@@ -135,7 +136,10 @@ class HugePages:
 
 
 def unmap(address: int, size_bytes: int) -> None:
-    """Raises:  OSError."""
+    """Unmap memory.
+
+    Raises:  OSError.
+    """
     _check(_libc.munmap(address, size_bytes))
 
 
@@ -149,7 +153,7 @@ def give_up(address: int, size_bytes: int) -> None:
 
 
 def advise(address: int, size_bytes: int, advice: int) -> None:
-    """As madvise(2). Raises:  OSError."""
+    """Call madvise(2). Raises:  OSError."""
     _check(_libc.madvise(address, size_bytes, advice))
 
 

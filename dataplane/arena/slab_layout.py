@@ -47,15 +47,15 @@ class PlacedColumn(Protocol):
 
     @property
     def values(self) -> Sequence[int]:
-        """Offsets, in bytes."""
+        """The offsets of values, in bytes."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Of sides, in bytes."""
+        """The offsets of sides, in bytes."""
 
     @property
     def width(self) -> Sequence[int]:
-        """In values; of OBJECT in bytes."""
+        """The number of values; the number of bytes for OBJECT."""
 
 
 class SlabPiece(NamedTuple):
@@ -90,7 +90,9 @@ def row_index_bytes(rows: int) -> int:
 
 
 def row_numbers_bytes(rows: int) -> int:
-    """What the numbers of so many rows take at the start of an excerpt of a block, as int32."""
+    """Return the size of the numbers of this many rows at the start of an excerpt of a block, as
+    int32.
+    """
     return aligned(rows * NUMBER_BYTES)
 
 
@@ -128,8 +130,8 @@ def side_bytes(kind: Kind, rows: _Number) -> _Number:
 
 
 def valid_at(side: _Number, rows: _Number) -> _Number:
-    """The offset of a piece's `valid` bytes, which say which texts are not null, from that of its
-    side.
+    """Return the offset of a piece's `valid` bytes, which say which texts are not null, from that
+    of its side.
     """
     return side + (rows + 1) * SIDE_BYTES
 
@@ -138,8 +140,8 @@ def valid_at(side: _Number, rows: _Number) -> _Number:
 
 
 def one_after_other(values: Ints, sides: Ints) -> tuple[Ints, Ints, Ints]:
-    """The offsets within a column at which the values and the side of each piece begin, and those
-    at which the first i pieces end.
+    """Return the offsets within a column at which the values and the side of each piece begin, and
+    those at which the first i pieces end.
 
     Shapes:  values, sides: int64[batches], bytes.   result: int64[batches], int64[batches],
     int64[batches + 1].

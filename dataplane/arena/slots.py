@@ -1,4 +1,4 @@
-"""Where the slabs of one delivery arena lie: equal slots, and one zone for oversized batches. Pure.
+"""The places of slabs in one delivery arena: equal slots, and one zone for oversized batches. Pure.
 
 Slots are equal because a trainer holds slabs for as long as it likes: extents of different sizes
 would leave gaps that nothing fits into, and slabs cannot be moved. A batch that outgrows a slot
@@ -9,8 +9,8 @@ Invariants:
 1. Each slot is free or has one user; the zone likewise.
 2. The slot freed last is used first, since its pages are warm in every cache.
 3. `held_slots` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer that holds as much as
-   it may still gets batches. The node may use all slots that the trainer does not hold: it hands
-   over what it has made, so the trainer comes to hold these slots, and none is made in their place.
+   it may still gets batches. The node may use all slots that the trainer does not hold. Handing a
+   slab over makes its slot one of the trainer's, and the node makes no new slab in its place.
 
     slot                  held by the trainer as long as it likes     | up to held_slots
     slot                  a slab that is ready or being made          | all others
@@ -56,8 +56,8 @@ class SlotLayout(Struct, frozen=True):
 
 
 def plan_slots(arena_bytes: int, slot_bytes: int, slots_max: int | None = None) -> SlotLayout:
-    """The layout of an arena of about `arena_bytes`, more if six slots need more. It has no more
-    than `slots_max` slots, or the usual number if that is more.
+    """Return the layout of an arena of about `arena_bytes`, more if six slots need more. It has at
+    most `slots_max` slots, or the usual number if that is more.
     """
     slot = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
     zone = max(2 * slot, arena_bytes // _ZONE_SHARE // _PAGE_BYTES * _PAGE_BYTES)
@@ -68,7 +68,9 @@ def plan_slots(arena_bytes: int, slot_bytes: int, slots_max: int | None = None) 
 
 
 def slot_bytes_of(arena_bytes: int) -> int:
-    """The usual slot size of an arena of this size: beside the zone, twelve slots fit into it."""
+    """Return the usual slot size of an arena of this size: beside the zone, twelve slots fit into
+    it.
+    """
     return max(arena_bytes // _SLOT_SHARE // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -83,7 +85,7 @@ def arena_bytes_of_zone(zone_bytes: int) -> int:
 
 
 class Slots:
-    """Which slots of one arena are free."""
+    """The free slots of one arena."""
 
     def __init__(self, layout: SlotLayout) -> None:
         self.layout = layout

@@ -1,11 +1,11 @@
-"""A node that was started when a loader was made, before it is used for the first time.
+"""A node that was started when a loader was made, before its first use.
 
 A node takes a while to start, to list a dataset and to index it, and a training script has other
 things to do before its first batch. Nothing here imports messages: the node is started first.
 
 Invariants:
-1. The node lives as long as the connection that is held here, or by its other trainers.
-2. A forked child has nothing of it.
+1. The connection that is held here, or the node's other trainers, keep the node alive.
+2. A forked child has no part in the node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BegunNode:
         _all.add(self)
 
     def greet(self) -> None:
-        """Say Hello, so that the node knows of a trainer; does not wait for its answer."""
+        """Send Hello, so that the node knows of a trainer; does not wait for its answer."""
         from dataplane.client import greeting
 
         sock, self._sock = self._sock, None
@@ -50,7 +50,8 @@ class BegunNode:
             self._hello = greeting.hello(self._wire, time.monotonic() + _GREET_S)
 
     def welcomed(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
-        """The connection, once the node has answered. Once; nothing is held here after that.
+        """Return the connection, once the node has answered. Works once; nothing is held here after
+        that.
 
         Raises:  PeerLost: the node ended during its start, with its last output, or does not
         answer.  ConfigError: its settings are wrong.  VersionMismatch.
@@ -72,7 +73,7 @@ class BegunNode:
             self._node.close()
 
     def close(self) -> None:
-        """Nobody needs it. May be called twice."""
+        """End the node, which nobody needs. May be called twice."""
         if os.getpid() != self._pid:
             return
         wire, self._wire = self._wire, None
@@ -85,7 +86,7 @@ class BegunNode:
             self._node.close()
 
     def abandon(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """Drop the connection in a forked child: it is the parent's."""
         if self._wire is not None:
             self._wire.abandon()
         if self._sock is not None:

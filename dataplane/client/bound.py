@@ -22,7 +22,7 @@ _RECENT_S = 2.0
 
 
 class Stage(enum.Enum):
-    """The possible bounds of a run."""
+    """The stages that may limit a run."""
 
     STORAGE = "storage"
     DECODE = "decode"
@@ -35,8 +35,8 @@ class Stage(enum.Enum):
 
 
 class Bound(Struct, frozen=True):
-    """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share for which each
-    stage was busy, averaged over all workers.
+    """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share of time that
+    each stage was busy, averaged over all workers.
 
     `samples_per_s_without` is the approximate rate if this stage took no time at all: the rate of
     the slowest other stage. None: there was no other stage to measure.
@@ -131,7 +131,7 @@ def _of_workers(seconds: dict[Stage, float], disk: float) -> Stage:
 
 
 def _without(found: Statistics, stage: Stage, seconds: dict[Stage, float]) -> float | None:
-    """The rate of the slowest other stage. Decoding and assembly share the workers."""
+    """Return the rate of the slowest other stage. Decoding and assembly share the workers."""
     left = {other: spent for other, spent in seconds.items() if other is not stage}
     workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
     # The time for messages and planning remains.

@@ -40,7 +40,7 @@ def read_categories(session: Session, column: str) -> tuple[Any, ...]:
 
 
 def category_values(session: Session, column: str) -> Any:
-    """The same, as an Arrow array."""
+    """Return the values that the codes of a column stand for, as an Arrow array."""
     if not isinstance(column, str):
         raise ConfigError(
             f"categories({column!r:.80}): pass the name of a column of codes=[…]", field="column"
@@ -49,7 +49,7 @@ def category_values(session: Session, column: str) -> Any:
 
 
 def answer_of(session: Session, ask: Callable[[Mount, float], T]) -> T:
-    """The answer of this job's node, or of the node that replaces it.
+    """Return the answer of this job's node, or of the node that replaces it.
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """

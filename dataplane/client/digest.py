@@ -1,10 +1,10 @@
 """The digest of the rows that a run was given: one value, by which two runs are compared.
 
-1. It is a function of what the plan was asked for: per epoch the range of positions, and everything
-   that decides which rows stand there, in which global batches. The rows themselves follow from
-   these, so nothing of them is computed, and a state costs the same after any number of steps.
+1. It depends only on the input of the plan: per epoch the range of positions, and everything that
+   decides which rows stand there, in which global batches. The rows follow from these and are not
+   computed, so a state costs the same after any number of steps.
 2. It is the same on every rank and for any number of ranks, and does not depend on where a run was
-   interrupted: a pass that goes on where the one before had come continues its range.
+   interrupted: a pass that continues another one extends its range.
 3. Skipped positions are in no range.
 """
 
@@ -24,8 +24,9 @@ _HEX_DIGITS = 16
 
 
 class RowsDigest(Struct, frozen=True):
-    """`base` covers all ranges before the present one, the positions from `begin` to `end` of an
-    epoch. `order` names what decides their rows. All three are 16 hex digits, or "".
+    """The digest so far. `base` covers all ranges before the present one, the positions from
+    `begin` to `end` of an epoch. `order` identifies everything that decides their rows. All three
+    are 16 hex digits, or "".
     """
 
     order: str = ""
@@ -43,13 +44,15 @@ class RowsDigest(Struct, frozen=True):
         return hashlib.blake2b(text.encode(), digest_size=_HEX_DIGITS // 2).hexdigest()
 
     def continued(self, order: str, epoch: int, cursor: int) -> RowsDigest:
-        """The digest of a pass that begins here."""
+        """Return the digest of a pass that begins here."""
         if (self.order, self.epoch, self.end) == (order, epoch, cursor):
             return self
         return RowsDigest(order, epoch, cursor, cursor, self.value)
 
     def reached(self, cursor: int, gaps: Gaps = NO_GAPS) -> RowsDigest:
-        """The digest when everything up to this cursor of the epoch is consumed, but `gaps`."""
+        """Return the digest when everything up to this cursor of the epoch, except `gaps`, is
+        consumed.
+        """
         found = self
         for begin, end in gaps.pieces(gaps.live(self.end), gaps.live(cursor)):
             found = found.continued(self.order, self.epoch, begin)
@@ -57,14 +60,16 @@ class RowsDigest(Struct, frozen=True):
         return found
 
     def to_dict(self, epoch: int, cursor: int) -> dict[str, Any]:
-        """As a state at this place has it: at the start of an epoch, the one before is over."""
+        """Return the form for a state at this place: at the start of an epoch, the previous one is
+        over.
+        """
         at = self.continued(self.order, epoch, cursor)
         order = "" if at.begin == at.end else at.order
         return {"value": at.value, "order": order, "begin": at.begin, "base": at.base}
 
     @classmethod
     def from_dict(cls, saved: object, epoch: int, cursor: int) -> RowsDigest:
-        """The inverse.
+        """Invert `to_dict`.
 
         Raises:  ConfigError: it is no digest.
         """

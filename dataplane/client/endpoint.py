@@ -1,4 +1,4 @@
-"""How a process reaches the node of its host: an embedded one that it starts, or one that is
+"""Find and reach the node of this host: an embedded one that this process starts, or one that is
 served.
 
 No network connection is opened here or anywhere in a trainer: only abstract Unix sockets.
@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 class Endpoint(Protocol):
-    """How to find a node; a value that may be pickled and sent to DataLoader workers."""
+    """The way to reach a node; a value that may be pickled and sent to DataLoader workers."""
 
     @property
     def start_s(self) -> float:
@@ -42,14 +42,14 @@ class Endpoint(Protocol):
         ...
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start a node ahead of its use, if it is to be started here and there is none. It begins
+        """Start a node ahead of its use, if it must be started here and does not exist. It begins
         to open this dataset. Does not wait for it, and raises nothing: `reach` tries again.
         """
         ...
 
     def reach(self, deadline: float, notice: Notice, source: DatasetSource) -> tuple[Wire, Welcome]:
-        """Try once. Returns a connection on which the node has sent its Welcome, and the Welcome.
-        This dataset is to be opened there.
+        """Try once to reach a node, which will open this dataset. Return a connection on which the
+        node has sent its Welcome, and the Welcome.
 
         Raises:  PeerLost: there is no node, or it is gone. It has the noun `status` if a node
         exited by itself during its start, so that another one would fail too.
@@ -69,7 +69,7 @@ class Embedded(Struct, frozen=True):
 
     @property
     def start_s(self) -> float:
-        """How long a start may take: a busy machine starts processes slowly."""
+        """The time that a start may take: a busy machine starts processes slowly."""
         return START_TIMEOUT_S
 
     @property
@@ -94,7 +94,7 @@ class Embedded(Struct, frozen=True):
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """It was lost again and again."""
+        """Return the error for a node that was lost again and again."""
         return PeerLost(
             f"{self.whom} did not answer for {waited_s:.0f} s, or was lost again and again (a node "
             f"that is killed has most likely run out of memory); the last: {error}",
@@ -103,14 +103,17 @@ class Embedded(Struct, frozen=True):
         )
 
     def begin(self, source: DatasetSource) -> BegunNode | None:
-        """Start it, unless its name is taken, by a node or by a rank that starts one."""
+        """Start the node, unless its name is taken, by a node or by a rank that starts one."""
         try:
             return self._started(time.monotonic() + START_TIMEOUT_S, source)
         except (FileExistsError, DataplaneError):
             return None
 
     def _started(self, deadline: float, source: DatasetSource) -> BegunNode:
-        """Raises:  FileExistsError: the name is taken.  ConfigError: no node can be started."""
+        """Bind the socket name and start a node.
+
+        Raises:  FileExistsError: the name is taken.  ConfigError: no node can be started.
+        """
         listener = sockets.listen(self.name)
         try:
             # Before the exec, so that the kernel ends waiting calls whenever the child ends.
@@ -133,7 +136,7 @@ class Served(Struct, frozen=True):
 
     @property
     def start_s(self) -> float:
-        """It is started by others: the settings say how long to wait."""
+        """No minimum, since others start the node: the settings say how long to wait."""
         return 0.0
 
     @property
@@ -142,7 +145,7 @@ class Served(Struct, frozen=True):
         return f"a node of service {self.address} on this host"
 
     def begin(self, source: DatasetSource) -> None:  # noqa: ARG002
-        """Nothing: others start it."""
+        """Do nothing: others start the node."""
         return
 
     def reach(
@@ -159,7 +162,7 @@ class Served(Struct, frozen=True):
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """The error after waiting in vain."""
+        """Return the error after waiting in vain."""
         return PeerLost(
             f"no node of service {self.address} answers on this host, and {waited_s:.0f} s were "
             f"waited ({error}): start `dataplane serve` here, or `dataplane serve --node --join "
@@ -170,7 +173,7 @@ class Served(Struct, frozen=True):
 
 
 def find_endpoint(service: str | None, run: str) -> Endpoint:
-    """The node of `service`, or without one the node of this run.
+    """Return the endpoint of `service`, or without one that of this run's node.
 
     Raises:  ConfigError: `service` is not an address.
     """

@@ -1,4 +1,4 @@
-"""The place of this process as its launcher tells it: in environment variables."""
+"""Read the place of this process from its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALONE: Final = "no launcher: a single process"
 
 
 class Launcher(Struct, frozen=True):
-    """The variables of one launcher. `local_size` may be several numbers, as Slurm writes it.
+    """The variables of one launcher. `local_size` may be several numbers, in Slurm's notation.
 
     Sources:  torchrun: "Environment Variables" of docs.pytorch.org/docs/stable/elastic/run.html;
     also set for each pod by Kubeflow's PyTorchJob (pkg/controller.v1/pytorch/envvar.go) and
@@ -83,9 +83,9 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
 
 
 def several_pods(environ: Mapping[str, str]) -> str:
-    """What says that a process without a rank is in one of several pods of a Job or JobSet; "" if
-    nothing does. The first pod's index is 0, as that of a single one, but manifests name the
-    address of a master only for several.
+    """Return the variable that shows that a process without a rank is in one of several pods of a
+    Job or JobSet; "" if there is none. The first pod has index 0, like a single pod, but manifests
+    name a master's address only for several.
     """
     index, master = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("MASTER_ADDR", "")
     if index.isdecimal() and int(index):
@@ -94,8 +94,9 @@ def several_pods(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
-    """Refuse what PyTorchJob gives a pod of several processes: RANK counts pods there, and
-    WORLD_SIZE processes. It is meant for torchrun, which replaces both, and sets LOCAL_RANK.
+    """Refuse the variables that PyTorchJob sets in a pod of several processes: RANK counts pods
+    there, and WORLD_SIZE processes. They are meant for torchrun, which replaces both, and sets
+    LOCAL_RANK.
     """
     names = ("RANK", "WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
     if "LOCAL_RANK" in environ or not all(environ.get(name, "").isdecimal() for name in names):
@@ -111,8 +112,8 @@ def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
 
 
 def _is_batch_script(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Whether this is the script of an sbatch job itself: it has rank 0 of all tasks of the job,
-    which is true only of what srun starts.
+    """Whether this is the script of an sbatch job itself: its variables give it rank 0 of all
+    tasks, but only processes started by srun are tasks.
     """
     in_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     return launcher.name == "Slurm" and in_script
@@ -154,7 +155,9 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
 
 
 def _named(environ: Mapping[str, str], launcher: Launcher) -> str:
-    """Who set these variables: others than torchrun set RANK and WORLD_SIZE too."""
+    """Return the launcher that set these variables: others than torchrun set RANK and WORLD_SIZE
+    too.
+    """
     if launcher.rank != "RANK" or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
         return launcher.name
     if "VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ:

@@ -1,7 +1,7 @@
-"""What the first batch of a loader waited for, stage by stage.
+"""Divide the time until a loader's first batch by stage.
 
-The client measures how long the node took to answer and to open the job. The node says how much of
-that it spent on the dataset's index and on planning. The rest comes from the stage times of the
+The client measures how long the node took to answer and to open the job. The node reports how much
+of that it spent on the dataset's index and on planning. The rest comes from the stage times of the
 first slab. Nothing is measured afterwards.
 """
 
@@ -39,7 +39,7 @@ class FirstBatch(Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        """From the first use of the loader to its first batch."""
+        """The time from the first use of the loader to its first batch."""
         return sum(self.stages().values())
 
     def stages(self) -> dict[str, float]:
@@ -62,7 +62,7 @@ NOT_YET = FirstBatch()
 
 
 class Opening(Struct, frozen=True):
-    """How a job was opened; times in seconds, `done_at` in time.monotonic()."""
+    """The opening of a job; times in seconds, `done_at` in time.monotonic()."""
 
     node_s: float
     open_s: float
@@ -72,12 +72,12 @@ class Opening(Struct, frozen=True):
 
     @classmethod
     def of(cls, began: float, reached: float, done: float, job: JobOpened) -> Opening:
-        """`began`, `reached` and `done` are in time.monotonic()."""
+        """Make an opening from times `began`, `reached` and `done`, in time.monotonic()."""
         return cls(reached - began, done - reached, done, job.index_s, job.plan_s)
 
     def first_batch(self, asked: float, arrived: float, times: StageTimes) -> FirstBatch:
-        """The stages of a slab that was requested and arrived at these times, in time.monotonic().
-        A request that opened the job waited for the slab only after that.
+        """Return the stages of a slab that was requested and arrived at these times, in
+        time.monotonic(). If the request opened the job, it waited for the slab only after that.
         """
         waited_s = max(arrived - max(asked, self.done_at), 0.0)
         parts = stages_waited_for(round(waited_s * _US_A_S), times)

@@ -1,7 +1,7 @@
-"""Reads a process's place from the frameworks that it uses.
+"""Read a process's place from the frameworks that it uses.
 
-Only modules that the process has imported itself are looked at, and only functions that read: none
-of them starts a framework or communicates.
+Only modules that the process has imported itself are examined, and only functions that read are
+called: none of them starts a framework or communicates.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def _group(modules: Modules) -> Any:
 
 
 def _megatron(modules: Modules) -> Topology | None:
-    """Source:  megatron/core/parallel_state.py, 0.6 to 0.16."""
+    """Read the topology from Megatron.
+
+    Source:  megatron/core/parallel_state.py, 0.6 to 0.16.
+    """
     state: Any = modules.get("megatron.core.parallel_state")
     ranks = ranks_of(modules)
     if state is None or ranks is None or not state.model_parallel_is_initialized():
@@ -98,7 +101,7 @@ def _deepspeed(modules: Modules) -> Topology | None:
 
 
 def _of_mpu(mpu: Any, ranks: tuple[int, int]) -> Topology:
-    """A model-parallel unit: Megatron's, or the grid of a pipeline."""
+    """Read a model-parallel unit: Megatron's, or the grid of a pipeline."""
     dp = mpu.get_data_parallel_world_size()
     stage, stages = 0, 1
     for name in ("pipe_parallel", "pipeline_model_parallel"):

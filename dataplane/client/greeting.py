@@ -1,4 +1,6 @@
-"""The first messages between a process and a node: who they are, and whether they fit together."""
+"""The first messages between a process and a node: they introduce both, and check that they fit
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from dataplane.rpc.messages import Hello, Welcome
 
 
 def wire_of(sock: socket.socket, name: str) -> Wire:
-    """A connection to the node of this name, over a socket that it then owns.
+    """Make a connection to the node of this name, over a socket that it then owns.
 
     Raises:  ConfigError: another user listens there.
     """
@@ -30,12 +32,12 @@ def wire_of(sock: socket.socket, name: str) -> Wire:
 
 
 def hello(wire: Wire, deadline: float) -> int:
-    """Say Hello; the id of the answer.   Raises:  PeerLost, NoAnswer."""
+    """Send Hello, and return the id of the answer.   Raises:  PeerLost, NoAnswer."""
     return wire.ask(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline)
 
 
 def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: Notice) -> Welcome:
-    """The answer to a Hello; on an error, the connection is closed.
+    """Return the answer to a Hello; on an error, the connection is closed.
 
     Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is no node.
     VersionMismatch: it has another version.

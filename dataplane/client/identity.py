@@ -29,7 +29,7 @@ _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
 class Launch(Struct, frozen=True):
-    """`shared`: other ranks have the same ids."""
+    """The names of a launch. `shared`: other ranks have the same ids."""
 
     run_id: str
     incarnation: str
@@ -56,11 +56,11 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
 
 
 def node_name(launch: Launch, sharing: str = "") -> str:
-    """The name of the node that the ranks of one host share, derived from the first launch of the
-    run that this process knew. So loaders made before and after the ranks have a token share a
-    node. Jobs of one sharing group use one node, whatever launched them. A node has the credentials
-    and settings with which it was started, and finds functions where that process found them: a
-    process without other ranks has one node for each set of these.
+    """Return the name of the node that the ranks of one host share, derived from the first launch
+    of the run that this process knew. So loaders made before and after the ranks have a token share
+    a node. Jobs of one sharing group use one node, whatever launched them. A node has the
+    credentials and settings with which it was started, and finds functions where that process found
+    them: a process without other ranks has one node for each set of these.
     """
     if sharing:
         return f"sharing {sharing}"
@@ -75,18 +75,18 @@ _first: dict[str, str] = {}
 
 
 def _hidden(entries: list[tuple[str, str]]) -> str:
-    """A name for them that tells nobody what they are."""
+    """Return a name for these entries that does not reveal them."""
     return hashlib.blake2b(json.dumps(entries).encode(), digest_size=8, key=_secret()).hexdigest()
 
 
 @functools.cache
 def _secret() -> bytes:
-    """Children that are forked later have it, too."""
+    """Return a secret, which children that are forked later share."""
     return os.urandom(32)
 
 
 def _torchrun_folder(environ: Mapping[str, str]) -> list[str]:
-    """The temporary folder of this launch, known to all ranks if all are on one host. It
+    """Return the temporary folder of this launch, known to all ranks if all are on one host. It
     distinguishes two launches with the same port.
 
     Source:  TORCHELASTIC_ERROR_FILE: FOLDER/RUN_RANDOM/attempt_N/LOCAL_RANK/error.json.
@@ -119,7 +119,9 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
 
 @functools.cache
 def _this_process() -> str:
-    """Computed once, so that children forked later still belong to the same run."""
+    """Return a name of this process, computed once, so that children forked later belong to the
+    same run.
+    """
     _, started = _parent_and_start(os.getpid())
     return f"process-{short_hash(str(os.getpid()), started, _namespace())}"
 
@@ -157,9 +159,9 @@ _counters: dict[tuple[str, str], Iterator[int]] = {}
 
 
 def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
-    """The job of one more loader over these urls: equal on all ranks, which make their loaders in
-    the same order, and different from the one before. A `name`, if given, identifies the job: then
-    the order does not matter, and a later launch with the same name continues the job.
+    """Return the job of one more loader over these urls: equal on all ranks, which make their
+    loaders in the same order, and different from the one before. A `name`, if given, identifies the
+    job: then the order does not matter, and a later launch with the same name continues the job.
     """
     if name is not None:
         return name
@@ -169,5 +171,5 @@ def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
 
 
 def short_hash(*parts: str) -> str:
-    """16 hex digits over the parts."""
+    """Hash the parts to 16 hex digits."""
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

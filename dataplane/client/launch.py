@@ -1,4 +1,4 @@
-"""Starts a node as a child process, by exec, never by fork alone.
+"""Start a node as a child process, by exec, never by fork alone.
 
 The listening socket is created here and inherited, so that its name is taken at once and
 connections wait in its backlog while the child still imports.
@@ -37,10 +37,10 @@ class NodeProcess(Struct, frozen=True):
     log_fd: int
 
     def failure(self) -> DataplaneError:
-        """Why it ended, after it closed the connection: its exit status and the last lines of its
-        output. Status 2 is the node's own refusal, most likely because of a wrong setting. The
-        error has a noun `status` if the node failed by itself, but not if it was killed or told to
-        exit.
+        """Return why the node ended, after it closed the connection: its exit status and the last
+        lines of its output. Status 2 is the node's own refusal, most likely because of a wrong
+        setting. The error has a noun `status` if the node failed by itself, but not if it was
+        killed or told to exit.
         """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
@@ -61,7 +61,7 @@ class NodeProcess(Struct, frozen=True):
         )
 
     def started(self) -> None:
-        """The node has answered: pass on its output during the start."""
+        """Pass on the node's output during its start, since it has answered."""
         said = os.pread(self.log_fd, _TAIL_BYTES, 0)
         if said:
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -142,7 +142,9 @@ def _environment() -> dict[str, str]:
 
 
 def _kept_bytecode() -> tuple[str, ...]:
-    """A place for the bytecode of the node, if Python has none; see `dataplane.bytecode`."""
+    """Return options that give the node a place for bytecode, if Python has none; see
+    `dataplane.bytecode`.
+    """
     if not bytecode.is_kept_nowhere():
         return ()
     with contextlib.suppress(ConfigError):  # the node tells
@@ -152,8 +154,8 @@ def _kept_bytecode() -> tuple[str, ...]:
 
 
 def _above_standard(fd: int) -> int:
-    """The same file at another number, since the child has standard streams of its own at 0 to 2. A
-    process without some of these gets their numbers for its files.
+    """Return the same file at another number, since the child has standard streams of its own at 0
+    to 2. A process without some of these gets their numbers for its files.
     """
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -166,7 +168,7 @@ def _absolute(folder: str) -> str:
 
 
 def _written(content: bytes) -> int:
-    """A file without a name that has this content."""
+    """Create a file without a name that has this content."""
     fd = os.memfd_create("dataplane-opening", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Reads a process's place from a DeviceMesh of torch, without importing torch."""
+"""Read a process's place from a DeviceMesh of torch, without importing torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PARTS_OF_BATCH: Final = frozenset(["dp_replicate", "dp_shard"])
 
 
 class Mesh(Protocol):
-    """What is read of a torch.distributed.device_mesh.DeviceMesh."""
+    """The part of torch.distributed.device_mesh.DeviceMesh that is read here."""
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
@@ -77,8 +77,8 @@ def mesh_topology(
     world_size: int,
     whole: Mesh | None = None,
 ) -> Topology:
-    """The place of the process with this `rank`. Batch axes are joined in the order of the mesh:
-    the last one counts fastest. `whole` is the mesh that `mesh` was cut from, if it was.
+    """Return the place of the process with this `rank`. Batch axes are joined in the order of the
+    mesh: the last one counts fastest. `whole` is the mesh from which `mesh` was cut, if it was.
 
     Raises:  ConfigError: it cannot be known which axes are batch axes; or some are left out; or the
     process is not in the mesh.
@@ -186,8 +186,8 @@ def _check_whole(
 
 
 def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
-    """Why a view of the world, as torchtitan makes several, may not be the one for batches; "" if
-    it is.
+    """Return why a view of the world, such as one of torchtitan's several, may not be the one for
+    batches; "" if it is.
     """
     if "fsdp" in names:  # dp_shard and cp
         return (
@@ -205,7 +205,9 @@ def _doubt(names: tuple[str, ...], size: int, world_size: int) -> str:
 
 
 def _place(axes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The rank within axes that are joined into one, and their size: (coordinate, size) each."""
+    """Return the rank within axes that are joined into one, and their size; an axis is (coordinate,
+    size).
+    """
     rank, joined = 0, 1
     for coordinate, size in axes:
         rank, joined = rank * size + coordinate, joined * size

@@ -1,4 +1,4 @@
-"""The weights of a mixture as a state has them: plain values, the same on every rank."""
+"""The weights of a mixture in the form of a state: plain values, the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataplane.weights import MixHistory, ShareChange
 
 
 def mix_to_dict(mix: MixHistory, asked: str) -> dict[str, Any]:
-    """For a state. `asked` names the weights that the loader was given."""
+    """Convert weights for a state. `asked` names the weights that the loader was given."""
     changes = [[each.epoch, each.position, list(each.shares)] for each in mix.changes]
     saved: dict[str, Any] = {"digest": mix.digest, "asked": asked, "changes": changes}
     return {**saved, "length": mix.length} if mix.length else saved
 
 
 def mix_from_dict(saved: object) -> tuple[MixHistory | None, str]:
-    """The inverse. None and "" if the state has no weights.
+    """Invert `mix_to_dict`; None and "" if the state has no weights.
 
     Raises:  ConfigError: it is damaged.
     """

@@ -1,6 +1,7 @@
-"""The weights of a mixture while a job runs: those so far and to come, and what follows from them.
+"""The weights of a mixture while a job runs: past, present and future ones, and their effects.
 
-A trainer plans nothing: its node answers, from the job, the weights and the place alone.
+A trainer plans nothing: its node computes the answers from the job, the weights and the place
+alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COUNTS_MAX = 64
 
 
 def sample_count(session: Session, epoch: int) -> int:
-    """How many samples an epoch has. The node is asked only if weights change in the job.
+    """Return how many samples an epoch has. The node is asked only if weights change in the job.
 
     Raises:  DataplaneError: as the node says.
     """
@@ -60,8 +61,8 @@ def state_at(session: Session, epoch: int, cursor: int) -> RunState:
 
 
 def place_of(session: Session, state: RunState) -> tuple[int, int]:
-    """Epoch and cursor from which a pass goes on. Of the epoch in whose last step the state was
-    taken, nothing is left: that pass has no batches, and the next one is the next epoch.
+    """Return the epoch and cursor from which a pass continues. A state taken in the last step of an
+    epoch leaves nothing of it: that pass has no batches, and the next one is the next epoch.
     """
     if state.ended is None:
         return state.epoch, state.cursor
@@ -69,8 +70,8 @@ def place_of(session: Session, state: RunState) -> tuple[int, int]:
 
 
 def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float]) -> WeightsChanged:
-    """What the weights of the job are if these come into force at this place or later; without any,
-    those that the job was opened with. Changes nothing.
+    """Return the weights of the job if these come into force at this place or later; without any,
+    those with which the job was opened. Changes nothing.
 
     Raises:  ConfigError: the job is no mixture, or cannot be planned with them.  DataplaneError: as
     the node says.
@@ -81,8 +82,9 @@ def changed(session: Session, epoch: int, cursor: int, weights: Sequence[float])
 
 
 def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
-    """The weights that people have asked for, and that a pass which begins here comes to, each with
-    its place in this epoch. What is asked for behind the last step of an epoch belongs to the next.
+    """Return the weights that people have requested, and that a pass which begins here reaches,
+    each with its place in this epoch. A request beyond the last step of an epoch belongs to the
+    next.
     """
     found = []
     for one in session.mixes_asked:
@@ -96,8 +98,8 @@ def asked_of(session: Session, epoch: int, cursor: int) -> list[MixAt]:
 
 
 def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | None:
-    """Read with weights that people have asked for, by a rank that has come so far in the epoch.
-    None if no epoch can be planned with them from there on, which is so on all ranks: they change
+    """Read with weights that people have requested, on a rank that has come this far in the epoch.
+    None if no epoch can be planned with them from there on, which all ranks find alike: they change
     nothing, and a warning says so.
 
     Raises:  ConfigError: it has come too far.
@@ -131,7 +133,7 @@ def follow(session: Session, asked: MixAt, reached: int) -> WeightsChanged | Non
 
 
 def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
-    """Have the weights with which a pass of other processes has come from `start` to `cursor`."""
+    """Apply the weights with which a pass of other processes has come from `start` to `cursor`."""
     for one in asked_of(session, epoch, start):
         if one.position.cursor < cursor:
             follow(session, one, 0)
@@ -140,8 +142,8 @@ def catch_up(session: Session, epoch: int, start: int, cursor: int) -> None:
 def rows_reached(
     session: Session, before: RowsDigest, epoch: int, begin: int, cursor: int
 ) -> RowsDigest:
-    """The digest when a pass that began at this place of an epoch has consumed everything up to the
-    cursor. What decides its rows may have become known since it began, also those at its begin.
+    """Return the digest when a pass that began at this place of an epoch has consumed everything up
+    to the cursor. The facts that decide its rows may have become known since it began.
     """
     digest = before.continued(_rows_order(session, epoch, begin), epoch, begin)
     changes = () if session.mix is None else session.mix.between(epoch, begin, cursor)
@@ -153,7 +155,7 @@ def rows_reached(
 
 
 def _rows_order(session: Session, epoch: int, position: int) -> str:
-    """16 hex digits over what decides which rows stand at this place."""
+    """Return 16 hex digits over everything that decides which rows stand at this place."""
     job = session.job
     rows = session.changes.rows_digest(job.spec.rows_digest(job.dataset.layout))
     if session.mix is None:

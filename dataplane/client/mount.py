@@ -49,7 +49,7 @@ class Pinning(Protocol):
     """Hooks for a device that reads the memory."""
 
     def pin(self, memory: Bytes) -> Callable[[], None]:
-        """Called once per mapping; the returned function is called before the mapping is
+        """Pin memory, once per mapping; the returned function is called before the mapping is
         removed.
         """
         ...
@@ -74,7 +74,7 @@ class NoDevice:
 
 
 class Mount:
-    """One connection's share of a job: made by a session; only its slabs outlive it."""
+    """One connection's share of a job, made by a session; only its slabs outlive it."""
 
     def __init__(
         self, wire: Wire, node_id: str, job_id: str, job: JobOpened, arena: Arena, pinning: Pinning
@@ -102,13 +102,13 @@ class Mount:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the live slabs. Slabs that only a device may still read do not count: they
+        """The bytes of the live slabs. Slabs that only a device may still read do not count: they
         return by themselves.
         """
         return sum(list(self._held.values())) - sum(list(self._unread.values()))
 
     def take(self, slab: Slab) -> Bytes:
-        """The memory of a slab. The slab lives as long as this object or a view of it.
+        """Return the memory of a slab. The slab lives as long as this object or a view of it.
 
         Shapes:  result: uint8[region.length], writable.
         Raises:  PeerLost: the node names memory outside the arena.
@@ -167,7 +167,7 @@ class Mount:
             self.flush()
 
     def abandon(self) -> None:
-        """In a forked child: release the descriptors, and all memory except that of live tensors,
+        """Release the descriptors in a forked child, and all memory except that of live tensors,
         which the parent owns.
         """
         self._open.clear()
@@ -213,7 +213,7 @@ class Mount:
             self._finish()
 
     def _stray(self, answer: FromNodeBody) -> None:
-        """An answer that came too late for its request: return its slab."""
+        """Return the slab of an answer that came too late for its request."""
         if isinstance(answer, Slab):
             self._dead.append(answer.slab_id)
         elif isinstance(answer, StreamOpened):
@@ -246,7 +246,7 @@ def _abandon_all() -> None:
 
 
 def close_all() -> None:
-    """At the end of the process."""
+    """Close all connections at the end of the process."""
     for mount in list(_mounts):
         mount.at_exit()
 

@@ -55,8 +55,8 @@ _STARTS_MAX = 3
 class Session:
     """A job's open state in this process. Thread-safe. `request.member_id` is filled in here.
 
-    With `warns`, what the node advises is told as warnings when the job is first opened. A node
-    that was `begun` is asked first, and left with the session if it was not used.
+    With `warns`, the node's advice is shown as warnings when the job is first opened. A node that
+    was `begun` is used first, and left with the session if it was not used.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def job(self) -> JobOpened:
-        """The job, equal on every rank; opens it if needed."""
+        """Return the job, equal on every rank; opens it if needed."""
         return self.mount().job
 
     @property
@@ -122,11 +122,11 @@ class Session:
 
     @property
     def known_mix_entry(self) -> int:
-        """The last entry of other weights that is known here."""
+        """The last known entry of changed weights."""
         return max(self._mix_entries, default=0)
 
     def learn(self, entries: Iterable[LedgerEntry]) -> None:
-        """Other weights that people have asked for."""
+        """Note changed weights that people have requested."""
         some = {one.seq: one for one in entries if one.kind == MIX}
         if some.keys() <= self._mix_entries.keys():
             return
@@ -193,14 +193,18 @@ class Session:
         return structs.replace(found, first_batch=self._first_batch)
 
     def slab_arrived(self, asked: float, times: StageTimes) -> None:
-        """A slab that was requested at `asked`, in time.monotonic(), is here. Records the first."""
+        """Note that a slab that was requested at `asked`, in time.monotonic(), has arrived. Records
+        the first.
+        """
         opening = self._opening
         if opening is not None:
             self._opening = None
             self._first_batch = opening.first_batch(asked, time.monotonic(), times)
 
     def first_slab_notice(self) -> Notice | None:
-        """What shows how far the node is with the first slab; None once that is here."""
+        """Return the notice that shows the node's progress with the first slab; None once that is
+        here.
+        """
         place = self.request.topology
         if self._opening is None or place.local_rank:
             return None
@@ -214,8 +218,8 @@ class Session:
         return self._recent.stage(now)
 
     def stall_timeout_s(self, job: JobOpened) -> float:
-        """How long a rank waits for one slab: a little longer than the node, whose error says more,
-        unless the user set the time.
+        """Return how long a rank waits for one slab: slightly longer than the node, whose error
+        says more, unless the user set the time.
         """
         if self._stall_timeout_s is not None:
             return self._stall_timeout_s

@@ -65,7 +65,7 @@ class RunState(Struct, frozen=True):
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
-        """The state of this job at this place."""
+        """Return the state of this job at this place."""
         spec = job.spec
         return cls(
             job.digest, epoch, cursor, job.sample_count, spec.facts(), job.dataset, job.pixels,
@@ -116,7 +116,7 @@ class RunState(Struct, frozen=True):
 
     @classmethod
     def from_dict(cls, saved: object) -> RunState:
-        """The inverse of `to_dict`; unknown keys are ignored.
+        """Invert `to_dict`; unknown keys are ignored.
 
         Raises:  ConfigError: it is not such a state.  VersionMismatch: it has another version, or
         its samples another order.
@@ -268,7 +268,7 @@ def _is_hash(fact: object) -> bool:
 
 
 def _share(value: object) -> str:
-    """A number of units of 2**-32."""
+    """Format a number of units of 2**-32."""
     return f"{value / 2**32:.9g}" if isinstance(value, int) and value else "not given"
 
 
@@ -277,8 +277,8 @@ def _shown(value: object) -> str:
 
 
 def _apart(before: str, now: str) -> tuple[str, str]:
-    """Two texts that differ, whole if they are short. Of long lists, the entries that only one of
-    them has; of other texts, what is around the first difference.
+    """Shorten two texts to their differences; short ones stay whole. Of long lists, only entries
+    that one of them lacks remain; of other texts, the surroundings of the first difference.
     """
     if max(len(before), len(now)) <= _SHOWN_LENGTH_MAX:
         return before, now

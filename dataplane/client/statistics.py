@@ -1,4 +1,4 @@
-"""Sums up what a trainer waited for, from the stage times that each slab carries.
+"""Sum up the causes of a trainer's waits, from the stage times that each slab carries.
 
 The stages of a slab follow one another up to its hand-over. So a trainer that waited for the slab
 waited during its last stages, and the wait is attributed to these, from the last one back.
@@ -79,7 +79,7 @@ class Statistics(Struct, frozen=True):
         return self._with(before, -1)
 
     def plus(self, other: Statistics) -> Statistics:
-        """Both together."""
+        """Add other statistics."""
         return self._with(other, 1)
 
     def _with(self, other: Statistics, sign: int) -> Statistics:
@@ -95,7 +95,7 @@ _SUMMED = tuple(
 
 
 def sum_of(parts: Iterable[Statistics]) -> Statistics:
-    """All of them together."""
+    """Add up statistics."""
     total = Statistics()
     for part in parts:
         total = total.plus(part)
@@ -128,12 +128,12 @@ class Tally:
         self._in_hand: tuple[Slab, float, bool] | None = None
 
     def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> None:
-        """A slab arrived after this wait."""
+        """Note that a slab arrived after this wait."""
         self._in_hand = (slab, waited_s, was_copied)
 
     def consumed(self, seconds: float) -> None:
-        """The trainer requested the next slab this long after it got the last one, which now counts
-        as consumed.
+        """Note that the trainer requested the next slab this long after it got the last one, which
+        now counts as consumed.
         """
         if self._in_hand is None:
             return
@@ -168,7 +168,7 @@ class Tally:
         self._workers = times.workers
 
     def statistics(self) -> Statistics:
-        """As of now."""
+        """Return the statistics up to now."""
         slabs, batches, samples, read, copied = self._counts
         fetch, decode, room, queue, assemble, other = (us / _US_A_S for us in self._waits)
         reading, decoding, assembling, disk = (us / _US_A_S for us in self._times)

@@ -233,7 +233,9 @@ class SlabStream:
                 notice.over()
 
     def _may_ask_ahead(self, mount: Mount) -> bool:
-        """A slab that waits in the socket takes memory that other streams of this rank may need."""
+        """Whether to request a slab ahead: a slab that waits in the socket takes memory that other
+        streams of this rank may need.
+        """
         return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
@@ -287,8 +289,8 @@ class SlabStream:
 
 
 def copied(batches: Batches, specs: tuple[ColumnSpec, ...]) -> list[Batches]:
-    """The same batches, each in its own ordinary memory, so that keeping one batch keeps only that
-    batch.
+    """Copy each batch to its own ordinary memory, so that keeping one batch keeps only
+    that batch.
     """
     return [_copied_one(batches, specs, i) for i in range(len(batches.batches))]
 

@@ -26,9 +26,9 @@ _trace = Trace("client")
 
 
 class Notice:
-    """The log lines of one wait: one after a few seconds, and one when it is over. If the node says
-    how far it is, this is shown instead, if it `shows_work`: on a terminal in a line that changes,
-    and elsewhere in a line of the log every ten seconds.
+    """The log lines of one wait: one after a few seconds, and one when it is over. If `shows_work`,
+    the node's reports of progress are shown instead: on a terminal in a line that changes, and
+    elsewhere in a line of the log every ten seconds.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Notice:
         _trace.failed(f"waiting for {self._what}", **self._facts, **last)
 
     def working(self, work: Working) -> None:
-        """The node does this for the answer."""
+        """Show the node's progress."""
         now, self._is_working = time.monotonic(), True
         if not self._shows_work or now < self._since + TELL_AFTER_S:
             return
@@ -73,7 +73,7 @@ class Notice:
             sys.stderr.flush()
 
     def over(self, error: str = "") -> None:
-        """The wait is over: log that, if its beginning was logged."""
+        """Log the end of the wait, if its beginning was logged."""
         if self._is_shown:
             self._show("")
         if self._is_told:
@@ -85,7 +85,7 @@ class Notice:
 
 
 def _words(work: Working) -> str:
-    """How far a node is: "counting packs: 12 of 40 blocks, 1 min left"."""
+    """Describe a node's progress: "counting packs: 12 of 40 blocks, 1 min left"."""
     if not work.total:
         return work.what
     left = f", {show_time(work.left_s)} left" if work.left_s else ""
@@ -93,7 +93,7 @@ def _words(work: Working) -> str:
 
 
 class Patience:
-    """How long to retry after losses. Time in which a node works for us does not count.
+    """The time for retries after losses. Time in which a node works for us does not count.
 
     `until`, and `last`, the final limit, are in time.monotonic().
     """
@@ -116,16 +116,16 @@ class Patience:
         return time.monotonic() - self._began
 
     def extend(self, seconds: float) -> None:
-        """A node has worked for us for this long."""
+        """Add this time, in which a node has worked for us."""
         self._until += seconds
         self.worked_s += seconds
 
     def worked(self, seconds: float) -> None:
-        """A node has said for this long that it works for us: the limit moves, too."""
+        """Add this time, in which a node has reported progress; the final limit moves, too."""
         self.last += seconds
 
     def pause(self, notice: Notice, error: PeerLost) -> bool:
-        """After a loss: wait a little, longer each time. False if there is no time left."""
+        """Wait a little after a loss, longer each time; return False if there is no time left."""
         self._losses += 1
         notice.tell(str(error))
         longest_s = min(_PAUSE_S_MAX, _PAUSE_S * 2 ** min(self._losses, 10))

@@ -1,4 +1,4 @@
-"""Divides the wait for a slab by stage."""
+"""Divide the wait for a slab by stage."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ Answer = tuple[FromNodeBody, Descriptors]
 
 
 class NoAnswer(TimeoutError):
-    """A deadline passed. Any other TimeoutError comes from a signal handler of the user's."""
+    """Raised when a deadline has passed. Any other TimeoutError comes from a user's signal
+    handler.
+    """
 
 
 class Wire:
@@ -95,8 +97,8 @@ class Wire:
         raise self._loss()
 
     def wait(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
-        """The answer to a request, once. An answer that is an error is returned, not raised. The
-        `notice` hears what the node is doing.
+        """Return the answer to a request, once. An answer that is an error is returned, not raised.
+        The `notice` gets the node's reports of progress.
 
         Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
         """
@@ -134,7 +136,9 @@ class Wire:
                         self._turn.notify_all()
 
     def arrived(self, request_id: int) -> FromNodeBody | None:
-        """The answer to a request if it has arrived; `wait` still returns it. Never waits."""
+        """Return the answer to a request if it has arrived; `wait` still returns it. Never
+        waits.
+        """
         me, mine = threading.get_ident(), False
         try:
             with self._turn:
@@ -181,7 +185,9 @@ class Wire:
             raise
 
     def forget(self, request_id: int) -> None:
-        """The answer is no longer needed: treat it as a stray, now or when it comes."""
+        """Forget a request whose answer is no longer needed: the answer counts as a stray, now or
+        when it comes.
+        """
         if self._lost is None:
             self._forgotten.add(request_id)
         self._working.pop(request_id, None)
@@ -230,7 +236,7 @@ class Wire:
         self._sock.close()
 
     def leave_open(self) -> None:
-        """At the end of the process: let the kernel close the socket, after all else is gone."""
+        """Let the kernel close the socket at the end of the process, after all else is gone."""
         self._closed = True
         self._sock.detach()
 

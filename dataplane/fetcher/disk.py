@@ -1,11 +1,11 @@
-"""Reads and writes blocks on the node's disk, in threads of a fetcher, each within a deadline.
+"""Read and write blocks on the node's disk, in threads of a fetcher, each within a deadline.
 
 Invariants:
 1. Each order ends exactly once, at its deadline at the latest, whatever the disk does: a thread
-   that hangs in the kernel is left alone.
-2. After the end of a read nothing of it is written into the arena, and after the end of a write
-   the arena may change: what was written is dropped then.
-3. Reads of stores do not wait for threads that the disk holds.
+   that hangs in the kernel is abandoned.
+2. After the end of a read, nothing of it is written into the arena. After the end of a write, the
+   arena may change; if the write had not finished, its file is dropped.
+3. Reads of stores do not wait for threads that the disk blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _OverError(Exception):
 
 
 class _Order(Struct, eq=False):
-    """An order that has not ended. Whoever ends it or copies into the arena has the lock."""
+    """An order that has not ended. The lock is needed to end it and to copy into the arena."""
 
     body: DiskBody
     deadline: float
@@ -46,7 +46,10 @@ class _Order(Struct, eq=False):
     """Whether the file is about to get its name, so that it may have it."""
 
     def check(self) -> None:
-        """Raises:  _OverError."""
+        """Check that the order has not ended.
+
+        Raises:  _OverError.
+        """
         if self.is_over:
             raise _OverError
 
@@ -66,7 +69,7 @@ class Disk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no order is under way."""
+        """Whether no order is in progress."""
         return not self._orders
 
     def begin(self, body: DiskBody) -> None:
@@ -84,7 +87,7 @@ class Disk:
         threads.submit(self._serve, order, partial(work, order))
 
     def look(self) -> None:
-        """End what is late. Call it now and then while it is not idle."""
+        """End late orders. Call this now and then while it is not idle."""
         now = time.monotonic()
         with self._lock:
             late = [order for order in self._orders if now > order.deadline]
@@ -93,12 +96,12 @@ class Disk:
             self._end(order, None if order.is_written else _not_kept("it does not answer in time"))
 
     def close(self) -> None:
-        """Wait for the orders that are under way."""
+        """Wait for the orders in progress."""
         self._readers.shutdown()
         self._writers.shutdown()
 
     def _serve(self, order: _Order, work: Callable[[], None]) -> None:
-        """In a thread."""
+        """Carry out an order; runs in a thread."""
         error: NotKept | None = None
         try:
             order.check()

@@ -1,9 +1,9 @@
-"""Decides which reads are asked for a second time, because they take much longer than others. Pure.
+"""Decide which reads are requested a second time, because they take much longer than others. Pure.
 
 Stores answer a few requests in a hundred very late; a batch waits for the last of its blocks.
 
 Invariants:
-1. At most `share` of all bytes are asked for twice.
+1. At most `share` of all bytes are requested twice.
 2. A read is late only in comparison with at least `reads_min` recent ones of its size.
 
 Source: J. Dean and L. A. Barroso, "The Tail at Scale", CACM 56(2), 2013.
@@ -26,7 +26,7 @@ _RECENT = 256
 
 
 class HedgingRule(Struct, frozen=True):
-    """What is late, and how much is asked for twice."""
+    """The parameters: when a read is late, and how many bytes may be requested twice."""
 
     share: float = HEDGED_SHARE
     reads_min: int = READS_MIN
@@ -45,14 +45,14 @@ class Hedging:
         self._hedged_bytes = 0
 
     def ended(self, length: int, took_s: float) -> None:
-        """A read of this length has ended."""
+        """Note the end of a read of this length."""
         self._read_bytes += length
         size = length.bit_length()
         self._recent.setdefault(size, deque(maxlen=_RECENT)).append(took_s)
         self._late_s.pop(size, None)
 
     def late_s(self, length: int) -> float:
-        """A read of this length that takes longer than this is late; infinite if not known."""
+        """Return the time after which a read of this length is late; infinite if unknown."""
         size = length.bit_length()
         found = self._late_s.get(size)
         if found is None:
@@ -63,7 +63,7 @@ class Hedging:
         return found
 
     def spend(self, length: int) -> bool:
-        """Whether so many bytes may be asked for twice; they then count."""
+        """Whether this many bytes may be requested twice; if so, they count."""
         if self._hedged_bytes + length > self._rule.share * self._read_bytes:
             return False
         self._hedged_bytes += length

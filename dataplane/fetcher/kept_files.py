@@ -47,13 +47,13 @@ class BadFileError(Exception):
 
 
 class KeptFiles:
-    """Those below one folder, which exists."""
+    """The files below one folder, which exists."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
     def path(self, dataset: bytes, block: int) -> Path:
-        """Where a block is."""
+        """Return the path of a block."""
         return self._folder / dataset.hex() / f"{block >> _FOLDER_BITS:x}" / str(block)
 
     def read(
@@ -110,13 +110,14 @@ class KeptFiles:
             raise
 
     def remove(self, names: Sequence[KeptName]) -> None:
-        """Remove blocks, if they are there.   Raises:  OSError."""
+        """Remove blocks, if they exist.   Raises:  OSError."""
         for name in names:
             self.path(name.dataset, name.block).unlink(missing_ok=True)
 
     def scan(self) -> Iterator[KeptFound]:
-        """All blocks, those of the datasets that were written last at the end. Removes what a crash
-        has left. Files and folders that vanish meanwhile are left out.   Raises:  OSError.
+        """Yield all blocks, with those of the datasets that were written last at the end. Removes
+        the leftovers of a crash. Files and folders that vanish meanwhile are left out.   Raises:
+        OSError.
         """
         with os.scandir(self._folder) as entries:
             datasets = [each for each in entries if _is_folder(each) and _digest(each.name)]
@@ -171,7 +172,7 @@ def _header(name: KeptName, length: int, crc32c: int) -> bytes:
 
 
 def _checksum(header: bytes, name: KeptName, length: int) -> int:
-    """The checksum that a header tells of these bytes.   Raises:  BadFileError."""
+    """Return the checksum that a header states for these bytes.   Raises:  BadFileError."""
     fields = header[: _HEADER.size]
     if len(fields) == _HEADER.size:
         crc32c: int = _HEADER.unpack(fields)[-1]
@@ -198,7 +199,7 @@ def _scanned(dataset: bytes, folder: str) -> Iterator[KeptFound]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it is gone."""
+    """Return the content of a folder; nothing if it is gone."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -207,7 +208,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _written_at(folder: os.DirEntry[str]) -> float:
-    """When a folder was last changed; 0 if it is gone."""
+    """Return when a folder was last changed; 0 if it is gone."""
     with contextlib.suppress(FileNotFoundError):
         return folder.stat(follow_symlinks=False).st_mtime
     return 0.0
@@ -218,7 +219,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _digest(name: str) -> bytes:
-    """The digest that a folder is named after; empty if it is not."""
+    """Return the digest for which a folder is named; empty if it is none."""
     try:
         digest = bytes.fromhex(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What node and fetcher agree on."""
+"""Limits on which node and fetcher agree."""
 
 READS_MAX = 64
 """Reads that one fetcher has under way at once: each has a thread."""

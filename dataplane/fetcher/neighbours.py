@@ -1,12 +1,12 @@
-"""Reads from neighbours, as a fetcher makes them: whom it asks, and who is late.
+"""Reads from neighbours in a fetcher: which neighbour gets requests, and which one is late.
 
 Invariants:
 1. A neighbour that fails FAILURES_MAX times in a row is left alone for a while, and longer each
-   time; then one read tries it. What was asked of it is cut off at once, so that all of it is read
-   from the store at the same time.
-2. A late neighbour is hedged by the store within a budget, as late stores are, but without one if
-   it has not answered anybody since: it may be gone, and all reads wait for it. So is one that is
-   late with a decoded block, which is then read from the store in the other form.
+   time; then one read tries it. Its pending requests are cut off at once, so that all of them are
+   read from the store at the same time.
+2. A late read of a neighbour is hedged by the store within a budget, like a late read of a store.
+   No budget applies if the neighbour has answered nobody since: it may be gone, and all reads wait
+   for it. Nor does it for a late decoded block, which is then read from the store in raw form.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _trace = Trace("fetcher")
 
 
 class _Health(Struct):
-    """Of one neighbour, by its address."""
+    """The state of one neighbour, by its address."""
 
     answered_at: float = -math.inf
     failures: int = 0
@@ -52,7 +52,9 @@ class NeighbourHealth:
         self._by_address: dict[str, _Health] = {}
 
     def may_ask(self, address: str, now: float) -> bool:
-        """Whether to ask it now. After a pause, this is true once, until that read has ended."""
+        """Whether to send it a request now. After a pause, this is true once, until that read has
+        ended.
+        """
         health = self._of(address)
         if health.failures < FAILURES_MAX:
             return True
@@ -62,11 +64,11 @@ class NeighbourHealth:
         return True
 
     def answered(self, address: str, now: float) -> None:
-        """It gave or refused a block."""
+        """Note that it sent or refused a block."""
         self._by_address[address] = _Health(now)
 
     def failed(self, address: str, now: float) -> bool:
-        """It did neither, or too late. True if it is left alone from now on."""
+        """Note that it did neither, or too late. Return True if it is left alone from now on."""
         health = self._of(address)
         if now < health.until and not health.is_tried:
             return False
@@ -95,8 +97,9 @@ class NeighbourReads:
         self._hedging = Hedging()
 
     def read(self, neighbour: Neighbour, into: Sequence[memoryview], race: Race) -> tuple[int, ...]:
-        """Ask this neighbour, as the first request of this race: for what fills the only one of
-        these, or for whole blocks that fill all of them. Says how each has ended, as in `wire`.
+        """Request bytes from this neighbour, as the first request of this race: a part that fills
+        the only buffer, or whole blocks that fill all of them. Return how each has ended, with the
+        codes of `wire`.
 
         Raises:  NeighbourGone.  EndedEarlyError.
         """
@@ -141,7 +144,7 @@ class NeighbourReads:
         return answer, (GIVEN_WHOLE if answer.outcome is Outcome.GIVEN else NOT_GIVEN,)
 
     def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
-        """Whether to read from the store what was asked for then; if so, it counts."""
+        """Whether to read from the store as well; if so, it counts."""
         with self._lock:
             late_s = self._hedging.late_s(length)
             if now - began < (LATE_S if math.isinf(late_s) else late_s):

@@ -1,4 +1,4 @@
-"""How a read has ended, whatever has happened: somebody waits for it."""
+"""Turn the end of a read into an outcome, whatever happened, since somebody waits for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataplane.store.race import EndedEarlyError
 
 
 def outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
-    """The error of `work`, which reads what is called so; None if it has none.
+    """Return the error of `work`, which performs the read called `name`; None if it has none.
 
-    Raises:  EndedEarlyError: somebody else has read it.
+    Raises:  EndedEarlyError: another request has read it.
     """
     try:
         work()

@@ -71,7 +71,7 @@ MakeStores = Callable[[Observe], Stores]
 
 
 class _Read(Struct, eq=False):
-    """A read that is under way."""
+    """A read in progress."""
 
     order: fetches.ReadRange
     race: Race
@@ -95,7 +95,7 @@ class _Read(Struct, eq=False):
 
 
 class Reads:
-    """The reads of this process. `make_stores` gets what the stores report to."""
+    """The reads of this process. `make_stores` gets the functions to which stores report."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Reads:
                 self._begin(said.body, *descriptors)
 
     def close(self) -> None:
-        """Wait for the reads that are under way."""
+        """Wait for the reads in progress."""
         self._threads.shutdown()
         self._hedges.shutdown()
         self._disk.close()
@@ -177,7 +177,7 @@ class Reads:
             self._stores.pauses.tell(body, self._share)
 
     def _serve(self, read: _Read) -> None:
-        """In a thread: make a read, and report its end, unless a second request did."""
+        """Make a read, and report its end, unless a second request did; runs in a thread."""
         order = read.order
         read.started = read.began = time.monotonic()
         arena = self._arenas[order.arena_id]
@@ -212,7 +212,8 @@ class Reads:
         return arena.new_memory if is_new else None
 
     def _ask(self, read: _Read, neighbour: fetches.Neighbour, into: Sequence[memoryview]) -> bool:
-        """Whether the neighbour's answer ends this read; if not, the store is to be read.
+        """Request the bytes from the neighbour; return whether its answer ends this read. If not,
+        the store must be read.
 
         Raises:  NeighbourGone: only a neighbour has these bytes.
         """
@@ -238,8 +239,8 @@ class Reads:
         self._tell(fetches.ReadEnded(order.number, error))
 
     def _hedge(self, read: _Read) -> None:
-        """In a thread: read the same bytes into other memory, and put them in place if they are
-        there first.
+        """Read the same bytes into other memory, and copy them into place if they arrive first;
+        runs in a thread.
         """
         order = read.order
         body = memoryview(bytearray(order.length))
@@ -261,7 +262,9 @@ class Reads:
             self._ended(read, None, is_hedge=True)
 
     def _ended(self, read: _Read, error: DataplaneError | None, *, is_hedge: bool = False) -> None:
-        """It is over. `is_hedge`: the second request has read all of it from the store."""
+        """Report the end of a read. `is_hedge`: the second request has read all of it from the
+        store.
+        """
         now, order = time.monotonic(), read.order
         ends = () if is_hedge else read.ends
         given = [
@@ -307,7 +310,7 @@ class Reads:
             copy_into(source, target)
 
     def _look(self) -> None:
-        """Tell the node what has changed of why reads are delayed, and ask for late ones again."""
+        """Report new reasons of delayed reads to the node, and request late reads again."""
         with self._lock:
             reads = [*self._reading.values()]
         urls = {read.order.url for read in reads}
@@ -359,7 +362,7 @@ class Reads:
 
 
 def run(sock: socket.socket) -> None:
-    """Read what the node orders, until it goes away."""
+    """Carry out the node's orders until it goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     collect_rarely()
@@ -395,7 +398,7 @@ def run(sock: socket.socket) -> None:
 
 
 def main(descriptor: int, _memory_bytes: int) -> None:
-    """The process: its socket is an inherited descriptor. Its threads do not keep it."""
+    """Run the process: its socket is an inherited descriptor. Its threads do not keep it alive."""
     with socket.socket(fileno=descriptor) as sock:
         run(sock)
     os._exit(0)
