@@ -1,11 +1,11 @@
-"""What people change of a job while it exists: skipped steps, rows that are taken out, and the
-weights of a mixture.
+"""Changes that people make to an existing job: skipped steps, removed rows, and the weights of a
+mixture.
 
-1. Changes are entries of the job's ledger. A launch has those that were there when it began, so
-   that all of its ranks have the same; other weights come into force while it reads, at a place
-   that no rank has passed.
-2. A skip holds for one order of rows, and a tombstone for one layout of the dataset and one view
-   of its rows: they say nothing about others.
+1. Changes are entries of the job's ledger. A launch has those that existed when it began, so that
+   all of its ranks have the same; changed weights come into force while it reads, at a place that
+   no rank has passed.
+2. A skip applies to one order of rows, and a tombstone to one layout of the dataset and one view of
+   its rows: they say nothing about others.
 3. Positions are never renumbered. All ranks pass over a skipped position at the same place.
 """
 

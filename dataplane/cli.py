@@ -136,7 +136,9 @@ def _told(error: BaseException, manner: Manner) -> int:
 
 
 def _open_standard_streams() -> None:
-    """What is written to a closed one is dropped, and no file or socket gets its number."""
+    """Open closed standard streams: output to them is dropped, and no file or socket gets their
+    numbers.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

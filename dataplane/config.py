@@ -287,7 +287,7 @@ def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
 
 
 def _mixture_options(mixture: MixtureSpec | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Of the datasets that are mixed, by name: what they are is not an option."""
+    """Return the options of mixed datasets, by name; the datasets themselves are no options."""
     of = mixture or MixtureSpec(())
     names = tuple(source.name for source in of.sources)
     yield "sources", (names, ())
@@ -331,8 +331,8 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 
 
 class PeerTls(Struct, frozen=True):
-    """What data connections are encrypted with: paths of PEM files, and the URIs that certificates
-    of other nodes may have; () for all.
+    """The encryption of data connections: paths of PEM files, and the URIs that certificates of
+    other nodes may have; () for all.
     """
 
     cert: str
@@ -393,7 +393,7 @@ class NodeConfig(Struct, frozen=True):
 
     @property
     def data_tls(self) -> PeerTls | None:
-        """What its data connections are encrypted with, if they are. An embedded node has none."""
+        """The encryption of its data connections, if any. An embedded node has none."""
         if not self.peer_tls or self.embedded:
             return None
         return PeerTls(self.tls_cert, self.tls_key, self.tls_ca, tuple(self.tls_peers.split()))

@@ -51,7 +51,7 @@ class Difference(Struct, frozen=True):
 
 
 class _Launch(Struct, frozen=True):
-    """What was read from a place on, until the next one."""
+    """The reads from a place on, until the next launch."""
 
     at: LedgerPosition
     global_batch: int
@@ -94,7 +94,7 @@ def _of_options(first: Ledger, second: Ledger) -> Iterator[_Found]:
 
 
 def _rows_of(spec: JobSpec) -> str:
-    """What decides the rows, beside the dataset and the batches."""
+    """Return everything that decides the rows, besides the dataset and the batches."""
     return spec.rows_digest("")
 
 
@@ -198,7 +198,7 @@ def _of_rows(both: Sequence[Sequence[_Launch]], specs: tuple[JobSpec, JobSpec]) 
 
 
 def _row_named(row: Tombstone, spec: JobSpec) -> str:
-    """As `dataplane tombstone` names it."""
+    """Return a row's name in the form of `dataplane tombstone`."""
     source = "" if spec.mixture is None else f"{spec.mixture.sources[row.source].name}:"
     return f"{source}{row.shard}:{row.row}"
 

@@ -79,7 +79,7 @@ class _Minute(Struct):
 
 
 class LogLimits:
-    """Those of one log. Thread-safe; time is an argument."""
+    """The limits of one log. Thread-safe; time is an argument."""
 
     def __init__(self) -> None:
         self.due_at = math.inf
@@ -100,7 +100,7 @@ class LogLimits:
             return is_written
 
     def ended(self, now: float) -> list[Suppressed]:
-        """What was suppressed in minutes that have ended and were not told yet."""
+        """Return the numbers of lines suppressed in past minutes that were not reported yet."""
         if now < self.due_at:
             return []
         with self._lock:

@@ -344,7 +344,9 @@ class Pulse:
 
 
 def _unread_bytes(sock: socket.socket) -> int:
-    """What the other end has not read, with the kernel's own bytes; 0 if that is not known."""
+    """Return how many bytes the other end has not read, with the kernel's overhead; 0 if
+    unknown.
+    """
     if sock.fileno() < 0:
         return 0
     try:

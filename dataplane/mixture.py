@@ -1,4 +1,4 @@
-"""What a job that mixes several datasets is, with every default filled in."""
+"""The spec of a job that mixes several datasets, with every default filled in."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MixtureSpec(Struct, frozen=True):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Those with which the job begins."""
+        """The shares with which the job begins."""
         return tuple(source.share for source in self.sources)
 
     @property

@@ -14,7 +14,7 @@ from dataplane.weights import MixHistory, Unsigned
 
 
 class End(enum.StrEnum):
-    """What happens at the end of an epoch whose samples do not fill the last global batch."""
+    """The treatment of an epoch whose samples do not fill the last global batch."""
 
     RAGGED = "ragged"
     DROP = "drop"
@@ -22,11 +22,10 @@ class End(enum.StrEnum):
 
 
 class Exhausted(enum.StrEnum):
-    """What happens in a mixture when a source has been read as often as it may be.
+    """The treatment of a mixture's source that has been read as often as allowed.
 
-    STOP         the epoch ends
-    RENORMALISE  the other sources go on, with their shares of what is left
-    CYCLE        it is read again; an epoch ends when every source was read once
+    STOP         the epoch ends RENORMALISE  the other sources go on, with their shares of what is
+    left CYCLE        it is read again; an epoch ends when every source was read once
     """
 
     STOP = "stop"
@@ -74,11 +73,10 @@ class PackPolicy(enum.StrEnum):
 
 
 class LongPolicy(enum.StrEnum):
-    """What happens to a document that is longer than a pack.
+    """The treatment of a document that is longer than a pack.
 
-    FRAGMENT  it is cut into whole packs and a rest
-    TRUNCATE  it keeps its first tokens
-    DROP      it is left out
+    FRAGMENT  it is cut into whole packs and a rest TRUNCATE  it keeps its first tokens DROP      it
+    is left out
     """
 
     FRAGMENT = "fragment"
@@ -314,8 +312,8 @@ class View(Struct, frozen=True):
 
 
 class MixUnit(enum.StrEnum):
-    """What the weights of a mixture are shares of: its samples, their tokens, or its batches. A
-    batch then has samples of one source only.
+    """The unit of a mixture's weights: they are shares of its samples, their tokens, or its
+    batches. In the last case, a batch has samples of one source only.
     """
 
     SAMPLES = "samples"

@@ -64,7 +64,7 @@ class Trace:
         self._say(logging.INFO, event, facts)
 
     def failed(self, event: str, **facts: object) -> None:
-        """It failed, and a user will see an error or a delay."""
+        """Record a failure, of which a user will see an error or a delay."""
         self._say(logging.WARNING, event, facts)
 
     def refused(self, event: str, *, by: str, **facts: object) -> None:

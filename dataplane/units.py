@@ -41,8 +41,8 @@ class ValueKind(Struct, frozen=True):
 
 
 def meant(given: str, known: Iterable[str]) -> str:
-    """What a misspelt name most likely means, as the next part of an error: "; did you mean 'x'?";
-    "" if nothing is near it.
+    """Guess the name that was misspelt, as the next part of an error: "; did you mean 'x'?"; "" if
+    nothing is near it.
     """
     from difflib import get_close_matches  # only in errors
 

@@ -18,7 +18,8 @@ _US_A_S = 1e6
 
 
 class Statistics(Struct, frozen=True):
-    """What a loader did so far, over the slabs that its trainer has finished. Times are in seconds.
+    """The work of a loader so far, over the slabs that its trainer has finished. Times are in
+    seconds.
 
     The time of the trainer's loop is the sum of `waited_s`, spent in the loader, and `consumed_s`,
     spent between two slabs in the trainer's own work. `waited_s` is the sum of its parts: for

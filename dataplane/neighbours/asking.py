@@ -67,7 +67,7 @@ class _Line(Struct, eq=False):
     received_bytes: int = 0
 
     def next_number(self) -> int:
-        """Of the next request over it."""
+        """Return the number of the next request over the connection."""
         self.number += 1
         return self.number
 
@@ -87,7 +87,7 @@ class Lines:
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def read(self, neighbour: Neighbour, into: memoryview, hold: Hold, claim: Claim) -> Answer:
-        """Ask for as many bytes as `into` has, and fill it if they are given.
+        """Request as many bytes as `into` has, and fill it if they are sent.
 
         Raises:  NeighbourGone.  What `hold` and `claim` raise.
         """
@@ -101,9 +101,9 @@ class Lines:
     def read_run(
         self, neighbour: Neighbour, into: Sequence[memoryview], hold: Hold, claim: Claim
     ) -> tuple[Answer, tuple[int, ...]]:
-        """Ask for whole blocks, from that of `neighbour` on, which are as long as these, and fill
-        those of them that are given: the answer, and how each block has ended, as in `wire`. If not
-        all bytes have come, nothing is claimed.
+        """Request consecutive whole blocks of these lengths, starting with that of `neighbour`, and
+        fill the buffers of those that are sent. Return the answer, and the outcome of each block,
+        with the codes of `wire`. If not all bytes have come, nothing is claimed.
 
         Raises:  NeighbourGone.  What `hold` and `claim` raise.
         """
@@ -129,7 +129,8 @@ class Lines:
     def read_slab(
         self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
     ) -> tuple[Answer, bytes]:
-        """Ask for a slab, and fill the memory of `place` if it is given: the answer and the note.
+        """Request a slab, and fill the memory of `place` if it is sent; return the answer and the
+        note.
 
         Raises:  NeighbourGone.  What `place`, `hold` and `claim` raise.
         """
@@ -145,7 +146,7 @@ class Lines:
         return answer, exchange.note
 
     def cut_off(self, address: str) -> None:
-        """End everything that is asked for at this address; the calls fail."""
+        """End all requests to this address; the calls fail."""
         with self._lock:
             busy = [*self._busy.get(address, ())]
             idle = [key for key in self._idle if key[0] == address]
@@ -156,7 +157,7 @@ class Lines:
                 _shut(line.sock)
 
     def close(self) -> None:
-        """Close those that wait. May be called twice."""
+        """Close idle connections. May be called twice."""
         with self._lock:
             _close_all(self._idle)
 
@@ -203,7 +204,7 @@ class Lines:
                     self._drop_idle(peer)
 
     def _line(self, peer: _Peer) -> tuple[_Line, bool]:
-        """One that waits, or a new one that is not connected."""
+        """Return an idle connection, or a new one that is not connected."""
         with self._lock:
             waiting = self._idle.get(_key(peer))
             if not waiting or time.monotonic() - waiting[-1].idle_since >= _IDLE_S:
@@ -232,7 +233,7 @@ class Lines:
                 del self._idle[key]
 
     def _drop_idle(self, peer: _Peer) -> None:
-        """One of them was dead: so are the others that waited."""
+        """Close idle connections to a neighbour, since one of them was dead."""
         with self._lock:
             for line in self._idle.pop(_key(peer), ()):
                 line.sock.close()

@@ -1,4 +1,4 @@
-"""How a maker is asked for a slab over a connection, and what it answers."""
+"""Request a slab from a maker over a connection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlabAsk(Struct, frozen=True):
 
 
 class SlabExchange:
-    """One slab that is asked for; if a connection fails, again over another one."""
+    """One requested slab; if a connection fails, it is requested again over another one."""
 
     def __init__(self, ask: SlabAsk, place: Place) -> None:
         self._ask = ask
@@ -40,8 +40,8 @@ class SlabExchange:
         self.note = b""
 
     def ask(self, sock: socket.socket, next_number: Callable[[], int]) -> Answer:
-        """The answer, after which the note and the slab come if they are given. A maker that does
-        not know the job is told how to open it.
+        """Return the answer; the note and the slab follow if they are sent. A maker that does not
+        know the job gets what it needs to open it.
 
         Raises:  OSError, WrongFrameError.  ConfigError: it is too long to be sent.
         """

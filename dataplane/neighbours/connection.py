@@ -53,7 +53,7 @@ _RECEIVE_BYTES, _RECEIVE_BODY_BYTES = 4096, 256 << 10
 
 
 class Connection(Struct, eq=False):
-    """A connection with a neighbour, or with somebody who is still to show that he is one."""
+    """A connection with a neighbour, or with a host that has not shown yet that it is one."""
 
     fd: int
     """The socket's, also after that was closed."""
@@ -79,7 +79,7 @@ class Connection(Struct, eq=False):
     """That count for this request; 0 until it had its turn."""
 
     def receive(self) -> bool:
-        """Append what has come to `received`; False if the connection is gone.
+        """Append received bytes to `received`; return False if the connection is gone.
 
         Raises:  BlockingIOError: nothing has come.
         """
@@ -106,7 +106,9 @@ class Connection(Struct, eq=False):
 
     @property
     def why_late(self) -> str:
-        """Why it is refused if its deadline passes now; "" if it is not refused."""
+        """Return why the connection is refused if its deadline passes now; "" if it is not
+        refused.
+        """
         if self.stage in {LoanStage.TLS, LoanStage.OPENING, LoanStage.PROOF}:
             return "its handshake took too long"
         if self.stage is LoanStage.BODY or (self.stage is LoanStage.READY and self.received):
@@ -138,7 +140,7 @@ class Connection(Struct, eq=False):
         raise wire.WrongFrameError("it sent more before it had its answer")
 
     def asked(self, slab: bytes = b"") -> Asked:
-        """What the node is asked for; `slab` is the body of the request."""
+        """Return the request for the node; `slab` is the body of the request."""
         opening, request = self.opening, self.request
         assert opening is not None
         assert request is not None
@@ -158,12 +160,12 @@ class Connection(Struct, eq=False):
 
     @property
     def block_count(self) -> int:
-        """That it asks for: each has a number, from `number` on."""
+        """The number of requested blocks: each has a number, from `number` on."""
         return 1 if self.request is None else self.request.count
 
     @property
     def about(self) -> dict[str, str]:
-        """Who it is, for the log."""
+        """Describe the neighbour for the log."""
         about = {"peer": self.peer}
         if self.opening is not None:
             about |= {"node": _short(self.node_id), "job": _short(self.opening.job_id)}
@@ -171,7 +173,7 @@ class Connection(Struct, eq=False):
 
     @property
     def node_id(self) -> str:
-        """Of the neighbour, as it says itself."""
+        """The id of the neighbour, according to itself."""
         return self.opening.asker_id if self.opening is not None else ""
 
 

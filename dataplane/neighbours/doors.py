@@ -1,9 +1,9 @@
 """The connections of a lender: how many there may be, whose they are, and when they are due.
 
 Invariants:
-1. There are never more than the limits allow. A connection without a proof gives way to a newer one
-   of its host, so a host that opens many harms only itself.
-2. Every deadline is looked at when it is due; a later one costs nothing until then.
+1. The number of connections never exceeds the limits. A connection without a proof gives way to a
+   newer one of its host, so a host that opens many harms only itself.
+2. Every deadline is checked when it is due; until then it costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Doors:
         return self._all.get(fd)
 
     def in_the_way(self, host: str) -> tuple[Connection | None, str]:
-        """Which connection must be closed before another one of this host is added, and why."""
+        """Return the connection that must be closed before this host gets another one, and why."""
         of_host = self._opening_of.get(host, {})
         if len(of_host) >= self._limits.opening_of_host:
             return next(iter(of_host)), f"{len(of_host)} others of its host came without a proof"
@@ -54,14 +54,16 @@ class Doors:
         return len(self._all) >= self._limits.connections
 
     def add(self, connection: Connection) -> None:
-        """A connection was accepted."""
+        """Add an accepted connection."""
         self._all[connection.fd] = connection
         self._opening[connection] = None
         self._opening_of.setdefault(connection.host, {})[connection] = None
         self.due(connection)
 
     def opened(self, connection: Connection) -> bool:
-        """Its neighbour has shown that it has the key; False if that has too many connections."""
+        """Note that its neighbour has shown that it has the key; return False if that neighbour has
+        too many connections.
+        """
         self._leave_opening(connection)
         assert connection.opening is not None
         count = self._open_of[connection.node_id] = self._open_of.get(connection.node_id, 0) + 1
@@ -69,7 +71,7 @@ class Doors:
         return count <= self._limits.connections_of_neighbour
 
     def remove(self, connection: Connection) -> None:
-        """It is about to be closed."""
+        """Remove a connection that is about to be closed."""
         del self._all[connection.fd]
         if connection in self._opening:
             self._leave_opening(connection)
@@ -84,17 +86,17 @@ class Doors:
             del self._of_job[job_id]
 
     def of_job(self, job_id: str) -> list[Connection]:
-        """Those that were opened with a key of this job."""
+        """Return the connections that were opened with a key of this job."""
         return list(self._of_job.get(job_id, ()))
 
     def due(self, connection: Connection) -> None:
-        """Its deadline has changed."""
+        """Note that the deadline of a connection has changed."""
         if connection.deadline < connection.looked_at:
             connection.looked_at = connection.deadline
             heapq.heappush(self._due, (connection.deadline, next(self._numbers), connection))
 
     def late(self, now: float) -> Iterator[Connection]:
-        """Those whose deadline has passed."""
+        """Yield the connections whose deadline has passed."""
         while self._due and self._due[0][0] <= now:
             looked_at, _, connection = heapq.heappop(self._due)
             if connection.stage is LoanStage.CLOSED or connection.looked_at != looked_at:

@@ -1,4 +1,4 @@
-"""Where connections of a lender come in."""
+"""The entrance of a lender: accept its connections."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Entrance:
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def accept(self) -> Iterator[Connection]:
-        """Some of those that wait. Their sockets are closed with a reset."""
+        """Yield some of the waiting connections. Their sockets are closed with a reset."""
         for _ in range(_ACCEPTED_A_TURN):
             try:
                 sock, address = self._listener.accept()

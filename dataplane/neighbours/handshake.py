@@ -79,7 +79,10 @@ def opening_bytes(head: bytes | bytearray) -> int:
 
 
 def check_plain(first: bytes | bytearray) -> None:
-    """Raises:  WrongFrameError: these are the first bytes of somebody with TLS."""
+    """Check that a peer does not use TLS.
+
+    Raises:  WrongFrameError: these are the first bytes of a TLS connection.
+    """
     if first[0] in {TLS_HELLO, TLS_ALERT[0]}:
         raise WrongFrameError(ONE_SIDE)
 
@@ -105,12 +108,12 @@ def unpack_opening(frame: bytes | bytearray) -> LineOpening:
 
 
 def pack_challenge(key: bytes, opening: bytes, nonce: bytes) -> bytes:
-    """What the lender answers to this opening: CHALLENGE_BYTES bytes."""
+    """Return the lender's answer to this opening: CHALLENGE_BYTES bytes."""
     return _CHALLENGE.pack(_CHALLENGE_MAGIC, nonce, _proof(key, b"lender", opening, nonce))
 
 
 def answer_challenge(key: bytes, opening: bytes, frame: bytes) -> bytes:
-    """What the asker answers to this challenge: PROOF_BYTES bytes.
+    """Return the asker's answer to this challenge: PROOF_BYTES bytes.
 
     Raises:  WrongFrameError: the lender does not have the key.
     """
@@ -123,7 +126,10 @@ def answer_challenge(key: bytes, opening: bytes, frame: bytes) -> bytes:
 
 
 def check_proof(key: bytes, opening: bytes, nonce: bytes, frame: bytes | bytearray) -> None:
-    """Raises:  WrongFrameError: the asker does not have the key."""
+    """Check the asker's proof.
+
+    Raises:  WrongFrameError: the asker does not have the key.
+    """
     magic, found = _PROOF.unpack(frame)
     if magic != _PROOF_MAGIC:
         raise WrongFrameError(f"{magic!r} where a proof begins")

@@ -1,4 +1,4 @@
-"""The keys of a lender, and what it makes of a handshake. No socket."""
+"""The keys of a lender, and its part of the handshake. No socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT_MAX = 256
 
 
 class LeftJobError(WrongFrameError):
-    """A neighbour has not heard yet that a job has left this node."""
+    """A neighbour does not know yet that a job has left this node."""
 
 
 class Keys:
@@ -26,7 +26,7 @@ class Keys:
         """The generations of jobs that have left, the latest at the end."""
 
     def learn(self, key: LendingKeys) -> None:
-        """It replaces the job's key; b"" removes it."""
+        """Replace the job's key; b"" removes it."""
         if key.key:
             self._keys[key.job_id] = key
         elif (former := self._keys.pop(key.job_id, None)) is not None:
@@ -41,7 +41,7 @@ class Keys:
         return key is not None and key.generation == opening.generation
 
     def challenge(self, connection: Connection, frame: bytes) -> bytes:
-        """What to answer to an opening.   Raises:  WrongFrameError."""
+        """Return the answer to an opening.   Raises:  WrongFrameError."""
         opening = connection.opening = handshake.unpack_opening(frame)
         connection.frame, connection.nonce = frame, secrets.token_bytes(handshake.NONCE_BYTES)
         connection.stage = LoanStage.PROOF

@@ -77,12 +77,12 @@ class Lender:
         self._entrance = Entrance(listener, self._epoll, limits.handshake_s, tls)
 
     def serve(self) -> None:
-        """Until the node is gone.   Raises:  PeerLost."""
+        """Serve until the node is gone.   Raises:  PeerLost."""
         while True:
             self.turn(self._wait_s())
 
     def turn(self, wait_s: float | None) -> None:
-        """Do what is to be done, after waiting for it at most so long.   Raises:  PeerLost."""
+        """Handle pending events, after waiting for them at most this long.   Raises:  PeerLost."""
         for fd, event in self._epoll.poll(wait_s):
             if fd == self._sock.fileno():
                 if event & ~select.EPOLLOUT:
@@ -316,7 +316,7 @@ class Lender:
         self._end_request(connection)
 
     def _end_request(self, connection: Connection, answer: wire.Answer | None = None) -> None:
-        """It is over, with this answer; the neighbour may send another one."""
+        """End a request with this answer; the neighbour may send another one."""
         connection.request, connection.number = None, 0
         self._drop_payload(connection)
         self._set(connection, LoanStage.READY, self._limits.idle_s)
@@ -346,7 +346,7 @@ class Lender:
         self._doors.due(connection)
 
     def _hurry(self, connection: Connection) -> None:
-        """A request has begun to come; its deadline does not move with every byte."""
+        """Set the deadline of a request that has begun to arrive; later bytes do not move it."""
         due = time.monotonic() + self._limits.frame_s
         connection.deadline = min(connection.deadline, due)
         self._doors.due(connection)
@@ -366,7 +366,7 @@ class Lender:
             self._close(connection)
 
     def _lost(self, connection: Connection) -> None:
-        """The other side has closed the connection."""
+        """Handle a connection that the other side has closed."""
         if connection.stage is LoanStage.PROOF or (
             connection.stage is LoanStage.OPENING and connection.received
         ):
@@ -381,7 +381,7 @@ class Lender:
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:
-        """Also ends its request: nothing of its region is read after this."""
+        """Close a connection and end its request: nothing of its region is read after this."""
         stage, request = connection.stage, connection.request
         if stage is LoanStage.CLOSED:
             return

@@ -1,9 +1,9 @@
-"""What a lender allows its neighbours, and whose turn it is. Pure.
+"""The limits of a lender for its neighbours, and the order of their turns. Pure.
 
 Invariants of `InFlight`:
 1. The bytes in flight are at most those allowed, in all and for each neighbour; a single request
-   may be larger. Those of a block count from its request on, those of a slab once the node has
-   given it: until then it takes nothing of the arena.
+   may be larger. Those of a block count from its request on, those of a slab once the node has sent
+   it: until then it takes nothing of the arena.
 2. The requests of one neighbour begin in the order in which they came. Neighbours take turns.
 """
 
@@ -23,7 +23,7 @@ _SHARE_OF_NEIGHBOUR = 4
 
 
 class Limits(Struct, frozen=True):
-    """Of one lender. Times are in seconds."""
+    """The limits of one lender. Times are in seconds."""
 
     connections: int = 4096
     body_bytes: int = 128 << 20
@@ -51,7 +51,7 @@ class Limits(Struct, frozen=True):
 
 
 class BodyBytes:
-    """How much memory the bodies of requests take, in all and by neighbour."""
+    """The memory that the bodies of requests take, in all and by neighbour."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -59,7 +59,7 @@ class BodyBytes:
         self._bytes_of: dict[str, int] = {}
 
     def reserve(self, node_id: str, length: int) -> bool:
-        """Whether this neighbour may send so many bytes; they then count until `release`."""
+        """Whether this neighbour may send this many bytes; they then count until `release`."""
         used = self._bytes_of.get(node_id, 0)
         if self._bytes + length > self._limits.body_bytes:
             return False
@@ -70,7 +70,7 @@ class BodyBytes:
         return True
 
     def release(self, node_id: str, length: int) -> None:
-        """They are no longer in memory."""
+        """Release bytes that are no longer in memory."""
         self._bytes -= length
         self._bytes_of[node_id] -= length
         if not self._bytes_of[node_id]:
@@ -78,7 +78,7 @@ class BodyBytes:
 
 
 class InFlight(Generic[T]):
-    """The requests that wait, and the bytes of those that have begun and not ended."""
+    """The waiting requests, and the bytes of those in progress."""
 
     def __init__(self, arena_bytes: int) -> None:
         self._bytes_max = arena_bytes // _SHARE_IN_FLIGHT
@@ -90,7 +90,9 @@ class InFlight(Generic[T]):
         self._in_turn: set[str] = set()
 
     def ask(self, node_id: str, length: int, request: T) -> None:
-        """A neighbour asks for so many bytes; `next` returns the request when it may begin."""
+        """Add a neighbour's request for this many bytes; `next` returns the request when it may
+        begin.
+        """
         self._waiting.setdefault(node_id, deque()).append((length, request))
         self._take_turn(node_id)
 
@@ -118,7 +120,7 @@ class InFlight(Generic[T]):
         return None
 
     def ended(self, node_id: str, length: int) -> None:
-        """A request that had begun is over."""
+        """Note the end of a request that had begun."""
         self._bytes -= length
         self._bytes_of[node_id] -= length
         if not self._bytes_of[node_id]:

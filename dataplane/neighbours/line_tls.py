@@ -27,7 +27,7 @@ LINE_BYTES_MAX = 256 << 30
 
 
 class _Contexts(Struct, frozen=True):
-    """Made of one version of the files."""
+    """The contexts made of one version of the files."""
 
     version: int
     lender: ssl.SSLContext
@@ -45,7 +45,8 @@ class LineTls:
         self._contexts: _Contexts | None = None
 
     def of_lender(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The connection of an asker, whose handshake is still to be made; `sock` is over.
+        """Wrap the connection of an asker, whose handshake must still be made; `sock` must not be
+        used again.
 
         Raises:  OSError: it is gone.  ConfigError: the files cannot be read.
         """
@@ -58,7 +59,7 @@ class LineTls:
         return context.wrap_socket(socket.socket(family), do_handshake_on_connect=False)
 
     def shake_hands(self, sock: ssl.SSLSocket) -> None:
-        """Until the other side has shown a certificate that is accepted.
+        """Make the handshake, until the other side has shown an accepted certificate.
 
         Raises:  WrongFrameError: it has not.  SSLWantReadError, SSLWantWriteError: the socket does
         not wait.  OSError: the connection broke.

@@ -27,7 +27,7 @@ Found = concurrent.futures.Future[TcpAddress]
 
 
 class Names:
-    """What is known of names. `look_up` finds the address of one, and may take any time."""
+    """Known names. `look_up` finds the address of one, and may take any time."""
 
     def __init__(self, look_up: Callable[[TcpAddress], TcpAddress] = resolve) -> None:
         self._look_up = look_up
@@ -37,7 +37,7 @@ class Names:
     def find(
         self, address: TcpAddress, timeout_s: float
     ) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """Where to connect to.
+        """Return where to connect to.
 
         Raises:  ConfigError: it has no address.  TimeoutError.
         """

@@ -1,4 +1,4 @@
-"""What a lender tells its node, without waiting for it."""
+"""Send messages from a lender to its node, without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataplane.rpc import lending, local
 
 
 class NodeLink:
-    """The messages that the node has not read yet, in their order."""
+    """The messages that the node has not read yet, in order."""
 
     def __init__(self, sock: socket.socket, epoll: select.epoll, bodies: BodyBytes) -> None:
         self._sock = sock

@@ -1,7 +1,7 @@
-"""How many connections with one neighbour are opened at the same time.
+"""Limit how many connections with one neighbour are opened at the same time.
 
-A lender closes connections of a host that has many of them without a proof: it cannot know yet who
-asks. A fetcher with many reads must not look like an attack.
+A lender closes connections of a host that has many of them without a proof, since it cannot know
+yet who asks. A fetcher with many reads must not look like an attack.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OPENINGS_MAX = 4
 
 
 class Openings:
-    """Those of one process. Thread-safe."""
+    """The openings of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

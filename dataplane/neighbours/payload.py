@@ -38,7 +38,7 @@ _ENCRYPT_BYTES = 256 << 10
 
 
 def fits(request: Request, give: Give, arena_bytes: int) -> bool:
-    """Whether this may be given for this request, from an arena of this size."""
+    """Whether this may be sent for this request, from an arena of this size."""
     regions = (give.region, *give.more)
     if any(each.offset + each.length > arena_bytes for each in regions):
         return False
@@ -55,7 +55,9 @@ def fits(request: Request, give: Give, arena_bytes: int) -> bool:
 
 
 class SentPayload:
-    """The checksum, the answer, the note, and then the payload, without waiting."""
+    """A payload being sent: the checksum, the answer, the note, and then the payload, without
+    waiting.
+    """
 
     def __init__(self, borrowed: BorrowedArena, give: Give, request: Request) -> None:
         self.borrowed = borrowed
@@ -72,7 +74,7 @@ class SentPayload:
 
     @property
     def length(self) -> int:
-        """Of the payload, and of a slab's note."""
+        """The length of the payload, and of a slab's note."""
         return self._bytes + (len(self._note) if self._is_slab else 0)
 
     @property
@@ -136,7 +138,7 @@ class SentPayload:
 
 
 class _Progress:
-    """How far it is through these regions, one after the other."""
+    """The progress through these regions, one after the other."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._left = [each for each in reversed(regions) if each.length]
@@ -146,12 +148,12 @@ class _Progress:
         return not self._left
 
     def next(self, most: int) -> tuple[int, int]:
-        """Where it goes on in a region, and how many bytes there, at most so many."""
+        """Return the next place in a region, and the number of bytes there, up to `most`."""
         region = self._left[-1]
         return region.offset, min(region.length, most)
 
     def advance(self, count: int) -> None:
-        """These bytes are done."""
+        """Note that this many bytes are done."""
         region = self._left.pop()
         if count < region.length:
             self._left.append(Region(region.offset + count, region.length - count))

@@ -1,4 +1,4 @@
-"""What an asker sends and receives over a connection: everything has a deadline, in seconds of the
+"""Send and receive on the asking side of a connection. Every call has a deadline, in seconds of the
 monotonic clock, and a payload is checked while it arrives.
 """
 
@@ -23,7 +23,7 @@ _SLICE_BYTES = 512 << 10
 
 
 def payload_deadline(answer: Answer) -> float:
-    """By when all of a payload is to be here that begins to come now."""
+    """Return the deadline of a payload that begins to arrive now."""
     length = answer.note_bytes + answer.length
     return time.monotonic() + _PAYLOAD_S + length / _SLOWEST_BYTES
 
@@ -31,7 +31,7 @@ def payload_deadline(answer: Answer) -> float:
 def receive_payload(
     sock: socket.socket, answer: Answer, deadline: float, *parts: memoryview
 ) -> None:
-    """Fill these, one after the other, check them, and send the receipt.
+    """Fill these buffers, one after the other, check them, and send the receipt.
 
     Raises:  OSError, WrongFrameError.
     """
@@ -42,7 +42,7 @@ def receive_payload(
 
 
 class Arriving:
-    """A payload of this length, in parts."""
+    """A payload of this length, received in parts."""
 
     def __init__(self, sock: socket.socket, deadline: float, length: int) -> None:
         self._sock, self._deadline, self._left = sock, deadline, length
@@ -65,7 +65,7 @@ class Arriving:
             self._left -= count
 
     def end(self, answer: Answer) -> None:
-        """Check it, and send the receipt.   Raises:  OSError, WrongFrameError."""
+        """Check the payload, and send the receipt.   Raises:  OSError, WrongFrameError."""
         self._wait_for(1)
         if self._crc32c != answer.crc32c:
             raise wire.WrongFrameError("its bytes do not have the checksum that it told")
@@ -78,14 +78,14 @@ class Arriving:
 
 
 def receive_frame(sock: socket.socket, length: int, deadline: float) -> bytes:
-    """So many bytes.   Raises:  OSError."""
+    """Receive this many bytes.   Raises:  OSError."""
     frame = bytearray(length)
     _fill(sock, memoryview(frame), deadline)
     return bytes(frame)
 
 
 def send(sock: socket.socket, frame: bytes, deadline: float) -> None:
-    """All of this.   Raises:  OSError."""
+    """Send the whole frame.   Raises:  OSError."""
     left = memoryview(frame)
     while left:  # `sendall` of TLS would wait so long for each record
         sock.settimeout(left_s(deadline))
@@ -96,7 +96,7 @@ def send(sock: socket.socket, frame: bytes, deadline: float) -> None:
 
 
 def _fill(sock: socket.socket, into: memoryview, deadline: float) -> int:
-    """The length of it, once all of it is here.   Raises:  OSError."""
+    """Fill the memory, and return its length.   Raises:  OSError."""
     at = 0
     while at < len(into):
         at += _received(sock, into[at:], deadline)
@@ -113,7 +113,7 @@ def _received(sock: socket.socket, into: memoryview, deadline: float) -> int:
 
 
 def left_s(deadline: float) -> float:
-    """How long it is until then.   Raises:  TimeoutError: it is past."""
+    """Return the time until the deadline.   Raises:  TimeoutError: it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

@@ -79,7 +79,7 @@ class WrongFrameError(Exception):
 
 
 class Outcome(enum.IntEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     GIVEN = 1
     REFUSED = 2
@@ -180,7 +180,7 @@ def unpack_answer(frame: bytes | bytearray, request: Request) -> Answer:
 
 
 def slab_request(number: int, room: int, body: bytes) -> Request:
-    """The request that this body follows."""
+    """Return the request that precedes this body."""
     return Request(number, NO_DATASET, 0, len(body), room, BlockForm.SLAB)
 
 
@@ -200,17 +200,19 @@ def _fits(request: Request, outcome: Outcome, length: int, note_bytes: int) -> b
 
 
 def run_note_bytes(count: int) -> int:
-    """The length of the note about so many blocks."""
+    """Return the length of the note about this many blocks."""
     return 8 * count
 
 
 def pack_run_note(ends: Sequence[int]) -> bytes:
-    """What became of each block: GIVEN_WHOLE, NOT_GIVEN, or the length of the decoded one."""
+    """Encode the outcome of each block: GIVEN_WHOLE, NOT_GIVEN, or the length of the
+    decoded one.
+    """
     return struct.pack(f"<{len(ends)}Q", *ends)
 
 
 def unpack_run_note(note: bytes, answer: Answer, lengths: Sequence[int]) -> tuple[int, ...]:
-    """What became of blocks of these lengths.   Raises:  WrongFrameError."""
+    """Return the outcomes of blocks of these lengths.   Raises:  WrongFrameError."""
     ends = struct.unpack(f"<{len(lengths)}Q", note)
     given = sum(n for n, end in zip(lengths, ends, strict=True) if end == GIVEN_WHOLE)
     if given != answer.length or any(LENGTH_MAX < end < NOT_GIVEN for end in ends):

@@ -42,10 +42,10 @@ OnGiven = Callable[[int], None]
 
 
 class Lending:
-    """What a node lends to neighbours, which reach it at this listening socket; it is then owned.
-    The process is started with the first key. Call it only from the event loop.
+    """The lender of a node, which neighbours reach at this listening socket; it is then owned. The
+    process is started with the first key. Call it only from the event loop.
 
-    `on_asked` is called for a block or a slab that a neighbour asks for, and answered by one of
+    `on_asked` is called for a block or a slab that a neighbour requests, and answered by one of
     `give`, `only_decoded` and `refuse`, now or later; `on_given` when the region of a number that
     was given is no longer read. `log` is level and format. With `tls`, all connections are inside
     of TLS.

@@ -1,11 +1,11 @@
-"""Blocks that come from neighbours, and that neighbours ask for.
+"""Blocks that come from neighbours, and that neighbours request.
 
 Invariants:
-1. A block that is on its way here from a neighbour is refused to others, and a block that is read
-   for a neighbour is read from the store: so no two nodes wait for each other.
+1. A block that is being fetched from a neighbour is refused to others, and a block that is read for
+   a neighbour is read from the store: so no two nodes wait for each other.
 2. If a neighbour is gone before it has sent a decoded block, the block is read from the store.
-3. The blocks of a run that is asked for are decided on one by one. The run has one answer, when
-   each of them has one, and all of what is given for it is free at the same time.
+3. The blocks of a requested run are decided one by one. The run has one answer, when each of them
+   is decided, and all blocks sent for it are freed at the same time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Run(Struct, eq=False):
 
 
 class LentBlocks:
-    """Those of one node. `tell` passes an event to the scheduler."""
+    """The lent blocks of one node. `tell` passes an event to the scheduler."""
 
     def __init__(self, neighbours: Neighbours, tell: Callable[[events.Event], None]) -> None:
         self._neighbours, self._tell = neighbours, tell
@@ -122,12 +122,12 @@ class LentBlocks:
             self._neighbours.refuse(ask.number)
 
     def given(self, number: int) -> None:
-        """What was given for this ask is no longer read."""
+        """Note that the bytes sent for this request are no longer read."""
         for each in self._given.pop(number, (number,)):
             self._tell(events.SendingEnded(each))
 
     def effects(self) -> Mapping[type, Callable[[Any], None]]:
-        """What carries out each kind of effect."""
+        """The function that carries out each kind of effect."""
         return {
             events.LendBlock: self._lend,
             events.OnlyDecoded: self._say_decoded,

@@ -303,7 +303,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _doing(frames: Mapping[int, FrameType]) -> str:
-    """What the threads that are not idle are doing, as far as known."""
+    """Describe the work of the threads that are not idle, as far as known."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     busy = [
         f"{names.get(ident, ident)} {_place(frame)}"

@@ -55,7 +55,7 @@ class _Fruitless(NamedTuple):
 
 
 class Room:
-    """Of one block arena. `uses` ranks the blocks in it; `give_way` drops one."""
+    """The room of one block arena. `uses` ranks the blocks in it; `give_way` drops one."""
 
     def __init__(
         self,

@@ -248,7 +248,7 @@ class SharedSlabs:
 
 
 def _key(task: SlabTask) -> SlabKey:
-    """What determines the bytes of a slab, besides its group."""
+    """Return everything that determines the bytes of a slab, besides its group."""
     walk = task.stream.walk
     at = walk.stream
     return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches), at.mix

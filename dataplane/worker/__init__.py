@@ -1,1 +1,1 @@
-"""The process that decodes blocks and fills slabs, how it is started, and how it may end."""
+"""The process that decodes blocks and fills slabs: its work, its start, and its possible ends."""

@@ -1,5 +1,5 @@
-"""Blocks that are open for gathering, and single rows of them, gathered into scratch memory to see
-whether they can be.
+"""Blocks that are open for gathering, and single rows of them, gathered into scratch memory as a
+test.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def gather_apart(
 def image_fault(
     dataset: ReadDataset, render: tasks.Render, block: OpenBlock, row: int
 ) -> ImageError | None:
-    """What is wrong with the images of a row of a block, drawn as in this epoch; None if they can
-    be decoded.
+    """Return the fault of the images of a block's row, drawn as in this epoch; None if they can be
+    decoded.
     """
     try:
         gather_apart(dataset, block, [row], render)

@@ -1,7 +1,7 @@
-"""A user's map over the blocks of a dataset, and what it makes of the first rows.
+"""Apply a user's map to the blocks of a dataset, and find its columns by the first rows.
 
 The first rows are read by a job of the node's own, before the job that has the map is opened: its
-blocks have one column, whose first row says which columns the map returns.
+blocks have one column, whose first row lists the columns that the map returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARGUMENT = "map"
 
 class BlockMapping(Struct, frozen=True):
     """The function of this name over blocks, with the columns that it returned before; None: they
-    are to be found.
+    must be found.
     """
 
     name: str
@@ -86,6 +86,6 @@ class BlockMapping(Struct, frozen=True):
 
 
 def _found(columns: MappedColumns, rows: int) -> pa.RecordBatch:
-    """A block whose first row has what was found."""
+    """Make a block whose first row lists the columns."""
     values = [columns.to_bytes(), *[None] * (rows - 1)]
     return pa.record_batch([pa.array(values, pa.large_binary())], FOUND_COLUMNS.names)

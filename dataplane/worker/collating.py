@@ -1,12 +1,12 @@
-"""Calls a user's collate function over each batch of a slab, and puts what it returns there.
+"""Call a user's collate function with each batch of a slab, and write the results into the slab.
 
-Batches lie one after the other, each with all of its columns: how large one is, is known only once
-it was made.
+Batches lie one after the other, each with all of its columns, since a batch's size is known only
+once it was made.
 
 Invariants:
 1. A batch depends only on its rows, its position in the epoch, its dp rank and the job's seed: not
-   on the batches that are in one slab with it, nor on the worker.
-2. A batch without rows is not shown to the function: its arrays are empty.
+   on other batches in the same slab, nor on the worker.
+2. The function is not called for a batch without rows: its arrays are empty.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """What the function gets for one batch: the batch's rows in the index, and where its columns
-    lie in memory.
+    """The input of the function for one batch: the batch's rows in the index, and the memory of its
+    columns.
     """
 
     batch: Batch
@@ -70,9 +70,9 @@ class _Given(msgspec.Struct, frozen=True):
 
 
 class CollateGather:
-    """What others gather for some batches, changed by a function of the user. `specs` are the
-    columns that are gathered; `tell` is called with the step of each batch, and its rows, before
-    the function is.
+    """The columns that another object gathers for some batches, changed by a function of the user.
+    `specs` are the gathered columns; `tell` is called with the step of each batch, and its rows,
+    before the function is.
 
     Shapes:  row_index: int32[rows, 2], batch after batch.
     """
@@ -92,7 +92,7 @@ class CollateGather:
         self._gather, self._tell = gather, tell
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """As Gather.into.
+        """Implement Gather.into.
 
         Raises:  FunctionError: the function fails, or returns something else than it did for the
         first batch.  ConfigError: it cannot be imported.
@@ -151,8 +151,8 @@ class CollateGather:
             return [_found(returned, batch.rows, function.code, at)]
 
     def _given(self, room: int) -> Iterator[_Given]:
-        """What the function gets, batch after batch: as many as fit into this room are gathered
-        together, one at least.
+        """Yield the function's inputs, batch after batch: as many as fit into this room are
+        gathered together, at least one.
         """
         first, left = 0, self._batches
         while left:
@@ -177,8 +177,8 @@ def slab_gather(
     gather: Callable[[Assemble, RowIndex], Gathers],
     tell: Callable[[Reading], None],
 ) -> Gathers:
-    """Assembles the slab of this task: what others `gather`, with the column of sources, and made
-    batches of by the user's function, if the task names these. `tell` reports progress.
+    """Assemble the slab of this task. `gather` collects its rows; the column of sources and the
+    user's function are applied if the task names them. `tell` reports progress.
     """
 
     def gathered(batches: tuple[Batch, ...], rows: RowIndex) -> Gathers:
@@ -217,7 +217,7 @@ def _gathered_columns(dataset: ReadDataset, body: Assemble) -> tuple[ColumnSpec,
 
 
 def _numpy(spec: ColumnSpec, column: Column, given: _Given) -> dict[str, Any]:
-    """One column of one batch, as a loader would deliver it, without tensors."""
+    """Return one column of one batch in the form of a loader without tensors."""
     name, at, memory, rows = spec.name, given.at, given.memory, given.batch.rows
     start = column.values[at]
     if spec.kind is Kind.FIXED:
@@ -272,7 +272,7 @@ def _texts(spec: ColumnSpec, column: Column, given: _Given) -> list[Any]:
 
 
 def _found(returned: Mapping[str, object], rows: int, code: str, at: CalledAt) -> _Array:
-    """What was returned for the first batch, as text."""
+    """Describe the first batch's results as text."""
     arrays = {name: _array(given, name, at) for name, given in returned.items()}
     specs = tuple(
         ColumnSpec(name, Kind.ARRAY, array.dtype.name, (0,) * array.ndim)
@@ -296,7 +296,7 @@ def _as_before(
 
 
 def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
-    """The array with the type and the number of dimensions of the first batch."""
+    """Convert an array to the type and the number of dimensions of the first batch."""
     array, dtype = _array(given, spec.name, at), np.dtype(spec.dtype)
     if array.dtype != dtype and not hasattr(given, "dtype"):
         # Python's numbers have no type of their own. In both directions: to compare a whole number
@@ -317,7 +317,7 @@ def _typed(given: object, spec: ColumnSpec, at: CalledAt) -> _Array:
 
 
 def _array(given: object, name: str, at: CalledAt) -> _Array:
-    """As an array of numbers, in C order."""
+    """Convert the result to an array of numbers, in C order."""
     if type(given) is np.ndarray and given.dtype in _DTYPES and given.flags.c_contiguous:
         return given
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
@@ -349,8 +349,8 @@ def _array(given: object, name: str, at: CalledAt) -> _Array:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where the array of one batch lies: values and shape, in bytes from the slab's start, and how
-    many values it has.
+    """The place of one batch's array: values and shape, in bytes from the slab's start, and the
+    number of values.
     """
 
     values: int

@@ -1,4 +1,4 @@
-"""An opened canonical block: where in memory the rows of each column lie."""
+"""An opened canonical block: the place in memory of each column's rows."""
 
 from __future__ import annotations
 

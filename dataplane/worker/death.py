@@ -1,4 +1,4 @@
-"""How a worker process ended, and the errors for the log and for the tasks that waited for it.
+"""Explain how a worker process ended, and make the errors for the log and for waiting tasks.
 
 A task gets a second worker: the first may have been killed for reasons unrelated to the task, or
 earlier tasks may have used up its memory. If both end, one error names shard and block, and row and
@@ -47,7 +47,7 @@ _SLOW_FUNCTION = (
 
 
 class Cause(enum.Enum):
-    """Why a worker ended."""
+    """The reason why a worker ended."""
 
     CRASHED = "crashed"
     KILLED = "killed"
@@ -58,7 +58,7 @@ class Cause(enum.Enum):
 
 
 class ProcessEnd(Struct, frozen=True):
-    """How one worker ended: the cause, and a phrase to put after its name."""
+    """The end of one worker: the cause, and a phrase to put after its name."""
 
     cause: Cause
     words: str
@@ -107,9 +107,9 @@ class WorkerPlace(Struct, frozen=True):
 def end_of(
     status: int, last_words: str, *, is_machine_short: bool = False, has_started: bool = True
 ) -> ProcessEnd:
-    """How a worker ended, from its exit status and the last lines of stderr. `is_machine_short`:
-    since the worker was started, the kernel has killed processes because memory ran out.
-    `has_started`: the fork server has told its process id.
+    """Explain the end of a worker by its exit status and the last lines of stderr.
+    `is_machine_short`: since the worker was started, the kernel has killed processes because memory
+    ran out. `has_started`: the fork server has reported its process id.
     """
     if not has_started and status > 0:
         why = last_words.rpartition(NOT_STARTED)[2].strip()

@@ -1,4 +1,4 @@
-"""How a worker reads the blocks of a dataset: from raw bytes to columns in canonical form."""
+"""Read the blocks of a dataset in a worker: from raw bytes to columns in canonical form."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def canonical_batch(
 
 
 def _viewed(dataset: ReadDataset, batch: pa.RecordBatch, raw: tasks.RawBlockRef) -> pa.RecordBatch:
-    """The rows of the view; of the last block that a limit leaves, the first ones."""
+    """Return the rows of the view; of the last block within a limit, the first ones."""
     if dataset.rows is not None:
         rows = BlockRows(raw.stored_rows, raw.first_row, raw.shard_word)
         batch = dataset.rows.left(batch, rows)

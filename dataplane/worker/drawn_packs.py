@@ -1,4 +1,4 @@
-"""Writes packs into the columns of a slab, by kernel.c."""
+"""Write packs into the columns of a slab, using kernel.c."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def write_excerpt(
 
 
 def write_packs(form: PackForm, block: PackBlock, region: memoryview, row_count: int) -> int:
-    """As `write_excerpt`, for packs of the block: the excerpt has their columns.
+    """Write packs of the block, which have the columns of packs; see `write_excerpt`.
 
     Raises:  RowOutOfBounds: there is no such pack.
     """
@@ -46,7 +46,7 @@ def write_packs(form: PackForm, block: PackBlock, region: memoryview, row_count:
 def open_excerpt(
     region: memoryview, specs: Sequence[ColumnSpec], row_layout: RowLayout | None, row_count: int
 ) -> tuple[BlockColumns, Ints]:
-    """Where the columns of an excerpt lie, and the numbers of its rows.
+    """Return the places of an excerpt's columns, and the numbers of its rows.
 
     Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
     """

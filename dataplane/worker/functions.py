@@ -70,7 +70,7 @@ class CalledAt(Struct, frozen=True):
         return f"{place}: {self.argument}={self.function!r}"
 
     def fault(self, why: str) -> FunctionError:
-        """The error that its result has this fault."""
+        """Return the error for a result with this fault."""
         nouns = {"shard": self.shard, "block": self.block, "step": self.step}
         given = {name: noun for name, noun in nouns.items() if noun is not None}
         return FunctionError(_sendable(f"{self} {why}"), function=self.function, **given)
@@ -148,7 +148,9 @@ def _defined(argument: str, name: str, module: str, path: str) -> Any:
 
 
 def _use_import_path() -> None:
-    """Look for modules where the trainer does that started this node, in the same order."""
+    """Search for modules in the same folders, and in the same order, as the trainer that started
+    this node.
+    """
     given = os.environ.get(IMPORT_PATH_VARIABLE)
     if given:
         sys.path[:] = json.loads(given)
@@ -246,7 +248,10 @@ def batch_generator(seed: int, epoch: int, position: int, dp_rank: int) -> np.ra
 
 @contextmanager
 def user_code(at: CalledAt) -> Iterator[None]:
-    """Raises:  FunctionError: the user's code has failed; with its traceback."""
+    """Convert errors of a user's code.
+
+    Raises:  FunctionError: the user's code has failed; with its traceback.
+    """
     try:
         yield
     except _FAILURES as error:
@@ -256,7 +261,7 @@ def user_code(at: CalledAt) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """The error, and its traceback from the user's first line on."""
+    """Format the error, with its traceback from the user's first line on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
@@ -293,9 +298,9 @@ def called(
 
 @contextmanager
 def results_of(at: CalledAt) -> Iterator[None]:
-    """Whoever looks at what a function has returned calls the user's code, too.
+    """Convert errors of a user's code while its results are examined.
 
-    Raises:  FunctionError: that has failed.
+    Raises:  FunctionError: the user's code has failed.
     """
     try:
         yield
@@ -337,7 +342,7 @@ def mapped(
     at: CalledAt,
     schema: pa.Schema | None = None,
 ) -> pa.RecordBatch:
-    """What the function makes of a block, with this schema, or with the one that it gives.
+    """Apply the function to a block, and check the result against this schema, or against its own.
 
     Raises:  FunctionError: it fails, or returns other columns, rows or types.
     """
@@ -377,8 +382,8 @@ def mapped_block(
     at: CalledAt,
     schema: pa.Schema | None = None,
 ) -> pa.RecordBatch:
-    """As `mapped`, with the generator of a job with this seed if the function takes one. `shard` is
-    the number of the block's shard, and `at` says which of its blocks this is.
+    """Apply the function to a block, with the generator of a job with this seed if the function
+    takes one. `shard` is the number of the block's shard, and `at` names the block.
     """
     assert at.block is not None
     generator = block_generator(seed, shard, at.block) if function.takes_generator else None
@@ -448,7 +453,7 @@ def _infinities(array: pa.Array) -> int:
 
 
 def _arrow(given: object) -> pa.Array | None:
-    """As an Arrow array; None if it is not one of the kinds that are taken."""
+    """Convert the result to an Arrow array; None if its kind is not supported."""
     if isinstance(given, pa.ChunkedArray):
         given = given.combine_chunks()
         if isinstance(given, pa.ChunkedArray):
@@ -481,7 +486,7 @@ def _of_numpy(given: np.ndarray) -> pa.Array:
 
 
 def _bare(kind: pa.DataType) -> str:
-    """The type without what a library chooses for itself: the width of offsets, and views."""
+    """Return the type without a library's own choices: the width of offsets, and views."""
     text = str(kind)
     for word in ("large_", "_view"):
         text = text.replace(word, "")
@@ -489,7 +494,7 @@ def _bare(kind: pa.DataType) -> str:
 
 
 def _loose(kind: pa.DataType) -> str:
-    """The type without the size of its numbers."""
+    """Return the type without the size of its numbers."""
     return _NUMBER.sub("number", _bare(kind))
 
 

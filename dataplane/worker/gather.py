@@ -1,4 +1,4 @@
-"""Gathers rows of canonical blocks into one slab, in the layout of arena/slab_layout.py."""
+"""Gather rows of canonical blocks into one slab, in the layout of arena/slab_layout.py."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _Pieces(Struct, frozen=True):
 
 
 class Gathered(Struct, frozen=True):
-    """How many of the batches fitted, where their columns lie, and how many bytes they took; if
-    none fitted, the bytes that the first one needs.
+    """The number of batches that fitted, the places of their columns, and their size; if none
+    fitted, the size of the first one.
     """
 
     batch_count: int
@@ -193,7 +193,7 @@ class Gather:
 
 
 class _Slab:
-    """The batches that fit into a slab, as their rows `part` are written."""
+    """The batches that fit into a slab, of which the rows `part` are written."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class _Slab:
 
 
 def _cut(spans: tuple[Ints, Ints], form: ListForm) -> tuple[Ints, Ints]:
-    """Where lists that may be too long start, and how long they are then."""
+    """Return where lists that may be too long start once cut, and their lengths."""
     if not form.length_max:
         return spans
     starts, lengths = spans

@@ -1,4 +1,6 @@
-"""The images of one slab: where they lie encoded, which part of each is kept, and their pixels."""
+"""The images of one slab: find the encoded images, choose the part of each, and write its
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,8 @@ class SlabImages:
     def write(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows, out: Bytes
     ) -> None:
-        """The pixels of the first rows of the index, as many as `out` has room for. The index names
-        places in `blocks`, some of which may be excerpts.
+        """Write the pixels of the first rows of the index, as many as `out` has room for. The index
+        names places in `blocks`, some of which may be excerpts.
 
         Shapes:  row_index: int32[rows, 2].   out: uint8[n * bytes of one image].
         Raises:  ImageError: names shard, row and column.
@@ -173,7 +175,7 @@ class SlabImages:
         return restart_indexes.places(self._restart_indexes, of, before[of] + starts, lengths)
 
     def _draw_of(self, column: str, row_index: RowIndex, numbers: npt.NDArray[np.int32]) -> Draw:
-        """What draws the numbers of a step for each of these samples."""
+        """Return the function that draws the numbers of a step for each of these samples."""
         shards = self._shards[row_index[:, 0]]
         rows = self._first_rows[row_index[:, 0]] + numbers
         seed, epoch = self._render.seed, self._render.epoch

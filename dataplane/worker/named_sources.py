@@ -1,4 +1,4 @@
-"""The column that says which source of a mixture each sample of a slab is of."""
+"""Add a column that names the source of each sample in a slab of a mixture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPE = np.dtype(np.int32)
 
 
 class Gathers(Protocol):
-    """What assembles a slab."""
+    """The interface that assembles a slab."""
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None, /) -> Gathered:
         """Write as many whole batches as fit; `expect` is called before with the bytes that they
@@ -26,8 +26,8 @@ class Gathers(Protocol):
 
 
 class NamedSources:
-    """What another gathers, and behind it a column of int32: the source of each row, which is that
-    of its block. Only those of the rows `part` are written.
+    """The columns that another object gathers, followed by a column of int32: the source of each
+    row, which is that of its block. Only the rows `part` are written.
 
     Shapes:  sources: one a block.   row_index: int32[rows, 2], (index of the block, row).
     """
@@ -45,7 +45,7 @@ class NamedSources:
         self._ends = np.cumsum([0, *(batch.rows for batch in batches)]) * _DTYPE.itemsize
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """As that of the other."""
+        """Implement `Gathers.into`."""
         own = ALIGN_BYTES + int(self._ends[-1])
         made = self._gather.into(slab[: max(len(slab) - own, 0)], expect)
         if not made.batch_count:

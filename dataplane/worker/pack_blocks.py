@@ -41,7 +41,9 @@ _KINDS = {"position_ids": 2, "document_ids": 3, "cu_seqlens": 4, "max_seqlen": 5
 
 
 class PackForm(Struct, frozen=True):
-    """How the blocks of a dataset become packs: their columns, and those of packs, all FIXED."""
+    """The rules by which a dataset's blocks become packs: their columns, and those of packs, all
+    FIXED.
+    """
 
     pack: PackSpec
     stored: tuple[ColumnSpec, ...]
@@ -78,7 +80,7 @@ class PackForm(Struct, frozen=True):
 
     @property
     def padding(self) -> bytes:
-        """What tokens are padded with."""
+        """The padding of tokens."""
         return np.array(self.pack.pad_value).astype(self.specs[0].dtype).tobytes()
 
     @property
@@ -97,7 +99,7 @@ class PackForm(Struct, frozen=True):
         return batch_columns(self.specs, self.pack)
 
     def column(self, name: str) -> int:
-        """Which of the stored columns has this name."""
+        """Return the index of the stored column with this name."""
         return next(at for at, spec in enumerate(self.stored) if spec.name == name)
 
 
@@ -109,8 +111,8 @@ class PackBlock(Struct, frozen=True):
 
 
 class AskedPacks(NamedTuple):
-    """Which packs of a block are asked for: the keys with which they are drawn, None for packs that
-    are not shuffled, and the documents that were taken out of the block.
+    """The packs that are requested of a block: the keys with which they are drawn, None for packs
+    that are not shuffled, and the documents that were removed from the block.
     """
 
     keys: tuple[int | None, ...]
@@ -118,7 +120,7 @@ class AskedPacks(NamedTuple):
 
     @classmethod
     def of_blocks(cls, body: tasks.Assemble) -> tuple[Self, ...]:
-        """Those of each block of a slab."""
+        """Return the requested packs of each block of a slab."""
         blocks = len(body.block_keys)
         keys: Sequence[tuple[int | None, ...]] = ((None,),) * blocks
         if body.pack_keys:
@@ -130,12 +132,12 @@ class AskedPacks(NamedTuple):
 
     @classmethod
     def of_excerpt(cls, place: tasks.ExcerptPlace) -> Self:
-        """Those of an excerpt."""
+        """Return the requested packs of an excerpt."""
         return cls(place.pack_keys or (None,), place.taken_out)
 
 
 def _document(origin: tasks.Origin | None, row: int) -> str:
-    """A row of a block, as errors begin with it."""
+    """Describe a row of a block for the start of an error."""
     if origin is None:
         return ""
     if origin.of_view:
@@ -200,7 +202,7 @@ class KnownPacks:
         return made
 
     def forget(self, block_key: int) -> None:
-        """The block is gone, or its packs are not needed."""
+        """Forget the packs of a block that is gone, or whose packs are not needed."""
         known = self._packs.pop(block_key, {})
         self._bytes -= sum(each.nbytes for each in known.values())
 

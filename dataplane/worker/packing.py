@@ -56,7 +56,7 @@ class PackGather:
         self._index = np.array(row_index, np.int32, order="C")
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """As Gather.into.
+        """Implement Gather.into.
 
         Raises:  RowOutOfBounds: a pack is not where its block says.
         """
@@ -91,7 +91,7 @@ class PackGather:
 
 
 class CountGather:
-    """Assembles one slab that says of blocks what becomes of their tokens, or its rows `part`.
+    """Assembles one slab that reports the fate of blocks' tokens, or its rows `part`.
 
     Shapes:  row_index: int32[rows, 2], (block, 0).
     """
@@ -116,7 +116,7 @@ class CountGather:
         self._packings = np.array(rows, np.int64).reshape(-1, len(_NO_PACKING))
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """As Gather.into."""
+        """Implement Gather.into."""
         return _into(self._form.specs, self._batches, slab, expect, self._write)
 
     def _write(self, count: int, columns: Sequence[Bytes]) -> None:
@@ -131,8 +131,8 @@ def _padded_into(
     expect: Callable[[int], None] | None,
     write: Callable[[int, Sequence[Bytes]], None],
 ) -> Gathered:
-    """As `_into`, for batches that are one padded batch each, or none. Behind their columns lies
-    the shape of each.
+    """Implement `_into`, for batches that are one padded batch each, or none. Behind their columns
+    lies the shape of each.
     """
     if any(batch.rows > 1 for batch in batches):
         raise RowOutOfBounds("a batch has more than one padded batch", row=1)

@@ -1,4 +1,4 @@
-"""Where the columns of a batch lie, without a Python object per column: a wide table has tens of
+"""Find the columns of a batch without a Python object per column: a wide table has tens of
 thousands, and inspecting each would take longer than decoding it.
 
 Source:  https://arrow.apache.org/docs/format/CDataInterface.html

@@ -89,7 +89,7 @@ class WorkerProcess:
         return self._stderr.tail.decode(errors="replace")
 
     def is_hung(self, now: float, probe: Callable[[], object]) -> bool:
-        """Whether it is to be replaced, as `Pulse.is_lost` says; ask it about twice a second."""
+        """Whether it must be replaced, by `Pulse.is_lost`; call this about twice a second."""
         if not self._process.has_started or self.sock.fileno() < 0:
             return False
         return self._pulse.is_lost(self._process.pid, now, probe)
@@ -122,7 +122,7 @@ class WorkerProcess:
             self._loop.remove_reader(self.sock.fileno())
 
     def _tell_end(self, ended: Callable[[int], None], status: int) -> None:
-        """In the thread that hears of it."""
+        """Report the end; called in the thread that learns of it."""
         with contextlib.suppress(RuntimeError):  # the node has ended as well
             self._loop.call_soon_threadsafe(self._collected, ended, status)
 

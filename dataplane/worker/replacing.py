@@ -1,8 +1,8 @@
-"""Rows whose images cannot be decoded, and the rows that are gathered in their places.
+"""Rows whose images cannot be decoded, and the rows that replace them.
 
-1. A row gets the place of another one only within its block, so that no other block is read, and
-   the same one on all nodes: docs/order.md specifies which.
-2. A row that was taken out of the job takes no place.
+1. A row is replaced by another one of its block, so that no other block is read, and by the same
+   one on all nodes: docs/order.md specifies which.
+2. A row that was removed from the job replaces none.
 3. An image that was decoded is not decoded again because others of its slab cannot be.
 """
 
@@ -71,8 +71,8 @@ class TriedImages(Struct):
 
 
 class ReplacingGather:
-    """What another gathers, with other rows in the places of those whose images cannot be decoded;
-    `told` gets these, by shard and row.
+    """The rows that another object gathers, with other rows in place of those whose images cannot
+    be decoded; `told` gets these, by shard and row.
 
     Shapes:  row_index: int32[rows, 2].
     """
@@ -93,7 +93,7 @@ class ReplacingGather:
         self._index = np.array(row_index, np.int32, order="C")
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """As that of the other.
+        """Implement `Gathers.into`.
 
         Raises:  ImageError: no row of a block can be decoded, or not all of them are in memory.
         """
@@ -141,8 +141,8 @@ def with_replaced(
 def _stand_in(
     block: OpenBlock, row: int, fault: ImageError, unfit: set[int], seed: int, check: Check
 ) -> int:
-    """The row that is gathered in the place of this one. `unfit` rows are known not to be able to;
-    more are added.
+    """Return the row that replaces this one. `unfit` rows are known to be unable to; more are
+    added.
     """
     origin = block.origin
     assert origin is not None
@@ -163,7 +163,7 @@ def _failed(fault: ImageError, why: str) -> ImageError:
 
 
 def rows_taken_out(body: Assemble) -> list[set[int]]:
-    """Those of each block of the task."""
+    """Return the removed rows of each block of the task."""
     if not body.taken_out_counts:
         return [set() for _ in body.block_keys]
     rows = iter(one.row for one in body.taken_out)

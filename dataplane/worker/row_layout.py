@@ -124,7 +124,7 @@ def rows_of_block(
 
 
 def _taken(array: pa.Array, kind: Kind, rows: pa.Array) -> pa.Array:
-    """Rows of a column. Slabs have the bytes of a null, too, which Arrow leaves out."""
+    """Take rows of a column. Slabs also have the bytes of a null, which Arrow leaves out."""
     if kind in {Kind.FIXED, Kind.OBJECT} or not array.null_count:
         return array.take(rows)
     buffers, is_text = array.buffers(), kind in TEXTS

@@ -47,7 +47,7 @@ class StackedPlan(Struct, frozen=True):
 
 
 def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> StackedPlan:
-    """As `plan_columns`; stacked columns need not be listed in columns=.
+    """Implement `plan_columns`; stacked columns need not be listed in columns=.
 
     Raises:  ConfigError: as `plan_columns`, and for a column that cannot be stacked.
     """
@@ -89,7 +89,7 @@ def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:
 
 
 def canonical_stacked(batch: pa.RecordBatch, plan: StackedPlan, url: str) -> pa.RecordBatch:
-    """As `canonical`, with the columns of stacks side by side.
+    """Implement `canonical`, with the columns of stacks side by side.
 
     Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
     """

@@ -264,7 +264,7 @@ def _gather_of(
     body: tasks.Assemble,
     rows: RowIndex,
 ) -> Gathers:
-    """Gathers rows of a task; `told` gets those that have others in their places."""
+    """Gather rows of a task; `told` gets those that are replaced by others."""
     blocks = [state.blocks[key] for key in body.block_keys]
     if dataset.packs is not None:
         places = places_of(rows, [block.numbers for block in blocks])
@@ -303,7 +303,7 @@ def _pack_gather(
     as_rows: bool = False,
     part: slice = slice(None),
 ) -> PackGather | CountGather:
-    """The packs `part` of these blocks, each by its own key and what is asked of its packs."""
+    """Gather the packs `part` of these blocks, each by its own key and request."""
     if form.counts:
         opened = [state.blocks[key] for key, _ in blocks]
         named = [(one.columns, one.origin) for one in opened]
@@ -317,7 +317,7 @@ def _pack_gather(
 
 
 def _packed(state: _State, form: PackForm, block_key: int, asked: AskedPacks) -> PackBlock:
-    """A block with the packs that are asked for."""
+    """Return a block with the requested packs."""
     block = state.blocks[block_key]
     if block.numbers is not None:
         return PackBlock(block.columns, None)

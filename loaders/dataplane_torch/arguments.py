@@ -349,7 +349,7 @@ def _absolute(url: str) -> str:
 
 
 def _missing(url: str) -> str:
-    """What is wrong with a local path that does not exist; "" for all others."""
+    """Describe the problem of a local path that does not exist; "" for all others."""
     path = url.removeprefix("file://")
     if not path.startswith("/") or os.path.lexists(path) or (path != url and "%" in path):
         return ""

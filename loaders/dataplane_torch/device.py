@@ -37,11 +37,11 @@ class CudaTarget(Struct, frozen=True):
     index: int | None
 
     def copy_stream(self) -> CopyStream:
-        """As in Target."""
+        """Implement Target.copy_stream."""
         return CudaCopyStream(torch.cuda.current_device() if self.index is None else self.index)
 
     def pinning(self, *, reads_all: bool) -> Pinning:
-        """As in Target."""
+        """Implement Target.pinning."""
         return DevicePinning(Cuda(_wait_for_copies) if reads_all else Cuda())
 
 
@@ -56,23 +56,23 @@ class CudaCopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
-        """As in CopyStream."""
+        """Implement CopyStream.copying."""
         # A batch may be copied ahead in inference mode, but used after inference mode has ended.
         with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
     def mark(self) -> Any:
-        """As in CopyStream."""
+        """Implement CopyStream.mark."""
         return self._stream.record_event()
 
     def wait_for(self, mark: Any) -> Any:
-        """As in CopyStream."""
+        """Implement CopyStream.wait_for."""
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(mark)
         return stream
 
     def record(self, copied: Any, stream: Any) -> None:
-        """As in CopyStream."""
+        """Implement CopyStream.record."""
         copied.record_stream(stream)
 
 

@@ -249,8 +249,8 @@ class DataLoader(LoaderBase[_T_co]):
                 told(epoch)
 
     def statistics(self) -> Statistics:
-        """What this loader did so far, and where the time of its loop went. Use the difference of
-        two values (`later.since(earlier)`) to leave out the start.
+        """Return the loader's work so far, and the causes of its waits. Use the difference of two
+        values (`later.since(earlier)`) to leave out the start.
 
         Raises:  ConfigError: over a Dataset, whose workers do not measure this.
         """
@@ -276,8 +276,8 @@ class DataLoader(LoaderBase[_T_co]):
         return self._place.state().to_dict()
 
     def ledger(self) -> str:
-        """What this run was given to train on, as JSON lines to be saved beside its checkpoints:
-        `dataplane trace`, `where` and `replay` answer from it which rows any step has.
+        """Return the record of this run's data, as JSON lines to be saved beside its checkpoints:
+        `dataplane trace`, `where` and `replay` find in it which rows any step has.
 
         Raises:  ConfigError: over a Dataset, whose samples have no names.
         """

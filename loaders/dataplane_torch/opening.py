@@ -1,7 +1,7 @@
-"""What a loader opens: a job over urls, or passes over a torch Dataset.
+"""Open a loader: a job over urls, or passes over a torch Dataset.
 
-Everything that only one of the two needs is imported when it is needed, and what a job needs once
-its node has been started: a node takes longer to start than these imports.
+Modules for only one of the two are imported when it is opened. Modules for a job are imported once
+its node has been started, since a node takes longer to start than these imports.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def new_pass(
 
 
 def make_told(sampler: object) -> None:
-    """As `sampling.make_told`."""
+    """Call `sampling.make_told`, imported late."""
     from dataplane_torch.local import sampling
 
     sampling.make_told(sampler)

@@ -66,7 +66,7 @@ class Cuda:
         self._wait = wait
 
     def register(self, address: int, size_bytes: int) -> None:
-        """As in Device."""
+        """Implement Device.register."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
         if status:
@@ -76,18 +76,18 @@ class Cuda:
             raise RuntimeError(f"cudaHostRegister: error {status}")
 
     def unregister(self, address: int) -> None:
-        """As in Device."""
+        """Implement Device.unregister."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostUnregister(address))
         if status:
             raise RuntimeError(f"cudaHostUnregister: error {status}")
 
     def is_used(self) -> bool:
-        """As in Device."""
+        """Implement Device.is_used."""
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """As in Device."""
+        """Implement Device.synchronize."""
         self._wait()
 
 

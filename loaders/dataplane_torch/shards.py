@@ -217,7 +217,7 @@ class UrlJob:
         return MixStep(epoch, -(-start // batch) + (found.position - start) // batch)
 
     def statistics(self) -> Statistics:
-        """What was loaded so far, and where the loop's time went."""
+        """Return the work so far, and the causes of the loop's waits."""
         return self._session.statistics()
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _no_faults(step: object, steps: tuple[AnyStep, ...]) -> Iterator[str]:
 
 
 class StepKind(Struct, Generic[Values], frozen=True, kw_only=True):
-    """What a file declares about its step.
+    """The declarations of a step's file.
 
     checked       returns the step with normalised parameters; raises ConfigError, whose text starts
                   with the given place

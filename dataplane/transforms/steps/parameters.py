@@ -47,7 +47,7 @@ def word(given: str, words: Sequence[str], where: str) -> str:
 
 
 def sides_fault(sides: Sequence[int]) -> str:
-    """What is wrong with these sides of an image, in pixels; "" if they are valid."""
+    """Describe the problem of these sides of an image, in pixels; "" if they are valid."""
     if all(1 <= side <= SIDE_MAX for side in sides):
         return ""
     return f"every side has 1 to {SIDE_MAX} pixels, not {tuple(sides)}"

@@ -49,7 +49,7 @@ class PassPlace:
         self.workers = [WorkerState() for _ in range(max(1, worker_count))]
 
     def state(self) -> PassState:
-        """As it is now."""
+        """Return the present state."""
         if self.is_finished and self.has_default_generator:
             # The next pass draws from this state unless something else draws first.
             generators = {**self.sampler.generators, **default_generator()}
@@ -71,8 +71,8 @@ class PassPlace:
 
 
 class Beginning:
-    """What both kinds of pass do before and after torch's own constructor runs. `loaded_in` are the
-    epochs that the samplers were set to when `resume` was loaded.
+    """The steps of both kinds of pass before and after torch's own constructor runs. `loaded_in`
+    are the epochs that the samplers were set to when `resume` was loaded.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Beginning:
         torch_pass.yielded_count = self.place.step = self.place.next_worker = 0
 
     def _iterator_of(self, state: SamplerState) -> Iterator[Any]:
-        """As it was made, and the generators as it found them when it was first asked."""
+        """Return the iterator, and the generators' states at its first request."""
         load_generators(self._index_sampler, self._generator, state.made_with or state.generators)
         self.remember()
         iterator: Iterator[Any] = iter(self._index_sampler)

@@ -81,7 +81,7 @@ class LocalPass(LocalPassBase):
             return super().__next__()
 
     def next_batch(self) -> Any:
-        """As torch does it; with a target device, the batch is copied there."""
+        """Make the next batch as torch does; with a target device, copy it there."""
         if not self._is_asked:
             self._is_asked = True
             if self.beginning.is_told_otherwise():

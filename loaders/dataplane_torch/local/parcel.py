@@ -87,7 +87,7 @@ class Packer:
     def _stack(
         self, batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
     ) -> torch.Tensor:
-        """As torch's own function does it, into an extent where that is worth it."""
+        """Stack tensors like torch's own function, into an extent where that is worth it."""
         del collate_fn_map
         first = batch[0]
         if first.layout is not torch.strided or first.is_nested or first.device.type != "cpu":
@@ -161,8 +161,8 @@ class Packer:
         return placed, collated
 
     def _held(self, collated: dict[Extent, _Collated]) -> set[Extent]:
-        """Those that the dataset or its collate function still holds: they must not change
-        while in use. The others are dead now, and are handed over.
+        """Return the tensors that the dataset or its collate function still holds: they must not
+        change while in use. The others are dead now, and are handed over.
         """
         held = set()
         for extent, known in collated.items():
@@ -186,7 +186,7 @@ class Packer:
 
 
 def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of the first one's type and contiguous, as torch's workers make it."""
+    """Stack tensors in the first one's type, contiguous, like torch's workers."""
     out = torch.stack(tuple(batch), 0)
     if out.dtype is batch[0].dtype and out.is_contiguous():
         return out

@@ -76,7 +76,9 @@ class PassState(Struct, frozen=True):
     samplers: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values: all JSON, except for the contents of the user's own states."""
+        """Convert the state to plain values: all JSON, except for the contents of the user's own
+        states.
+        """
         sampler = {**structs.asdict(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
             del sampler["made_with"]

@@ -238,7 +238,7 @@ def stands_as(state: SamplerState) -> bool:
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
-    """Of the generators that a loader's samplers may draw from, as they stand now."""
+    """Return the present states of the generators from which a loader's samplers may draw."""
     found = _generators(index_sampler, generator)
     if generator is None:
         found = {**found, _DEFAULT: torch.default_generator}

@@ -179,7 +179,7 @@ class Worker:
     def _encoded(
         self, task: int, kind: str, made: list[Any], state: WorkerState | None
     ) -> bytes | memoryview:
-        """What was made, or why it cannot be sent, which is the user's to know."""
+        """Encode the result, or the reason why it cannot be sent, which the user must see."""
         parcel = None
         try:
             parcel = self._packer.pack(made)
@@ -293,7 +293,7 @@ class _Inbox:
         os._exit(1)
 
     def _received(self) -> bytes | None:
-        """What the trainer has sent, when it has; None when it is gone."""
+        """Wait for the trainer's next message; None when the trainer is gone."""
         try:
             while not self._poll.poll(_PARENT_POLL_MS):
                 if self._parent_pid and os.getppid() != self._parent_pid:

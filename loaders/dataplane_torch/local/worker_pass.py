@@ -37,7 +37,7 @@ from dataplane_torch.torch_private.memory import pin_memory
 
 
 class WorkerPass(WorkerPassBase):
-    """As torch's with num_workers > 0."""
+    """A pass like torch's with num_workers > 0."""
 
     def __init__(
         self,
@@ -314,7 +314,9 @@ class WorkerPass(WorkerPassBase):
             sending.begin()
 
     def _next_made(self) -> BatchTask | None:
-        """As `_answered`, but without changes; a batch that is a worker's error does not count."""
+        """Return the next answer, without changes; a batch that is a worker's error does
+        not count.
+        """
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
                 return task if task.answer.kind != "error" else None

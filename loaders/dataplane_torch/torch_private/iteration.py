@@ -101,7 +101,7 @@ class LoaderBase(torch.utils.data.DataLoader[_T_co]):
         return super()._get_iterator()
 
     def _get_iterator(self) -> Any:
-        """What torch's own methods call for a new iterator."""
+        """Return a new iterator; called by torch's own methods."""
         return self._new_pass()
 
     def __getstate__(self) -> dict[str, Any]:
