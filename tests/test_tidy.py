@@ -34,8 +34,8 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 131, "loaders": 30, "benchmarks": 44, "tests": 213},
-    "names": {"dataplane": 1327, "loaders": 74, "benchmarks": 502, "tests": 2352},
+    "docstrings": {"dataplane": 34, "loaders": 0, "benchmarks": 44, "tests": 213},
+    "names": {"dataplane": 1326, "loaders": 74, "benchmarks": 502, "tests": 2351},
     "functions": {"dataplane": 67, "loaders": 2, "benchmarks": 11, "tests": 52},
     "crumbs": {"dataplane": 43, "loaders": 5},
 }
