@@ -179,7 +179,7 @@ def _skipped(launches: Sequence[_Launch]) -> list[tuple[int, int, int]]:
                 low = launch.at.cursor if epoch == launch.at.epoch else 0
                 if epoch < launch.at.epoch or (until is not None and epoch > until.epoch):
                     continue
-                # A launch that begins behind skipped positions has passed over them, too.
+                # A launch that begins after skipped positions counts them as skipped, too.
                 high = until.cursor if until is not None and epoch == until.epoch else end
                 if max(begin, low) < min(end, high):
                     found.append((epoch, max(begin, low), min(end, high)))

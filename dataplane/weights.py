@@ -39,8 +39,9 @@ class ShareChange(Struct, frozen=True):
 
 
 class MixHistory(Struct, frozen=True):
-    """All shares of a job, each from where it takes effect, the first of them from the start. Past
-    and planned ones are alike. `length` is that of an epoch in samples, 0 for none.
+    """All shares of a job in order, past and planned ones, each with the place where it takes
+    effect; the first takes effect at the start. `length` is that of an epoch in samples, 0 for
+    none.
     """
 
     changes: tuple[ShareChange, ...]

@@ -124,7 +124,7 @@ class Engine:
         """Stop all work."""
         self._planner.close()
 
-    # -- what happens ----------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
     def open_delivery(self, delivery: DeliveryArena) -> None:
         """Allow slabs to be made in this arena."""

@@ -52,14 +52,14 @@ def _fetcher() -> _Main:
 
 
 def _index_reader() -> _Main:
-    # As late: only many shards are worth one.
+    # A late import, too: only nodes that index many shards need it.
     from dataplane.index import batch_reader
 
     return batch_reader.main
 
 
 def _lender() -> _Main:
-    # As late: only nodes with neighbours have one.
+    # A late import, too: only nodes with neighbours have a lender.
     from dataplane.neighbours import process
 
     return process.main

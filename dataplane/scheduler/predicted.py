@@ -298,7 +298,7 @@ class _Node:
         number = now + 1 if now < epoch else -now - 2
         self._readings = [
             WalkPosition(now, self._orders[now], at),
-            # Another reader than the one that is open later, as in a node.
+            # As in a node, this is not the reader that is opened later.
             WalkPosition(number, self._orders[now + 1], -left, is_open=now < epoch),
         ]
 

@@ -189,7 +189,7 @@ class Listing:
         full = [info for one in self._ranges for info in one.found]
         if not self._empty:
             return full
-        # An empty "folder/" does not stand for the object that is listed as it is.
+        # An empty "folder/" that is listed under its own key stands for no other object.
         for info in full:
             self._empty.pop(info.url, None)
         by_url = attrgetter("url")
