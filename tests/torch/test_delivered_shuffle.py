@@ -12,7 +12,7 @@ import pytest
 from dataplane_torch import DataLoader
 from small_nodes import alone
 
-LABELS, BATCH, BATCHES = 100, 256, 20
+LABELS, BATCH, BATCHES = 100, 256, 40
 
 
 def entropy(labels: np.ndarray) -> float:
