@@ -114,11 +114,11 @@ imports: setup ## which rooms may import which (the contracts are in pyproject.t
 	$(VENV)/bin/lint-imports --no-logo
 
 protos: setup ## generate dataplane/rpc/v1 from proto/
-	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	$(PROTOC) --python_out=. --pyi_out=. $(PROTOS)
 
 protos-check: setup ## check that the committed generated code is current
 	@fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
-	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS); \
+	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" $(PROTOS); \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
 	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
 

@@ -14,7 +14,6 @@ REQUIREMENTS = [
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 ]
 GENERATED = {
-    "grpcio": r"GRPC_GENERATED_VERSION = '([\d.]+)'",
     "protobuf": r"Protobuf Python Version: ([\d.]+)",
 }
 
