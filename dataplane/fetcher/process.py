@@ -30,7 +30,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -38,14 +38,12 @@ from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError, NeighbourGone, PeerLost
+from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, ShardNotFound, StoreError
 from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.neighbours import NeighbourReads
-from dataplane.fetcher.outcome import outcome
 from dataplane.fetcher.slabs import MadeSlabs
-from dataplane.fetcher.targets import spaced, views
 from dataplane.machine import collect_rarely
 from dataplane.model import BlockForm, StorePause
 from dataplane.neighbours.line_tls import LineTls
@@ -68,6 +66,51 @@ _END_S = 30.0
 
 
 MakeStores = Callable[[Observe], Stores]
+
+
+# Turn the end of a read into an outcome, whatever happened, since somebody waits for it.
+
+
+# The targets of one read: parts of a shard, and where their bytes go.
+
+
+def views(order: fetches.ReadRange, arena: Arena, stack: contextlib.ExitStack) -> list[memoryview]:
+    """Where the bytes of each target go."""
+    regions = [target.into for target in order.targets]
+    return [stack.enter_context(arena.view(each.offset, each.length)) for each in regions]
+
+
+def spaced(
+    targets: Sequence[fetches.ReadTarget], into: Sequence[memoryview]
+) -> Iterator[memoryview]:
+    """Where the bytes of a read go, one part after the other; those between targets go nowhere."""
+    at = targets[0].offset
+    for target, each in zip(targets, into, strict=True):
+        if target.offset > at:
+            yield memoryview(bytearray(target.offset - at))
+        yield each
+        at = target.offset + len(each)
+
+
+def outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
+    """Return the error of `work`, which performs the read called `name`; None if it has none.
+
+    Raises:  EndedEarlyError: another request has read it.
+    """
+    try:
+        work()
+    except EndedEarlyError:
+        raise
+    except ShardNotFound as error:
+        again = "restore it, or begin a new run without it"
+        return ShardNotFound(
+            f"{error}; it was there when the dataset was indexed: {again}", **error.nouns
+        )
+    except DataplaneError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 - also a library's panic: the node waits
+        return StoreError(f"{name}: {type(error).__name__}: {error}", shard=name)
+    return None
 
 
 class _Read(Struct, eq=False):

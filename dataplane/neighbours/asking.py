@@ -12,13 +12,15 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -26,9 +28,9 @@ from msgspec import Struct
 from dataplane.errors import ConfigError, NeighbourGone
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.asking_slabs import Place, SlabAsk, SlabExchange
+from dataplane.neighbours.handshake import HANDSHAKE_S
 from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
 from dataplane.neighbours.names import Names
-from dataplane.neighbours.openings import Openings
 from dataplane.neighbours.receiving import (
     Arriving,
     left_s,
@@ -55,6 +57,42 @@ Claim = Callable[[], None]
 """Called when all bytes have arrived. May raise: then they do not count."""
 _Ask = Callable[["_Line"], Answer]
 _Take = Callable[[socket.socket, Answer], None]
+
+
+# Limit how many connections with one neighbour are opened at the same time.
+#
+# A lender closes connections of a host that has many of them without a proof, since it cannot know
+# yet who asks. A fetcher with many reads must not look like an attack.
+
+OPENINGS_MAX = 4
+"""For one process and address; a lender allows 32 for a host."""
+
+
+class Openings:
+    """The openings of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._of: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def turn(self, address: str) -> Iterator[None]:
+        """Wait until a connection with this address may be opened, which is done within the block.
+
+        Raises:  TimeoutError: the others do not end.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._of[address] < OPENINGS_MAX, HANDSHAKE_S):
+                raise TimeoutError
+            self._of[address] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._of[address] -= 1
+                if not self._of[address]:
+                    del self._of[address]
+                self._changed.notify_all()
 
 
 class _Line(Struct, eq=False):

@@ -26,6 +26,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from dataplane.arena.allocator import Allocator
 from dataplane.rpc import messages
 from dataplane.rpc.held import HeldBlocks
@@ -44,7 +46,6 @@ from dataplane.scheduler.keeping import Keeping
 from dataplane.scheduler.passes import Passes
 from dataplane.scheduler.planning import Planning
 from dataplane.scheduler.records import Loan, Moment, SlabPhase, SlabTask, StreamState
-from dataplane.scheduler.reuse import Reuse
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.stalls import Stalls
@@ -55,6 +56,38 @@ _PIECES_A_WORKER = 2
 """So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""
 _STARTS_MAX = 64
 """So many loads are started for a task at once, as each takes some of the event loop's time."""
+
+
+# Measure how much of the blocks that streams needed was in memory, because another stream or epoch
+# had caused the read.
+
+
+class Reuse:
+    """Counts each remote block once for each stream that needs it. The stream that causes a read
+    does not count as reuse. So all useful reads plus `found_bytes` add up to the stored size of
+    everything that streams needed.
+    """
+
+    def __init__(self) -> None:
+        self.found_bytes = 0
+
+    def gathered(self, task: SlabTask, now: float) -> None:
+        """Note that the rows of this task are about to be gathered from its blocks."""
+        stream, blocks = task.stream, task.plan.blocks
+        if stream.seen is None:
+            stream.seen = np.zeros(int(task.datasets.starts[-1]), np.bool_)
+        first = blocks[~stream.seen[blocks]]
+        if not len(first):
+            return
+        stream.seen[first] = True
+        for dataset, some in task.datasets.parts(first):
+            marks = dataset.marks
+            remote = some[marks.is_remote[some]]
+            again = remote[marks.used[remote] >= marks.fetched[remote]]
+            found = int(dataset.stored[again].sum())
+            self.found_bytes += found
+            dataset.account.memory_bytes += found
+            marks.used[remote] = now
 
 
 class Scheduler:
