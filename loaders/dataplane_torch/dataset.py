@@ -31,6 +31,7 @@ from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
+from dataplane_torch.torch_private import workers
 
 # Workers of older passes than these no longer start.
 _PASSES_KEPT = 64
@@ -213,6 +214,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             )
             self._session.mix = self._mix
             weakref.finalize(self, self._session.close).atexit = False
+            if get_worker_info() is not None:
+                workers.end_queues_at_exit()
         return self._session
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -380,3 +382,36 @@ def test_a_build_with_cuda_reports_its_contexts() -> None:
 def test_what_is_there_is_not_complained_of() -> None:
     require(sys, "path")
     require(torch.ones(1), "numpy")
+
+
+PICKLES_AT_ITS_END = """
+import threading
+from multiprocessing.reduction import ForkingPickler
+import torch
+from dataplane_torch.torch_private import workers
+
+def pickle_tensors():
+    for _ in range(5000):
+        ForkingPickler.dumps(torch.zeros(4))
+
+workers._FEEDER_S_MAX = 60.0
+workers.end_queues_at_exit()
+threading.Thread(target=pickle_tensors, name=workers._FEEDER, daemon=True).start()
+"""
+
+
+def test_a_process_ends_normally_while_a_queue_pickles_tensors() -> None:
+    """Without `end_queues_at_exit`, three of four abort."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PICKLES_AT_ITS_END], check=False, capture_output=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+
+
+def test_a_queue_calls_its_thread_so() -> None:
+    queue: Any = multiprocessing.get_context("spawn").Queue()
+    queue.put(1)
+    assert workers._FEEDER in {thread.name for thread in threading.enumerate()}
+    queue.get()
+    queue.close()
+    queue.join_thread()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,9 @@ import torch
 from torch.utils import data as torch_data
 
 from dataplane_torch.torch_private.versions import require
+
+_FEEDER = "QueueFeederThread"
+_FEEDER_S_MAX = 1.0
 
 require(torch._utils, "ExceptionWrapper")
 require(torch.multiprocessing, "_set_thread_name")
@@ -81,3 +86,18 @@ def set_worker_info(worker_id: int, worker_count: int, seed: int, dataset: Any) 
     _worker._worker_info = _worker.WorkerInfo(
         id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
     )
+
+
+def end_queues_at_exit() -> None:
+    """Let a worker of torch's DataLoader that was started by spawn end normally. Python aborts a
+    process that exits while a thread is inside of torch, and there the thread of
+    multiprocessing.Queue that pickles tensors often is: torch closes the queue, but does not wait.
+    """
+    atexit.register(_join_feeders)
+
+
+def _join_feeders() -> None:
+    for thread in threading.enumerate():
+        # One that still runs then waits for a pipe that nobody reads: it is not inside of torch.
+        if thread.name == _FEEDER:
+            thread.join(_FEEDER_S_MAX)
