@@ -28,7 +28,7 @@ PROTOCOL_VERSION = 6
 ORDER_VERSION = 2
 
 RAISE, REPLACE = "raise", "replace"
-"""What becomes of an image that cannot be decoded: the values of `bad_images`."""
+"""The values of `bad_images`: what happens to an image that cannot be decoded."""
 
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40

@@ -34,10 +34,10 @@ VAGUE_FUNCTIONS = frozenset({"tell", "look", "ask"})
 CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
-    "docstrings": {"dataplane": 34, "loaders": 0, "benchmarks": 44, "tests": 213},
-    "names": {"dataplane": 1326, "loaders": 74, "benchmarks": 502, "tests": 2351},
-    "functions": {"dataplane": 67, "loaders": 2, "benchmarks": 11, "tests": 52},
-    "crumbs": {"dataplane": 33, "loaders": 5},
+    "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 44, "tests": 207},
+    "names": {"dataplane": 1301, "loaders": 74, "benchmarks": 502, "tests": 2325},
+    "functions": {"dataplane": 64, "loaders": 2, "benchmarks": 11, "tests": 49},
+    "crumbs": {"dataplane": 32, "loaders": 5},
 }
 
 PRAGMA = re.compile(r"\s*# (noqa|type: ignore|fmt:).*$")

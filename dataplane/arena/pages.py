@@ -26,7 +26,7 @@ _SMALL_BYTES_FIRST = 32 << 20
 _CPU_S_MAX = 0.3e-3
 """For a MiB of huge pages. Small ones take 0.3 to 0.8 ms."""
 _TRIAL_CPU_S = 6e-6
-"""What trials may take for each MiB of small pages between them."""
+"""The time that trials may take for each MiB of small pages between them."""
 _PAUSE_BYTES = 256 << 20
 _PAUSE_BYTES_MAX = 4 << 30
 

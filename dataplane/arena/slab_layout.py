@@ -30,13 +30,13 @@ _Number = TypeVar("_Number", int, Ints)
 
 ALIGN_BYTES: Final = 64
 SIDE_BYTES: Final = 8
-"""Of one length or offset."""
+"""Bytes of one length or offset."""
 SHAPE_BYTES: Final = 2 * SIDE_BYTES
-"""Of the rows and the width of one padded batch."""
+"""Bytes of the row count and the width of one padded batch."""
 INDEX_BYTES: Final = 8
-"""Of one row in the row index."""
+"""Bytes of one row in the row index."""
 NUMBER_BYTES: Final = 4
-"""Of one row number in an excerpt of a block."""
+"""Bytes of one row number in an excerpt of a block."""
 TEXTS: Final = frozenset({Kind.BYTES, Kind.STRING})
 
 

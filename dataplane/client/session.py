@@ -84,7 +84,7 @@ class Session:
         """Other weights that people have asked for, in the order of their places, as far as they
         are known here. Replaced when others become known."""
         self.mixes_applied: set[int] = set()
-        """Those that `mix` has because a pass has come to their place."""
+        """The changes that are in `mix` because a pass has come to their place."""
         self.epoch_samples: dict[tuple[int, MixHistory], int] = {}
         """How many samples epochs have with these weights, as far as the node was asked."""
         self._closed = False

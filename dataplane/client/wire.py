@@ -51,7 +51,7 @@ class Wire:
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
         self._working: dict[int, tuple[float, Working]] = {}
-        """What the node has said last that it does for a request, and when."""
+        """The last Working message of the node for each request, and when it came."""
         self._forgotten: set[int] = set()
         self._receiver: int | None = None
         self._waiters: set[int] = set()

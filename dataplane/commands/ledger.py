@@ -28,7 +28,7 @@ from dataplane.ledger import Ledger, LedgerEntry, text_faults
 
 @click.group("ledger")
 def ledger() -> None:
-    """What a job was given to train on: an append-only list of its launches and changes."""
+    """Show what a job was given to train on: an append-only list of its launches and changes."""
 
 
 def _of_job(command: Callable[..., Any]) -> Callable[..., Any]:

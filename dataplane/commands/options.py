@@ -49,8 +49,8 @@ SECURITY_SETTINGS = tuple(setting.name for setting in security_settings.SECURITY
 CLIENT_SETTINGS = (
     *("join", "listen", "state_dir", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure"),
 )
-"""What a command needs to reach a coordinator. The others of SECURITY_SETTINGS act in what listens,
-in nodes, and where functions are called.
+"""The settings that a command needs to reach a coordinator. The rest of SECURITY_SETTINGS act in
+servers, in nodes, and where functions are called.
 """
 
 

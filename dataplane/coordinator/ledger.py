@@ -69,7 +69,7 @@ class JobLedger:
         self.entries = sorted(entries, key=lambda entry: entry.seq)
         self._head = self.entries[-1].hash if self.entries else ""
         self.marks = tuple(map(LedgerMark.of, self.entries[-MARKS_MAX:]))
-        """Those of the last entries."""
+        """Marks of the last entries."""
         # Every heartbeat of every member asks for them.
         self._mixes = [entry for entry in self.entries if entry.kind == MIX]
         starts = [entry for entry in self.entries if entry.kind in _OF_LAUNCHES]

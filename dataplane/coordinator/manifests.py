@@ -38,13 +38,13 @@ from dataplane.rpc.sharing import (
 )
 
 MAKER_SHARE = 1 / 2
-"""Of a lease, without a word of the maker, after which another node makes it."""
+"""The share of a lease after which another node makes the manifest, if its maker says nothing."""
 _WORDS = 4
-"""That a maker sends in this time."""
+"""Messages that a maker sends in this time."""
 FETCH_S = 60.0
-"""As long as a node that was sent to a holder counts as one that reads there."""
+"""How long a node that was sent to a holder counts as one of its readers."""
 READERS_MAX = 8
-"""Of one holder: each of them is a holder soon."""
+"""Readers of one holder: each of them is a holder soon."""
 _HOLDERS_MAX = 64
 _MANIFESTS_MAX = 1024
 _FAILURES_MAX = 2
@@ -54,7 +54,7 @@ _FINGERPRINT_LENGTH_MAX = 64
 _PAUSE_S_MIN, _PAUSE_S_MAX, _PAUSE_SHARE = 0.1, 5.0, 1 / 8
 _BUSY_PAUSE_S = 0.5
 ASKS_PER_S = 500
-"""Of all that wait: a call takes 0.6 ms, and members of jobs need their heartbeats meanwhile."""
+"""Calls of all waiting nodes together: a call takes 0.6 ms, and heartbeats need their time, too."""
 _PACED_S_MAX = 60.0
 _LOOPBACK = ("127.", "[::1]:")
 

@@ -25,7 +25,7 @@ from dataplane.rpc.fetches import DiskBody, KeptFound, KeptName, ReadEnded, Read
 
 _READERS, _WRITERS = 8, 2
 _SLOWEST_BYTES = 16 << 20
-"""That a disk has to read or write every second, after the time that it has for each order."""
+"""The bytes a second that a disk has to read or write, after the time allowed for each order."""
 _SCAN_S = 3600.0
 
 Tell = Callable[[ReadEnded | KeptFound], None]

@@ -30,7 +30,7 @@ from dataplane.trace import Trace
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 2.0, 60.0
 LATE_S = 1.0
-"""As long as it is not known how long neighbours take."""
+"""Until it is known how long neighbours take."""
 
 _trace = Trace("fetcher")
 

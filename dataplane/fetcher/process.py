@@ -125,9 +125,9 @@ class _Read(Struct, eq=False):
     """Whether the request under way is to the neighbour."""
     is_hedged: bool = False
     ends: tuple[int, ...] = ()
-    """What the neighbour answered for each target, as in `wire`, if that ends the first request."""
+    """The neighbour's answer for each target, as in `wire`, if it ends the first request."""
     store_bytes: int = 0
-    """That the first request asks the store for."""
+    """The bytes that the first request asks the store for."""
     hedge_bytes: int = 0
 
     @property
@@ -247,7 +247,7 @@ class Reads:
             arena.prepare(target.into.offset, target.into.length)
 
     def _sink(self, order: fetches.ReadRange) -> Callable[[memoryview], Sink | None] | None:
-        """What a read writes through, if that is better than into prepared memory."""
+        """The sink that a read writes through, if that costs less than prepared memory."""
         arena, regions = self._arenas[order.arena_id], [each.into for each in order.targets]
         is_new = order.neighbour is None and all(
             arena.is_new(region.offset, region.length) for region in regions

@@ -42,7 +42,7 @@ from dataplane.trace import Trace
 
 RULE = HedgingRule(share=0.05, reads_min=20, late_factor=2.0, late_s_min=0.2)
 LATE_S = 5.0
-"""As long as it is not known how long slabs take."""
+"""Until it is known how long slabs take."""
 _SPARE_MAX = 4
 _SPARE_S = 5.0
 _END_S = 30.0
@@ -61,7 +61,7 @@ class _Making(Struct, eq=False):
     why_dropped: DataplaneError | None = None
     """Nobody waits for it any more."""
     error: DataplaneError | None = None
-    """Of the first maker, while the second one may still send the slab."""
+    """The first maker's error, while the second one may still send the slab."""
 
     def drop(self, why: DataplaneError) -> None:
         """End both requests that are under way."""

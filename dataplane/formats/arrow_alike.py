@@ -26,7 +26,7 @@ _ROW_BITS_MAX = 1 << 40
 _BITS = 8
 
 _Nodes = tuple[tuple[int, int], ...]
-"""Of each array, depth first: how many values it has for each row, and the bits of a value; 0 bits
+"""For each array, depth first: how many values it has for each row, and the bits of a value; 0 bits
 if it has no buffer of values.
 """
 

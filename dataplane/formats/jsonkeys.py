@@ -20,11 +20,11 @@ from dataplane.formats.known_names import WORD_BYTES, KnownNames
 _BEFORE, _AFTER = bytes(WORD_BYTES), bytes(2 * WORD_BYTES)
 _COLON, _SPACE, _QUOTE, _BACKSLASH, _OPEN, _CLOSE, _NULL = b': "\\[]n'
 _ENDS_NAME = ~np.isin(np.arange(256), list(b"\\: ,[{\t"))
-"""What comes before a quote that ends a name. After the others it begins a text, or is part of one:
-names that end with these are not noticed here.
+"""Bytes that may come before a quote that ends a name. After any other byte, a quote begins a text
+or is part of one: names that end with these are not noticed here.
 """
 _VALUES, _NULLS, _EMPTY_LISTS = range(3)
-"""What a key had so far: values; nulls only; lists without a value that is not null."""
+"""States of a key so far: it had values; nulls only; lists with nothing but nulls."""
 
 
 class KnownKeys:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dataplane.plan.null_counts import NEVER, UNKNOWN
 
 ROWS, NONE, NOT_KNOWN = -3, -2, -1
-"""Of a field node: a shard has as many nulls as rows; none; it is not known."""
+"""Null counts of a field node in a shard: one for each row; none; not known."""
 
 _CHILDLESS = frozenset(
     kind.id

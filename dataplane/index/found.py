@@ -9,9 +9,9 @@ from msgspec import Struct
 from dataplane.model import ObjectInfo
 
 SHARDS_MAX = 32
-"""That are read and indexed ahead: there may be a million, and one process does it."""
+"""Shards that are read and indexed ahead: there may be a million, and one process does it."""
 PLACES_MAX = 1024
-"""That a scout reads in one round."""
+"""Places that a scout reads in one round."""
 Listed = tuple[str, int, str]
 """Url, size and etag of an object."""
 Place = tuple[int, int, int]

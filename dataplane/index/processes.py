@@ -59,7 +59,7 @@ _READS_AT_ONCE = 64
 _BATCHED_MIN = 256
 _READER_PAIRS_MAX = 4
 _READER_BUDGET_S = 5.0
-"""What takes longer to read is left out: the node tells people that it waits for a store."""
+"""Shards that take longer to read are left out: the node says that it waits for a store."""
 
 _ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 

@@ -20,7 +20,7 @@ from dataplane.index.parts import NotReadError, PartsOfShard
 from dataplane.model import Region
 
 BYTES_MAX = 16 << 20
-"""That are asked for at once. Shards that need more are left out."""
+"""Bytes that are requested at once. Shards that need more are left out."""
 _ROUNDS_MAX = 4
 """How often more of a shard is asked for: a large footer, then what the footer names."""
 _SHARD_BYTES_MAX = 1 << 20

@@ -17,7 +17,7 @@ from dataplane.rpc.lending import Asked
 
 
 class LoanStage(enum.Enum):
-    """What happens next on a connection.
+    """The next thing that happens on a connection.
 
     TLS               the asker is to make the handshake of TLS
     OPENING, PROOF    the asker is to send this part of the handshake
@@ -70,13 +70,13 @@ class Connection(Struct, eq=False):
     opening: LineOpening | None = None
     nonce: bytes = b""
     only_under: tuple[str, ...] = ()
-    """What is lent for the key that it was opened with."""
+    """The only prefixes that are lent for the key that the connection was opened with."""
     request: Request | None = None
     number: int = 0
-    """Of the request, between lender and node; 0 if the node does not know of one."""
+    """Number of the request, between lender and node; 0 if the node does not know of one."""
     sending: SentPayload | None = None
     bytes_in_flight: int = 0
-    """That count for this request; 0 until it had its turn."""
+    """Bytes that count for this request; 0 until it had its turn."""
 
     def receive(self) -> bool:
         """Append received bytes to `received`; return False if the connection is gone.

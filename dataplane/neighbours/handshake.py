@@ -27,14 +27,14 @@ KEY_BYTES = 32
 HANDSHAKE_S = 2.0
 """From the first byte to the last."""
 NAME_BYTES_MAX = 1024
-"""Of an encoded job id or node id."""
+"""Bytes of an encoded job id or node id."""
 
 ONE_SIDE = "peer_tls is set on one side only"
 TLS_HELLO = 0x16
 """The first byte of a connection with TLS."""
 TLS_ALERT = bytes.fromhex("1503030002020a")
-"""What TLS sends in plain text about a message that it did not expect: said by a side that expects
-TLS and does not get it, or the other way round, so that both know.
+"""The plain-text alert of TLS about an unexpected message, from a side that expects TLS and gets
+something else, or the other way round, so that both know.
 """
 
 _OPENING = struct.Struct("<4sHHHHQ32s")

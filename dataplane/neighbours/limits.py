@@ -27,7 +27,7 @@ class Limits(Struct, frozen=True):
 
     connections: int = 4096
     body_bytes: int = 128 << 20
-    """Of requests for slabs, that are in memory until the node has read them."""
+    """Bytes of requests for slabs, which are in memory until the node has read them."""
     body_bytes_of_neighbour: int = 32 << 20
     connections_of_neighbour: int = 512
     opening: int = 1024
@@ -38,9 +38,9 @@ class Limits(Struct, frozen=True):
     """From the first byte of a request to the last."""
     idle_s: float = 60.0
     turn_s: float = 5.0
-    """That a request waits for its turn; then it is refused."""
+    """How long a request waits for its turn; then it is refused."""
     answer_s: float = 60.0
-    """That a request waits for the node; then its connection is closed."""
+    """How long a request waits for the node; then its connection is closed."""
     send_s: float = 5.0
     """For a payload and its receipt, and a second more for every `slowest_bytes` of it."""
     slowest_bytes: int = 8 << 20

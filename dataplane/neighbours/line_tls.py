@@ -23,7 +23,7 @@ from dataplane.neighbours.wire import WrongFrameError
 from dataplane.security.tls import Certificates, Pems, TlsFiles, is_any_of, load_cert_chain
 
 LINE_BYTES_MAX = 256 << 30
-"""What one connection may bring: less than an AES-GCM key of TLS is good for (RFC 8446, 5.5)."""
+"""Bytes that one connection may carry. An AES-GCM key of TLS is good for more (RFC 8446, 5.5)."""
 
 
 class _Contexts(Struct, frozen=True):

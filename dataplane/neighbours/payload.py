@@ -31,10 +31,10 @@ from dataplane.rpc import tasks
 from dataplane.rpc.lending import Give
 
 _CHECK_BYTES = 4 << 20
-"""That are checked at a time: half a millisecond."""
+"""Bytes that are checked at a time: half a millisecond."""
 _SEND_BYTES = 4 << 20
 _ENCRYPT_BYTES = 256 << 10
-"""That are encrypted at a time: a quarter of a millisecond."""
+"""Bytes that are encrypted at a time: a quarter of a millisecond."""
 
 
 def fits(request: Request, give: Give, arena_bytes: int) -> bool:

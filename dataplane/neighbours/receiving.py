@@ -16,7 +16,7 @@ from dataplane.neighbours.wire import Answer
 
 _PAYLOAD_S = 5.0
 _SLOWEST_BYTES = 8 << 20
-"""That a payload has to bring every second, after the first _PAYLOAD_S."""
+"""The bytes a second at which a payload has to arrive, after the first _PAYLOAD_S."""
 _CLOSED = "it closed the connection"
 _SLICE_BYTES = 512 << 10
 """Received at a time, so that the checksum is of bytes that are still in the processor's cache."""

@@ -51,10 +51,10 @@ from dataplane.model import BlockForm
 
 VERSION = 2
 LENGTH_MAX = 1 << 40
-"""Of the payload that is asked for, so that sums of lengths stay within 64 bits."""
+"""The largest payload that can be requested, so that sums of lengths stay within 64 bits."""
 BODY_BYTES_MAX = 1 << 20
 NOTE_BYTES_MAX = 4 << 20
-"""It says where the columns lie, in 5 to 15 bytes each: 280,000 columns at least."""
+"""A note says where the columns lie, in 5 to 15 bytes each: 280,000 columns at least."""
 
 RUN_BLOCKS_MAX = 128
 """Asked for at once."""
@@ -63,7 +63,7 @@ RUN_BYTES_MAX = 2 << 20
 GIVEN_WHOLE, NOT_GIVEN = 0, (1 << 64) - 1
 """In the note about a run."""
 NO_DATASET = bytes(16)
-"""Of a slab, and of a manifest, which is asked for like the bytes of a raw block."""
+"""The dataset of a slab, and of a manifest, which is requested like the bytes of a raw block."""
 
 _REQUEST = struct.Struct("<4sHHQ16sQQQ")
 _ANSWER = struct.Struct("<4sHHQQII")

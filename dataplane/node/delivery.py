@@ -53,7 +53,8 @@ class DeliveryArena(Struct, eq=False):
     names_sources: bool = False
     """Whether the last column of its batches says which of the datasets a sample is of."""
     collated: CollatedColumns | None = None
-    """What a collate function makes of its batches; None if there is none, or if that is asked."""
+    """The columns that a collate function makes; None if there is no function, or if columns
+    of rows are requested."""
     job_id: str = ""
     """Whose slabs these are, if they are for trainers of this node."""
 

@@ -21,7 +21,7 @@ from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
 
 _AHEAD_S = 1.0
-"""What is not indexed ahead by then is large."""
+"""A dataset that is not indexed by then is large."""
 
 
 class NodeStores:

@@ -61,7 +61,7 @@ class _Nobody:
 
 
 NOBODY: Neighbours = _Nobody()
-"""Of a node without neighbours: nobody is asked, and nobody asks."""
+"""The neighbours of a node that has none."""
 
 
 class _Run(Struct, eq=False):
@@ -85,7 +85,7 @@ class LentBlocks:
         self._left_alone: set[BlockName] = set()
         """Blocks that are read from the store next."""
         self._runs: dict[int, _Run] = {}
-        """Those that wait for their answer, by the number of each block that has none."""
+        """The runs that wait for their answer, by the number of each block that has none."""
         self._given: dict[int, tuple[int, ...]] = {}
         """The numbers of the blocks that were given for a run, by its number."""
 

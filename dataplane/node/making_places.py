@@ -67,7 +67,7 @@ class MakingPlaces:
         self._config, self._engine = config, engine
         self._opener, self._lender = opener, lender
         self._leaving: list[MakingPlace] = []
-        """Of these something may still be read."""
+        """Places from which something may still be read."""
 
     @property
     def is_empty(self) -> bool:

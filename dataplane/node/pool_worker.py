@@ -23,7 +23,8 @@ _SCHEMA_PART_BYTES = 128 * 1024
 # A block's source has its url and its path, of a few thousand bytes each at most.
 _BLOCKS_A_PACKET = 20
 _UNWANTED_S = 1.0
-"""What a function may still take that nobody waits for: a new worker has to import it again."""
+"""The time that a function may still take when nobody waits for it: a new worker has to import it
+again."""
 _KEYS_A_PACKET = 10_000
 _NO_ARENA = (1 << 64) - 1
 
@@ -134,7 +135,7 @@ class PoolWorker(Struct, eq=False):
     waiting: bool = False
     is_up: bool = False
     is_ending: bool = False
-    """It closed its connection or was killed, and its exit status was not collected yet."""
+    """The worker closed its connection or was killed, and its exit status was not collected yet."""
     reading: tasks.Reading | None = None
     """The block, image or step that it has reported."""
     end: ProcessEnd | None = None

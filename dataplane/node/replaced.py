@@ -17,10 +17,10 @@ from dataplane.rpc.membership import MemberProgress
 from dataplane.trace import Trace
 
 ROWS_MAX = 1024
-"""That are told of each job: one with more has a problem that lines of a log do not solve."""
+"""Rows that are reported of each job: more are a problem that lines of a log do not solve."""
 _AT_ONCE = 64
 _TEXT_MAX = 1024
-"""Of what another node says: a heartbeat must be sent, whatever that is."""
+"""Characters of another node's text: a heartbeat must be sent, whatever the text is."""
 _JOBS_MAX = 64
 _RowName = tuple[str, int]
 

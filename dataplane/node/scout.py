@@ -42,12 +42,12 @@ DEADLINE_S = 10
 _READS_AT_ONCE = 32
 _MANIFEST_BYTES_MAX = 64 << 20
 _MORE_BYTES_MAX = 64 << 20
-"""That are read for those who ask."""
+"""Bytes that are read for processes that ask."""
 _TIMEOUT_S = 5.0
 _END_S = 1.0
 _LENGTH_BYTES = 8
 _ASKED_BYTES_MAX = 32 * PLACES_MAX
-"""Of a message that asks for so many places."""
+"""Bytes of a message that asks for so many places."""
 
 Connect = Callable[[str], Store]
 

@@ -59,7 +59,7 @@ _PAUSE_S_MAX = 60.0
 _PIECE_BYTES = 4 << 20
 _PREFIXES_MAX = 64
 _FETCHES_MAX = 4
-"""That fail, before a node makes it for itself: each waits for an answer."""
+"""Failed fetches before a node makes the manifest for itself: each waits for an answer."""
 _REFUSED_S, _REFUSED_PAUSE_S = 60.0, 0.2
 """A holder refuses until it has made the bytes."""
 

@@ -17,7 +17,7 @@ from dataplane.plan.permute import GAMMA, Domain, Words, key, mix_in_place
 Int64 = NDArray[np.int64]
 
 POSITIONS = 512
-"""Of an epoch, so many in a row or a few more have packs of about the same cost."""
+"""So many positions of an epoch in a row, or a few more, have packs of about the same cost."""
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 
 

@@ -23,7 +23,7 @@ class TcpAddress(Struct, frozen=True):
 
     @property
     def target(self) -> str:
-        """As gRPC wants it."""
+        """The address in gRPC's form."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -35,7 +35,7 @@ class UnixAddress(Struct, frozen=True):
 
     @property
     def target(self) -> str:
-        """As gRPC wants it."""
+        """The address in gRPC's form."""
         return _UNIX + self.path
 
 

@@ -13,11 +13,11 @@ from dataplane.trace import UNSAFE
 
 NAME_LENGTH_MAX = 256
 ELEMENTS_MAX = 1 << 17
-"""Of all lists of a message together: each takes far more memory and time than its two bytes."""
+"""Elements of all lists of a message: each takes far more memory and time than its two bytes."""
 VALUES_MAX = 2 * ELEMENTS_MAX
-"""Of a trainer's message, with those in its lists: a url is one, an image step a dozen."""
+"""Values of a trainer's message, with those in its lists: a url is one, an image step a dozen."""
 URLS_MAX = 64
-"""Of a dataset, as a node tells them to the coordinator."""
+"""URLs of a dataset, as a node names them to the coordinator."""
 _SHOWN_LENGTH = 40
 
 

@@ -104,37 +104,37 @@ class CoordinatorClient:
         self._away_since: float | None = None
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
-        """As `Coordination.register_node`."""
+        """See `Coordination.register_node`."""
         answer = await self._patiently("register_node", request, self._patience_s)
         return cast(RegisterNodeResponse, answer)
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        """As `Coordination.join`."""
+        """See `Coordination.join`."""
         return cast(JoinResponse, await self._patiently("join", request, self._patience_s))
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """As `Coordination.heartbeat`."""
+        """See `Coordination.heartbeat`."""
         return cast(HeartbeatResponse, await self._watched("heartbeat", request))
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """As `Coordination.leave`; repeated for a second at most, since it delays an exit."""
+        """See `Coordination.leave`; repeated for a second at most, since it delays an exit."""
         patience_s = min(1.0, self._patience_s)
         return cast(LeaveResponse, await self._patiently("leave", request, patience_s))
 
     async def share_manifest(self, request: ShareManifestRequest) -> ShareManifestResponse:
-        """As `Coordination.share_manifest`."""
+        """See `Coordination.share_manifest`."""
         return cast(ShareManifestResponse, await self._watched("share_manifest", request))
 
     async def status(self, request: StatusRequest) -> StatusResponse:
-        """As `Coordination.status`."""
+        """See `Coordination.status`."""
         return cast(StatusResponse, await self._call("status", request))
 
     async def ledger(self, request: LedgerRequest) -> LedgerResponse:
-        """As `Coordination.ledger`."""
+        """See `Coordination.ledger`."""
         return cast(LedgerResponse, await self._call("ledger", request))
 
     async def change(self, request: ChangeRequest) -> ChangeResponse:
-        """As `Coordination.change`."""
+        """See `Coordination.change`."""
         return cast(ChangeResponse, await self._call("change", request))
 
     async def close(self) -> None:

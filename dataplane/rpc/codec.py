@@ -28,7 +28,7 @@ _SHOWN_AROUND = 20
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True):
-    """What is sent, or a part of it."""
+    """A message, or a part of one."""
 
 
 class SentError(Message, frozen=True):

@@ -57,7 +57,7 @@ _HANDSHAKE_LOOK_S, _HANDSHAKE_SEEN_S, _HANDSHAKE_KEPT_S = 2.0, 0.5, 15.0
 and longer than gRPC lets a handshake take.
 """
 _HANDSHAKES_FEW, _HANDSHAKES_S = 20, 60.0
-"""As many connections without a call as probes make in this time."""
+"""The number of connections without a call that probes make in this time."""
 _NEVER = float("-inf")
 _DESCRIPTORS = Path("/proc/self/fd")
 _host_of = functools.lru_cache(4096)(network_of)
@@ -80,7 +80,7 @@ class PeerConnection(Struct, frozen=True):
     called: float = _NEVER
 
     def order(self) -> tuple[float, float]:
-        """Those without a call go first, and of these the oldest."""
+        """The order of closing: connections without a call first, and of these the oldest."""
         return self.called, self.seen
 
     def is_idle(self, now: float) -> bool:
@@ -186,7 +186,7 @@ class OpenConnections:
         self._untold: dict[str, tuple[int, str]] = {}
         self._told_at: dict[str, float] = {}
         self._exceeded: dict[str, tuple[int, float]] = {}
-        """Of each host that had too many: in how many looks, and when it was last."""
+        """For each host that had too many: in how many looks, and when last."""
         self._away: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

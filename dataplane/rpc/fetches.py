@@ -144,7 +144,7 @@ class ScanKept(Message, frozen=True):
 
     @property
     def length(self) -> int:
-        """It reads no block."""
+        """Always 0: no block is read."""
         return 0
 
 

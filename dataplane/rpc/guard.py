@@ -54,7 +54,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: _Continue, details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
-        """As gRPC calls it."""
+        """Check one call; gRPC calls this."""
         method = await continuation(details)
         if method is None:
             return self._refusing(details.method, _UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
@@ -149,7 +149,7 @@ def _another(request: Any, secret: str | bytes | None) -> str:
 
 
 def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str:
-    """What a message asks for that neither its caller's token nor the coordinator allows, or ""."""
+    """The request in a message that its caller's token or the coordinator does not allow, or ""."""
     if caller.job:
         for job in _jobs(request):
             if job != caller.job:

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 
 class HeldBlocks(Struct, frozen=True):
-    """What is allocated of the memory for blocks, and what the `disk_blocks` files on its disk take
-    that it may have; a limit of 0: it has no disk for blocks.
+    """The memory allocated for a node's blocks, and the bytes of its `disk_blocks` files on disk,
+    each with its limit. A limit of 0: the node has no disk for blocks.
     """
 
     memory_bytes: int = 0

@@ -73,7 +73,7 @@ class MissingPart(Message, frozen=True):
 
 
 class MissingParts(Message, frozen=True):
-    """What is to be read, too; nothing if the batch is over."""
+    """The parts that must be read, too; none if the batch is over."""
 
     number: Unsigned
     parts: tuple[MissingPart, ...] = ()

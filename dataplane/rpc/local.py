@@ -56,7 +56,7 @@ def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) 
 
 
 def send_encoded(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...] = ()) -> None:
-    """As `send`, for a message that is already encoded."""
+    """Send a message that is already encoded: see `send`."""
     if len(wire) <= PACKET_BYTES_MAX:
         _send_packet(sock, wire, descriptors)
         return

@@ -1,4 +1,4 @@
-"""What a node asks of a maker, another node whose workers make slabs for it.
+"""Requests of a node to a maker, another node whose workers make slabs for it.
 
 The note that comes with the answer is an encoded tasks.Result. Its body is an Assembled, which
 describes the slab; with `batch_count` 0 and without a slab, if the asker has too little room for

@@ -149,7 +149,7 @@ class MixPromise(Struct, frozen=True):
 
 
 class MemberProgress(Struct, frozen=True):
-    """What one rank has consumed, from where it `began`: None until it has. `mix` are the weights
+    """The progress of one rank, from where it `began`: None until it has. `mix` are the weights
     of its last stream over a mixture, which began at `mix_from`. `promise` is its answer to the
     present proposal of others, and `known_entry` the last entry of such that its node knows.
     `replaced` are rows of the job that have others in their places, as its node has found them.
@@ -322,8 +322,8 @@ class NodeStatus(Struct, frozen=True):
 
 
 class StatusResponse(Struct, frozen=True):
-    """Those of the `job_count` jobs that run or were active last, and those of the `node_count`
-    nodes that were heard of last.
+    """The jobs, of `job_count`, that run or were active last, and the nodes, of `node_count`, that
+    were heard of last.
     """
 
     version: str

@@ -364,7 +364,7 @@ class CloseJob(Message, frozen=True):
 
 
 Question = DescribeColumns | ReadCategories | DescribeEpoch | ChangeWeights
-"""What is asked about a job that is open."""
+"""A question about a job that is open."""
 
 ToNodeBody = Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob | Question
 FromNodeBody = (

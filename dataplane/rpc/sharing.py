@@ -1,4 +1,4 @@
-"""What nodes that open the same dataset say to a coordinator, and its answers.
+"""Messages of nodes that open the same dataset to a coordinator, and its answers.
 
 Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
 of proto/dataplane/rpc/v1/sharing.proto, whose comments are the specification; a test compares
@@ -26,7 +26,7 @@ class NodeWork(Struct, frozen=True):
 
 
 class ManifestState(enum.StrEnum):
-    """What a node says of the manifest that it opens."""
+    """The state of the manifest that a node opens."""
 
     WANTED = "wanted"
     MAKING = "making"
@@ -54,8 +54,8 @@ class ShareManifestRequest(Struct, frozen=True):
 
 
 class ManifestTurn(enum.StrEnum):
-    """What a node does about a manifest: MAKE it, for others too; WAIT while another node does;
-    FETCH it from one that has it; KEEP it for others; or make it for itself ALONE.
+    """The next step of a node for a manifest: MAKE it, for others too; WAIT while another node
+    does; FETCH it from one that has it; KEEP it for others; or make it for itself ALONE.
     """
 
     MAKE = "make"

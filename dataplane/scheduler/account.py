@@ -55,11 +55,11 @@ class Account(Struct, eq=False):
     decoding_s: float = 0.0
     disk_us: int = 0
     disk_bytes: int = 0
-    """Of the bytes read, those that the node's own disk had."""
+    """The bytes read that the node's own disk had."""
     neighbour_bytes: int = 0
-    """Of the bytes read, those that neighbours gave."""
+    """The bytes read that neighbours gave."""
     memory_bytes: int = 0
-    """What was needed and not read, since it was in memory."""
+    """The bytes that were needed and not read, since they were in memory."""
     advanced_at: float = 0.0
     """When something was done for the dataset last."""
     _reading_s: float = 0.0

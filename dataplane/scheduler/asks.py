@@ -67,9 +67,9 @@ class Asks:
         self._borrowed = borrowed
         self._waiting: dict[_Name, _Waiting] = {}
         self._idle: dict[_Name, _Waiting] = {}
-        """Those whose read is to begin."""
+        """Blocks whose read is to begin."""
         self._of_runs: set[_Name] = set()
-        """Those that are asked for in runs."""
+        """Blocks that are requested in runs."""
         self._lent: dict[int, CachedBlock] = {}
         self._count = 0
         blocks.is_lacked = lambda dataset, index: (

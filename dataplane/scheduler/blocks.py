@@ -81,7 +81,7 @@ class BlockTable:
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
         self._fetching = self._decoding = self.loaded_bytes = 0
-        """What all blocks took that have become ready, each time."""
+        """The bytes of all blocks that have become ready, each time that one did."""
         self.is_short = False
         """Whether one task needs the whole arena."""
         self.is_lacked: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False

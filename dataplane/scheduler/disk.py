@@ -66,7 +66,7 @@ class _Shelf(Struct, eq=False):
     looked: int = 0
     raw_bytes: int = 0
     kept_bytes: int = 0
-    """What all of the dataset takes on disk, and in memory."""
+    """The bytes that the whole dataset takes on disk, and in memory."""
 
     def add(self, block: int, size: int) -> None:
         self.places[block] = len(self.blocks)
@@ -103,7 +103,7 @@ class DiskTier:
         self._readings = readings
         self._read: dict[bytes, _Shelf] = {}
         self._unread: OrderedDict[bytes, _Shelf] = OrderedDict()
-        """Of datasets that no job reads, those read last at the end."""
+        """Shelves of datasets that no job reads, those read last at the end."""
         self._changes: dict[DiskName, Change] = {}
         self._farthest: list[tuple[int, DiskName]] = []
         """Blocks that are needed late, as of when they were written or looked at, the last ones at

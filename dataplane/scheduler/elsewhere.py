@@ -70,7 +70,7 @@ class Elsewhere:
         self._makers: dict[str, KnownMaker] = {}
         self._of_delivery: dict[int, _Makers] = {}
         self._asked: dict[int, SlabTask] = {}
-        """Those that other nodes make now, by number."""
+        """Tasks that other nodes do now, by number."""
         self._hungry = self._calm = 0
         self._made_here = self._made_elsewhere = 0
         self.is_short = not self.has_workers

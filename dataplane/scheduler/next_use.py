@@ -105,7 +105,7 @@ class _Resident(Struct, eq=False):
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)
     horizon: int = 0
-    """What is needed after so many positions is not needed by any open stream."""
+    """A use after so many positions is beyond any open stream."""
     has_moved: bool = False
     """Whether examining one reader's blocks has moved some of them to another reader."""
 

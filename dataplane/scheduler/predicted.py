@@ -59,7 +59,7 @@ class Guests(Struct, frozen=True):
 
 
 GuestsOf = Callable[[int, Ints], Guests]
-"""Of an epoch and some of its blocks."""
+"""Returns the guests of an epoch and some of its blocks."""
 
 
 class EpochReads(Struct, frozen=True):

@@ -52,7 +52,7 @@ _PAUSE_S, _PAUSE_S_MAX = 0.25, 10.0
 _LATE_MAX = 3
 """So many times in a row another maker may be faster than the one that was asked first."""
 _WEIGHT = 0.25
-"""Of the newest slab in the time that a maker takes for a batch."""
+"""The weight of the newest slab in the average time that a maker takes for a batch."""
 _SLOWER_MOST = 8.0
 """How many times as slow as it is thought to be one slab may show a maker to be."""
 _AWAITED = 0.5
@@ -82,7 +82,7 @@ class KnownMaker(Struct, eq=False):
     left_alone_until: float = 0.0
     has_made: bool = False
     why: str = ""
-    """What it failed with last."""
+    """Its last failure."""
 
     def begin(self, count: int, now: float) -> None:
         """Add batches that the maker has to make."""

@@ -42,8 +42,8 @@ Ints = npt.NDArray[np.int64]
 _NO_BLOCKS, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.int32)
 _MANY = 1 << 30
 _PIECE_S, _PIECE_COLUMN_S = 0.002, 0.0001
-"""What a worker takes for a piece of a slab, at least, and more for each of its columns: about ten
-times what its message costs, and what each column takes however few rows a piece has.
+"""The least time of a worker for a piece of a slab, and for each of its columns: about ten times
+the cost of its message, and the time that a column takes however few rows a piece has.
 """
 _WHOLE_S = 0.02
 """A slab that one worker makes alone has batches for so long, at most, or is one."""

@@ -41,7 +41,7 @@ _HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
 _PIPE_BYTES = 1 << 20
 _COPY_BYTES = 256 << 10
 _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
-"""What a kernel says that cannot splice from sockets, or to this memory."""
+"""Errors of a kernel that cannot splice from sockets, or to this memory."""
 
 Connect = Callable[[http.client.HTTPConnection], None]
 """Connects within the connection's timeout."""

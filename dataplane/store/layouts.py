@@ -54,7 +54,7 @@ _HUDI_PARTITION = ".hoodie_partition_metadata"
 _MARKS = frozenset({"state.json", "dataset_info.json", "dataset_dict.json", _HUDI_PARTITION})
 _OF_ICEBERG = re.compile(r".*\.metadata\.json(?:\.gz)?|snap-.*\.avro", re.DOTALL)
 _PROBES = ((_DELTA, "_delta_log/"), (_HUDI, ".hoodie/"), (_ICEBERG, "metadata/snap-"))
-"""What to list to find out whether a folder is a table: nothing, unless it is one. All writers of
+"""Listings that show whether a folder is a table: they are empty unless it is one. All writers of
 Iceberg name the list of a version's files "snap-…".
 """
 _SPLIT_OF = {

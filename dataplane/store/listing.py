@@ -62,7 +62,7 @@ class KeyRange(Struct, eq=False):
     of objects with bytes.
     """
     leap: float = _LEAP
-    """As far as this many pages may be cut off at once, where nobody knows the end."""
+    """How many pages may be cut off at once, where nobody knows the end."""
     is_open: bool = True
     """Whether there may be nothing in the part of it that is still to be listed."""
     doubt: float = 1.0

@@ -25,7 +25,7 @@ SCHEMES = (
     "s3", "gs", "az", "abfs", "abfss", "adl", "http", "https", "file", "hf", "hdfs", "webhdfs",
     "sftp", "ssh", "smb", "oss", "memory",
 )  # fmt: skip
-"""Those that people use, with what fsspec reads; to find out what a typo means."""
+"""Schemes that people use, beside those of fsspec; to find out what a typo means."""
 FILE_PREFIX = "file://"
 # Users never mean a local file by these, unless one exists.
 _MISSING_SLASH = re.compile(

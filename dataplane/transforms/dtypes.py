@@ -6,7 +6,7 @@ DTYPES = (
     *("float32", "float16", "float64", "int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "uint64"),
 )
-"""What columns of numbers can be converted to."""
+"""The types to which columns of numbers can be converted."""
 
 
 def dtype_name(given: object) -> str:

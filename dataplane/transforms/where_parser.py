@@ -37,7 +37,7 @@ TEXT_MAX = 32 << 10
 DEPTH_MAX = 40
 NODES_MAX = 4000
 SUMS_MAX = 64
-"""Of + - * / and %, since each may lie inside of another."""
+"""Operators + - * / and % in a condition, since each may lie inside of another."""
 _SHOWN = 24
 _WHOLE_MAX = 10**76 - 1  # as many digits as a decimal has
 _SURROGATE = re.compile("[\ud800-\udfff]")

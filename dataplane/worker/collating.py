@@ -52,7 +52,7 @@ _DTYPES = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 )
-"""Those of tensors, as this machine stores them."""
+"""The types of tensors, as this machine stores them."""
 _Array = np.ndarray[Any, np.dtype[Any]]
 _GatherSome = Callable[[tuple[Batch, ...], RowIndex], Gathers]
 

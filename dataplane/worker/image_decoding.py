@@ -215,7 +215,7 @@ class SlabImages:
 
 
 def _without(origin: Origin, row: int, key: str | None) -> str:
-    """What leaves the row out of a job."""
+    """The settings that leave the row out of a job."""
     if key is not None and _PLAIN_KEY.fullmatch(key):
         return f"""where="{KEY} != '{key}'\""""
     if origin.of_view:

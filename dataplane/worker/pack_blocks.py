@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _KEPT_BYTES_MAX = 128 << 20
 _KEYS_KEPT = 2
-"""Of one block: an epoch begins while the one before it ends."""
+"""Keys of one block: an epoch begins while the one before it ends."""
 NO_LABEL = -100
 """The label of what has no next token, which PyTorch's losses ignore."""
 # As kernel.h numbers them.
@@ -49,7 +49,7 @@ class PackForm(Struct, frozen=True):
     stored: tuple[ColumnSpec, ...]
     specs: tuple[ColumnSpec, ...]
     outputs: tuple[tuple[int, ...], ...] = ()
-    """Of each column, what kernel.h says of a pack_column, without its address."""
+    """For each column, the fields of a pack_column in kernel.h, without its address."""
 
     @classmethod
     def of(cls, stored: Sequence[ColumnSpec], pack: PackSpec) -> PackForm:

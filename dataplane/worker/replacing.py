@@ -25,7 +25,7 @@ from dataplane.worker.gather import Gathered
 from dataplane.worker.named_sources import Gathers
 
 Check = Callable[[OpenBlock, int], ImageError | None]
-"""What is wrong with the images of this row of a block; None if they can be decoded."""
+"""Returns the error of the images of this row of a block; None if they can be decoded."""
 _REASON_MAX = 300
 _AT_ONCE = 16
 """Images that are decoded together, and again one by one if one of them cannot be."""
