@@ -91,6 +91,7 @@ def test_an_embedded_node_keeps_its_bytecode_where_python_keeps_none(
     nothing_is_kept, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # so it is started by exec
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{tmp_path}")
         listener.listen()

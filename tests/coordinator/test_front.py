@@ -170,7 +170,7 @@ def test_a_record_that_cannot_be_read_stops_the_start_with_advice(tmp_path, body
             db.execute("INSERT INTO members VALUES ('j', 'm', ?)", (body,))
             db.commit()
         server = CoordinatorServer(config(tmp_path), "127.0.0.1:0", TRUSTED)
-        advice = "c.db: the record 'j' of members cannot be read.* newer version.* move it away"
+        advice = "c.db: the record 'j' of members cannot be read.* Another version.* move it away"
         with pytest.raises(ConfigError, match=advice):
             await server.start()
         await server.stop()
