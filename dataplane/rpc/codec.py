@@ -96,7 +96,8 @@ def decode(cls: type[T], wire: bytes) -> T:
     """
     try:
         return cast(T, _decoder(cast(Any, cls)).decode(wire))
-    except (ValueError, RecursionError) as error:
+    # Those of msgspec are ValueErrors only in its newer versions.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"not a {cls.__name__} message: {error}") from error
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from fake_node import open_job
@@ -71,6 +72,10 @@ _HEAVY = {
 }
 
 
+@pytest.mark.skipif(
+    int(np.__version__.partition(".")[0]) < 2 or int(pa.__version__.partition(".")[0]) < 22,
+    reason="older packages import more of Python and of themselves",
+)
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_an_embedded_node_serves_a_dataset_without_heavy_modules(
     tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, *, is_remote: bool
@@ -101,4 +106,4 @@ def test_an_embedded_node_serves_a_dataset_without_heavy_modules(
         threading.Event().wait(0.02)
     modules = set(noted.read_text().split("\n"))
     assert "dataplane.node.server" in modules
-    assert not modules & (_HEAVY - ({"obstore"} if is_remote else set()))
+    assert sorted(modules & (_HEAVY - ({"obstore"} if is_remote else set()))) == []
