@@ -191,8 +191,8 @@ def packs_with(
     cursor: int,
 ) -> Iterator[tuple[int, Place, int, int, dict[str, object]]]:
     """Yield the places, in each epoch, of packs that have tokens of a row, or would have them if
-    the row had not been removed. Each place comes with the document that stood there and the one
-    that is delivered, at least one of which is this row, and with the range of its tokens. `at` is
+    the row had not been removed. Each place comes with the document that stood there, the one that
+    is delivered instead (this row is one of the two, or both), and the range of its tokens. `at` is
     a block among those that have rows, and a row of it. Reads the block's tokens.
 
     Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.

@@ -7,7 +7,7 @@ Invariants:
    rows that cannot be decoded are not noted beyond theirs.
 2. A launch that reads has a start; it has an end once its last member is gone, or a newer launch
    has taken over.
-3. A generation has the changes that existed when it began, whatever is changed later.
+3. The changes of a generation are those that existed when it began; later ones are not added.
 """
 
 from __future__ import annotations

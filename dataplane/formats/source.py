@@ -66,8 +66,8 @@ class Window:
 
 
 class Parts:
-    """A shard of which some ranges are already read, several at a time. `known` maps offsets to
-    bytes that need no read.
+    """A shard, several ranges of which can be read at a time. `known` maps the offsets of ranges
+    that were read before to their bytes.
 
     Raises:  the StoreError family, as the shard does.
     """

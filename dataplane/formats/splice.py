@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` of which only some pieces exist.
+    """A read-only file of `size_bytes` bytes that has only some pieces of its content.
 
     `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them. A
     read outside of the pieces is an error, never zeros.

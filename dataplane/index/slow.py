@@ -2,7 +2,7 @@
 that wait, and to `dataplane status`.
 
 Invariants:
-1. Work that is listed here is in progress: whoever adds it removes it, also when it fails.
+1. Only work in progress is listed: the function that adds work removes it, also when it fails.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 with them; the node keeps none.
 
 1. An answer depends only on the job, its weights so far and the place. So all ranks get the same
-   answer to the same question, from any node, whatever is in progress there.
+   answer to the same question, from any node, at any time.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class KnownMaker(Struct, eq=False):
     left_alone_until: float = 0.0
     has_made: bool = False
     why: str = ""
-    """Its last failure."""
+    """The last failure of the maker."""
 
     def begin(self, count: int, now: float) -> None:
         """Add batches that the maker has to make."""
