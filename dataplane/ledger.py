@@ -23,6 +23,7 @@ from msgspec import Struct
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import DatasetIdentity
+from dataplane.typed import complete
 from dataplane.weights import Unsigned
 
 LEDGER_VERSION = 1
@@ -77,7 +78,7 @@ class LedgerEntry(Struct, frozen=True):
 
         Raises:  TypeError, msgspec.ValidationError: it is none.
         """
-        return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, cls)
+        return msgspec.convert({**plain, "payload": canonical(plain.get("payload"))}, complete(cls))
 
 
 class LedgerMark(Struct, frozen=True):
@@ -152,7 +153,7 @@ class Ledger(Struct, frozen=True):
             if version == LEDGER_VERSION:
                 known = {name: first[name] for name in cls.__struct_fields__[:-1]}
                 entries = [LedgerEntry.of_plain(line) for line in lines]
-                ledger = msgspec.convert({**known, "entries": entries}, cls)
+                ledger = msgspec.convert({**known, "entries": entries}, complete(cls))
                 ledger.check_places()
                 return ledger
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -300,6 +300,20 @@ def test_only_the_command_line_and_benchmarks_print() -> None:
     expect_kept(only_commands_print)
 
 
+@rule(ast.Call)
+def msgspec_reads_complete_types(path: Path, node: ast.AST) -> Iterator[Offence]:
+    assert isinstance(node, ast.Call)
+    name = ast.unparse(node.func)
+    reads = re.fullmatch(r"msgspec\.(convert|\w+\.(decode|Decoder))", name)
+    ours = top_folder(path) in ("dataplane", "loaders") and path.name != "typed.py"
+    if ours and reads and "complete(" not in ast.unparse(node):
+        yield at(path, node.lineno, f"{name} of a type that is not typed.complete")
+
+
+def test_msgspec_reads_complete_types() -> None:
+    expect_kept(msgspec_reads_complete_types)
+
+
 @rule(ast.Import, ast.ImportFrom, ast.Attribute)
 def no_test_sleeps(path: Path, node: ast.AST) -> Iterator[Offence]:
     if top_folder(path) == "tests":

@@ -38,6 +38,7 @@ from dataplane.coordinator.records import (
 )
 from dataplane.errors import ConfigError, DataplaneError, NotWrittenError
 from dataplane.machine import lock_holder
+from dataplane.typed import complete
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -265,7 +266,7 @@ def _body(write: Keep) -> str:
 def _read(cls: type[Record], body: str) -> Record:
     record: Record = _restored(cls, json.loads(body))
     # Of the types that the rest relies on.
-    msgspec.convert(msgspec.to_builtins(record), cls)
+    msgspec.convert(msgspec.to_builtins(record), complete(cls))
     return record
 
 

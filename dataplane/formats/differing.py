@@ -13,6 +13,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.errors import SchemaMismatch
+from dataplane.typed import complete
 
 MARK = b"dataplane.differs"
 _NAMES_SHOWN = 10
@@ -42,7 +43,7 @@ def with_difference(field: pa.Field, difference: Difference) -> pa.Field:
 def differing(field: pa.Field) -> Difference | None:
     """Return how the shards of a dataset differ in this column; None if they agree."""
     mark = (field.metadata or {}).get(MARK)
-    return None if mark is None else msgspec.json.decode(mark, type=Difference)
+    return None if mark is None else msgspec.json.decode(mark, type=complete(Difference))
 
 
 def mismatch_of(

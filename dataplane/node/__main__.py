@@ -93,9 +93,12 @@ def _opening(descriptor: int) -> IndexAhead:
 
     from dataplane.node.index_ahead import IndexAhead
     from dataplane.node.scout import scout
+    from dataplane.typed import complete
 
     with open(descriptor, "rb") as named:
-        urls, shard_format = msgspec.json.decode(named.read(), type=tuple[tuple[str, ...], str])
+        urls, shard_format = msgspec.json.decode(
+            named.read(), type=complete(tuple[tuple[str, ...], str])
+        )
     return IndexAhead(urls, shard_format, scout(urls))
 
 

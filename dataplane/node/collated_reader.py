@@ -33,6 +33,7 @@ from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.transforms.made_columns import CollatedColumns, MappedColumns
 from dataplane.transforms.packing import delivered_columns
+from dataplane.typed import complete
 from dataplane.worker.limits import WorkerBytes
 
 
@@ -102,7 +103,7 @@ class CollatedReader:
         slab, content = await self._reads.first_slab(dataset, spec, order)
         column = decode(Layout, slab.layout).columns[0]
         begin, length = column.values[0], column.width[0]
-        return msgspec.json.decode(content[begin : begin + length], type=CollatedColumns)
+        return msgspec.json.decode(content[begin : begin + length], type=complete(CollatedColumns))
 
 
 def _first_rows(manifest: Manifest, rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

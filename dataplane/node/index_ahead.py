@@ -26,6 +26,7 @@ from dataplane.errors import DataplaneError
 from dataplane.index.found import FoundDataset
 from dataplane.node.scout import DEADLINE_S, Scout, end_child
 from dataplane.security.environment import forget_secrets
+from dataplane.typed import complete
 
 MEMORY_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
@@ -59,7 +60,9 @@ class IndexAhead:
         """Return the result; None if there is none within this time. Call it once."""
         try:
             content = _received(self._answer, time.monotonic() + patience_s)
-            return None if content is None else msgspec.msgpack.decode(content, type=FoundDataset)
+            if content is None:
+                return None
+            return msgspec.msgpack.decode(content, type=complete(FoundDataset))
         except (OSError, msgspec.DecodeError):
             return None
         finally:

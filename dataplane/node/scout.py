@@ -37,6 +37,7 @@ from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.expand import expand
 from dataplane.store.urls import base_of, local_path, normalise
+from dataplane.typed import complete
 
 DEADLINE_S = 10
 _READS_AT_ONCE = 32
@@ -68,7 +69,7 @@ class Scout:
         once, before `read`.
         """
         try:
-            return msgspec.msgpack.decode(_received(self._sock, patience_s), type=Scouted)
+            return msgspec.msgpack.decode(_received(self._sock, patience_s), type=complete(Scouted))
         except (OSError, EOFError, msgspec.DecodeError):
             return None
 
@@ -78,7 +79,9 @@ class Scout:
         """
         try:
             _send(self._sock, msgspec.msgpack.encode(places))
-            return msgspec.msgpack.decode(_received(self._sock, DEADLINE_S), type=list[Part])
+            return msgspec.msgpack.decode(
+                _received(self._sock, DEADLINE_S), type=complete(list[Part])
+            )
         except (OSError, EOFError, msgspec.DecodeError):
             return []
 
@@ -153,7 +156,7 @@ def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
         left_bytes = _MORE_BYTES_MAX
         while True:
             asked = _received(sock, DEADLINE_S, _ASKED_BYTES_MAX)
-            places = msgspec.msgpack.decode(asked, type=list[Place])
+            places = msgspec.msgpack.decode(asked, type=complete(list[Place]))
             left_bytes -= sum(max(length, 0) for *_, length in places)
             if len(places) > PLACES_MAX or left_bytes < 0:
                 return

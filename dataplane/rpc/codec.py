@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr
 
 from dataplane import errors
 from dataplane.errors import ConfigError, DataplaneError
+from dataplane.typed import complete
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def decode(cls: type[T], wire: bytes) -> T:
 
 @functools.cache
 def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(cls, dec_hook=_read)
+    return msgspec.msgpack.Decoder(complete(cls), dec_hook=_read)
 
 
 def _write(value: Any) -> Any:
@@ -124,4 +125,4 @@ def _read(cls: type, sent: Any) -> Any:
     """The error in a field, which is the only type that msgspec does not know."""
     if not issubclass(cls, DataplaneError):
         raise TypeError(f"{cls} cannot be sent")
-    return msgspec.convert(sent, SentError).error
+    return msgspec.convert(sent, complete(SentError)).error

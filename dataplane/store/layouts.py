@@ -27,6 +27,7 @@ from dataplane.store.base import Restricted, Store
 from dataplane.store.urls import FILE_PREFIX, base_of, folder_of
 from dataplane.suffixes import MANIFEST, suffix_of
 from dataplane.trace import Trace
+from dataplane.typed import complete
 
 _DELTA, _HUDI, _ICEBERG, _LANCE = "_delta_log", ".hoodie", "metadata", "_versions"
 _FILES = "pass the files of this version, "
@@ -318,7 +319,7 @@ def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
             continue
         content = store.read(info.url, 0, info.size_bytes, info.etag)
         try:
-            state = msgspec.json.decode(content, type=_State)
+            state = msgspec.json.decode(content, type=complete(_State))
         except msgspec.DecodeError:  # some other program's
             continue
         if state.indices_files or state.indices_data_files:

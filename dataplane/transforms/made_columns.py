@@ -9,6 +9,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.model import ColumnSpec
+from dataplane.typed import complete
 
 _KEY = b"dataplane.mapped"
 
@@ -46,7 +47,7 @@ class MappedColumns(Struct, frozen=True):
     def from_bytes(cls, content: bytes) -> Self:
         """Invert `to_bytes`."""
         line, _, schema = content.partition(b"\n")
-        facts = msgspec.json.decode(line, type=_Facts)
+        facts = msgspec.json.decode(line, type=complete(_Facts))
         found = pa.ipc.read_schema(pa.py_buffer(schema))
         return cls(found, facts.reads, facts.row_bytes, facts.takes_generator, facts.code)
 

@@ -7,6 +7,8 @@ import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -334,3 +336,37 @@ def test_a_million_values_cost_the_loop_and_the_memory_nothing(part):
         _packet(deep).read(messages.ToNode, 1000)
     with pytest.raises(errors.ConfigError, match="begins with the byte 200"):
         _packet(b"\x92\xc8" + bytes(3000)).read(messages.ToNode, 1000)
+
+
+RACE = """
+import sys, threading, types
+from dataplane.rpc import codec
+
+def read(cls, wire, start):
+    start.wait()
+    codec.decode(cls, wire)
+
+sys.setswitchinterval(1e-6)
+for turn in range(25):
+    name = sys.modules[__name__].__name__ + str(turn)
+    module = sys.modules[name] = types.ModuleType(name)
+    text = "from __future__ import annotations\\nfrom dataplane.rpc.codec import Message\\n"
+    for n in range(20):
+        text += f"class P{n}(Message):\\n  x: P{max(n - 1, 0)} | int | None\\n  y: tuple[P0, ...]\\n"
+    exec(text, module.__dict__)
+    message = 1
+    for n in range(20):
+        message = getattr(module, f"P{n}")(message, ())
+    start = threading.Barrier(2)
+    given = (module.P19, codec.encode(message), start)
+    threads = [threading.Thread(target=read, args=given) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_two_threads_may_be_the_first_to_read_a_message():
+    # Without `typed.complete`, this process dies of SIGSEGV.
+    subprocess.run([sys.executable, "-c", RACE], check=True, timeout=120)
