@@ -33,7 +33,7 @@ setup: $(READY) ## install everything that other targets need into .venv (quick 
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
 # This compiles the C sources; if it fails, the last line says what is missing. Without a C compiler, PyPI has one.
-$(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
+$(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -46,23 +46,24 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@zig="$$($(PY) -c 'from dataplane.build_kernels import ZIG, has_compiler as has; print("" if has() else ZIG)')"; \
 	[ -z "$$zig" ] || { echo "make setup: there is no C compiler; installing $$zig"; \
 	  $(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) "$$zig"; }
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e benchmarks
 	@$(PY) -m dataplane.build_kernels
 	$(if $(PYTHONDONTWRITEBYTECODE),@$(PY) -m compileall -q dataplane loaders)
 	@touch $@
 
-wheel: setup ## a wheel for other machines, which carries libjpeg-turbo, into dist/
+wheel: setup ## wheels for other machines into dist/: dataplane-loader with libjpeg-turbo, dataplane-bench
 	@raw="$$(mktemp -d)"; trap 'rm -rf "$$raw"' EXIT; \
 	PORTABLE_WHEEL=1 $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps \
 	  --no-build-isolation -w "$$raw" .; \
 	PATH="$$PWD/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair -w "$(DIST)" "$$raw"/*.whl
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$(DIST)" ./benchmarks
 
-lock: ## choose the newest versions that pyproject.toml allows, and write requirements.lock
+lock: ## choose the newest versions that both pyproject.toml allow, and write requirements.lock
 	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
 	"$(PYTHON)" -m venv "$$fresh"; \
-	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check '.[torch,dev,bench,frameworks]' $(TORCH); \
+	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check '.[torch,dev,frameworks]' ./benchmarks $(TORCH); \
 	{ sed '/^[^#]/,$$d' requirements.lock; \
-	  "$$fresh/bin/python" -m pip freeze --exclude dataplane-loader \
+	  "$$fresh/bin/python" -m pip freeze --exclude dataplane-loader --exclude dataplane-bench \
 	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \
 	cp "$$fresh/lock" requirements.lock
 

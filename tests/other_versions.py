@@ -1,6 +1,6 @@
 """`make test-others`: the fast tests and the demo with other versions of Python and of packages.
 
-Each environment gets the wheel that users get, and is kept in `.others` until `make clean`:
+Each environment gets the wheels that users get, and is kept in `.others` until `make clean`:
 
   oldest      this Python, the oldest dependencies that pyproject.toml allows, torch among them
   3.12, ...   each newer Python on PATH or under pyenv: the newest one with the newest packages, the
@@ -101,8 +101,8 @@ def environments() -> Iterator[Environment]:
             yield Environment(name, python, locked, tests=BETWEEN)
 
 
-def make(environment: Environment, wheel: Path) -> None:
-    """Install an environment, unless it is there; the wheel in any case."""
+def make(environment: Environment, wheels: list[str]) -> None:
+    """Install an environment, unless it is there; the wheels in any case."""
     python = ("--python", str(environment.folder / "bin" / "python"))
     ready = environment.folder / "ready"
     if not ready.exists():
@@ -117,7 +117,7 @@ def make(environment: Environment, wheel: Path) -> None:
             subprocess.run([_UV, "pip", "freeze", "-q", *python], check=True, stdout=file)
         _uv("pip", "install", *python, "-c", str(chosen), *FOR_TESTS)
         ready.touch()
-    _uv("pip", "install", *python, "--no-deps", "--reinstall", str(wheel))
+    _uv("pip", "install", *python, "--no-deps", "--reinstall", *wheels)
 
 
 _UV = Path(sys.executable).parent / "uv"
@@ -129,13 +129,13 @@ def _uv(*arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="make test-others")
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheels", nargs="+")
     parser.add_argument("--install", action="store_true", help="install, and test nothing")
     arguments = parser.parse_args()
     for environment in environments():
         sys.stdout.write(f"\n== {environment.name}: {environment.python}\n")
         sys.stdout.flush()
-        make(environment, arguments.wheel)
+        make(environment, arguments.wheels)
         if not arguments.install:
             pure = (f"--ignore=tests/{one}" for one in PURE)
             environment.run("pytest", "-q", *pure, *(f"tests/{one}" for one in environment.tests))

@@ -1,4 +1,6 @@
-"""A wheel makes images in C on a machine that has neither a compiler nor libjpeg-turbo's headers."""
+"""The wheels work on a machine that has neither a compiler nor libjpeg-turbo's headers: the first
+alone, which says how to install the other, and both.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -43,17 +47,54 @@ print(json.dumps({
 """
 
 
-def _made(image: Path, **environ: str) -> dict[str, object]:
+SMALL_RUN = (
+    "--scenario", "tokens/local", "--peers", "none", "--scale", "0.02", "--rounds", "1",
+    "--window", "0.2", "--json",
+)  # fmt: skip
+
+
+def _made(python: str | Path, image: Path, **environ: str) -> dict[str, object]:
     ran = subprocess.run(
-        [sys.executable, "-c", MADE, image],
+        [python, "-P", "-c", MADE, image],
         cwd=image.parent, env=os.environ | environ, check=True, capture_output=True, text=True,
     )  # fmt: skip
     found: dict[str, object] = json.loads(ran.stdout)
     return found
 
 
+class Environment:
+    """A fresh virtual environment with the packages of ours, but for our own distributions."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder / "venv", with_pip=False)
+        self.bin = folder / "venv" / "bin"
+        self.cache = folder / "cache"
+        where = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
+        self.packages = Path(sysconfig.get_path("purelib", "venv", where))
+        others = folder / "others"
+        others.mkdir()
+        for package in Path(sysconfig.get_path("purelib")).iterdir():
+            if "dataplane" not in package.name:
+                (others / package.name).symlink_to(package)
+        (self.packages / "others.pth").write_text(f"{others}\n")
+
+    def install(self, wheel: Path) -> None:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "-q",
+             "--no-deps", "--no-index", wheel],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+    def bench(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.bin / "dataplane", "bench", *arguments],
+            env={"PATH": str(self.bin), "XDG_CACHE_HOME": str(self.cache), "HOME": str(self.cache)},
+            cwd=self.bin, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
 @pytest.mark.slow
-def test_a_wheel_carries_all_image_libraries(tmp_path: Path) -> None:
+def test_wheels_carry_all_that_they_need(tmp_path: Path) -> None:
     from pictures import drawn, encoded
 
     if maker().library is None:
@@ -64,24 +105,33 @@ def test_a_wheel_carries_all_image_libraries(tmp_path: Path) -> None:
         ["make", "wheel", f"DIST={tmp_path / 'dist'}"],
         cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    (wheel,) = (tmp_path / "dist").iterdir()
+    of_bench, wheel = sorted((tmp_path / "dist").iterdir())
+    assert of_bench.name.endswith("-py3-none-any.whl")
     assert "-py3-none-manylinux_" in wheel.name
     with zipfile.ZipFile(wheel) as content:
         assert "Independent JPEG Group" in content.read(
             "dataplane/transforms/libjpeg.LICENSE"
         ).decode(errors="replace")
-    target = tmp_path / "installed"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target",
-         target, wheel],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    # Nothing can be found to compile with, and this installation comes before the editable one.
-    found = _made(image, PYTHONPATH=str(target), PATH=str(tmp_path / "empty"))
-    expected = _made(image)
-    assert str(found["module"]).startswith(str(target))
+        assert not any("bench" in name for name in content.namelist())
+    environment = Environment(tmp_path)
+    environment.install(wheel)
+    # Nothing can be found to compile with.
+    found = _made(environment.bin / "python", image, PATH=str(tmp_path / "empty"))
+    expected = _made(sys.executable, image)
+    assert str(found["module"]).startswith(str(environment.packages))
     assert found["missing"] == ""
-    assert all(name.startswith(str(target)) for name in found["libraries"])
+    assert all(name.startswith(str(environment.packages)) for name in found["libraries"])
     assert (found["name"], found["pixels"]) == (expected["name"], expected["pixels"])
     carried = [path for path in found["mapped"] if "pillow" not in path]
     assert [Path(path).parent.name for path in carried] == ["dataplane_loader.libs"]
+    subprocess.run(
+        [environment.bin / "python", "-P", "-c", "import dataplane_torch"], check=True, cwd=tmp_path
+    )
+    alone = environment.bench(*SMALL_RUN)
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert "pip install dataplane-bench" in alone.stderr
+    environment.install(of_bench)
+    ran = environment.bench(*SMALL_RUN)
+    assert ran.returncode == 0, ran.stderr
+    (scenario,) = json.loads(ran.stdout)["scenarios"]
+    assert scenario["name"] == "tokens"

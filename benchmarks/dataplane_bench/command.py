@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,6 @@ def bench(**given: Any) -> None:
     dataplane bench s3://bucket/train/ --peers all --html report.html
     dataplane bench --json > old.json                 later: --compare old.json
     """
-    _needs_extra()
     if given["listing"]:
         _list(as_json=given["as_json"])
     elif given["installs"]:
@@ -199,15 +197,6 @@ def _delays(told: str) -> tuple[float, ...]:
             f"{told!r}: milliseconds from 0 to {_DELAY_MS_MAX:,}, separated by commas: 0,20,50"
         )
     return delays
-
-
-def _needs_extra() -> None:
-    # Only look for them: importing takes seconds, and wrong arguments should be reported at once.
-    for name in ("boto3", "cv2", "plotly", "simplejpeg", "tokenizers", "torch"):
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"the benchmark needs {name}: install the extras, pip install '.[torch,bench]'"
-            )
 
 
 def _run(given: dict[str, Any]) -> None:

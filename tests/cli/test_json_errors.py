@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from dataplane.cli import cli, run
-from dataplane.commands import inspect
+from dataplane.commands import extensions, inspect
+from dataplane.config import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
@@ -64,3 +69,20 @@ def test_every_command_that_writes_json_reports_errors_as_json():
     options = [one for each in commands for one in each.params if "--json" in one.opts]
     assert len(options) >= 7
     assert all(one.callback is not None and one.is_eager for one in options)
+
+
+def test_a_command_of_a_missing_package_says_how_to_install_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(extensions, "entry_points", lambda **_: ())
+    assert run(["bench", "s3://bucket/", "--peers", "all", "--help"]) == 2
+    assert f"pip install dataplane-bench=={VERSION}" in capsys.readouterr().err
+    status, error = told(capsys, "bench", "--json")
+    assert (status, error["error"]) == (2, "ConfigError")
+    assert run(["--help"]) == 0
+    assert "(not installed: pip install dataplane-bench" in capsys.readouterr().out
+    assert run(["benches"]) == 2
+
+
+def test_the_benchmark_is_of_this_version_and_needs_it() -> None:
+    about = tomllib.loads((ROOT / "benchmarks" / "pyproject.toml").read_text())["project"]
+    assert about["version"] == VERSION
+    assert f"dataplane-loader[torch]=={VERSION}" in about["dependencies"]

@@ -26,8 +26,7 @@ _DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}
 
 
 def write(report: BenchReport, path: Path) -> None:
-    """Raises:  ConfigError: the file cannot be written, or the plotting library is not
-    installed."""
+    """Raises:  ConfigError: the file cannot be written."""
     text = render(report)
     try:
         path.write_text(text, encoding="utf-8")
@@ -96,14 +95,10 @@ class _Scenario:
 
 
 def render(report: BenchReport) -> str:
-    """The page.   Raises:  ConfigError: the plotting library is not installed."""
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigError(
-            f"the page needs {error.name}: install the extra, pip install '.[bench]'"
-        ) from error
+    """The page of a report."""
+    import jinja2
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
     found = case_figures(report)
     looks = marks(one.result.name for case in found for one in case.systems)
     scenarios = _scenarios(report, found, looks)
