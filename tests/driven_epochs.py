@@ -14,9 +14,8 @@ from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
-from dataplane.scheduler.disk_events import DiskScanned, KeepBlock, KeepingEnded
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.events import DiskScanned, KeepBlock, KeepingEnded
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 _SCHEDULER = "dataplane/scheduler/scheduler.py"
 _TASKS = "dataplane/scheduler/slab_tasks.py"
-_WAITING = "dataplane/scheduler/waiting.py"
+_WAITING = "dataplane/scheduler/holdings.py"
 _BLOCKS = "dataplane/scheduler/blocks.py"
-_SHARED = "dataplane/scheduler/shared.py"
+_SHARED = "dataplane/scheduler/streams.py"
 _RECORDS = "dataplane/scheduler/records.py"
 
 BY_HAND = (
@@ -96,7 +96,7 @@ BY_HAND = (
     ),
     (
         "a holder that is gone keeps its slabs",
-        "dataplane/scheduler/deliveries.py",
+        "dataplane/scheduler/slab_tasks.py",
         "if loan.holder == event.holder",
         "if loan.holder != event.holder",
     ),

@@ -156,13 +156,13 @@ EQUAL = (
         "one plan fewer ahead, of sixteen that are enough",
     ),
     (
-        _SCHEDULER + "shared.py",
+        _SCHEDULER + "streams.py",
         "self._count += 1",
         "self._count += 2",
         "any numbers do that rise",
     ),
     (
-        _SCHEDULER + "shared.py",
+        _SCHEDULER + "streams.py",
         "self._count = 0",
         "self._count = 1",
         "any numbers do that rise",
@@ -186,13 +186,13 @@ EQUAL = (
         "any number does that is below zero",
     ),
     (
-        _SCHEDULER + "eviction_orders.py",
+        _SCHEDULER + "next_use.py",
         "block, _ = next(farthest, (None, 0))",
         "block, _ = next(farthest, (None, 1))",
         "nobody looks at it",
     ),
     (
-        _SCHEDULER + "eviction_orders.py",
+        _SCHEDULER + "next_use.py",
         "_DIRECT_BLOCKS_MAX = 4096",
         "_DIRECT_BLOCKS_MAX = 16 * (4096)",
         "a bound that tests make smaller",
@@ -210,7 +210,7 @@ EQUAL = (
         "what is left of a slot is a multiple of 64 bytes",
     ),
     (
-        _SCHEDULER + "shared.py",
+        _SCHEDULER + "streams.py",
         "if group is None or task.oversize or not self._slabs:",
         "if (group is None and task.oversize and (not self._slabs)):",
         "no kept slab is of no group, or of steps that do not fit into a slot",

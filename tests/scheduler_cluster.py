@@ -30,8 +30,7 @@ from dataplane.plan.owners import Owners, Weighed
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.arena.allocator import rounded
 from dataplane.scheduler import events
-from dataplane.scheduler.disk_events import (
+from dataplane.scheduler.events import (
     DiskFound,
     DiskMissed,
     DiskName,

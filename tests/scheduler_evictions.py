@@ -11,8 +11,7 @@ from scheduler_uses import NEVER
 from dataplane.arena.allocator import rounded
 from dataplane.model import Region
 from dataplane.scheduler import events
-from dataplane.scheduler.block import CachedBlock
-from dataplane.scheduler.records import SlabTask
+from dataplane.scheduler.records import CachedBlock, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
 

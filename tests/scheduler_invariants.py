@@ -19,10 +19,9 @@ from scheduler_shares import (
 from scheduler_times import Times
 from scheduler_world import PAGE, World
 
-from dataplane.scheduler.block import BlockPhase
-from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
+from dataplane.scheduler.records import BlockPhase, SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.shared import _key
+from dataplane.scheduler.streams import _key
 
 _Pins = dict[int, Counter[int]]
 _Used = dict[int, list[int]]

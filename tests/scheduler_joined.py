@@ -8,8 +8,7 @@ import random
 import numpy as np
 
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import Ints
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.scheduler.dataset import BlockPlaces, Ints
 from dataplane.scheduler.scheduler import Scheduler
 
 _GAPS = (0, 0, 10, 300, 4096)

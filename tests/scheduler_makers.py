@@ -13,8 +13,8 @@ from dataplane.errors import NeighbourGone, StoreDenied
 from dataplane.rpc import messages, tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler import events
-from dataplane.scheduler.elsewhere import COMING_MAX
-from dataplane.scheduler.giving_up import SILENT_S, GiveUpSlab
+from dataplane.scheduler.elsewhere import COMING_MAX, SILENT_S
+from dataplane.scheduler.events import GiveUpSlab
 from dataplane.scheduler.records import KnownMaker, SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 

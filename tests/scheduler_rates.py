@@ -22,7 +22,7 @@ from dataplane.rpc.making import StepRange
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
-from dataplane.scheduler.giving_up import GiveUpSlab
+from dataplane.scheduler.events import GiveUpSlab
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 

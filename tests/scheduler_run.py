@@ -22,7 +22,7 @@ from dataplane.model import Stream
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.giving_up import GiveUpSlab
+from dataplane.scheduler.events import GiveUpSlab
 from dataplane.scheduler.records import Delivery
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes

@@ -13,7 +13,7 @@ import numpy as np
 
 from dataplane.rpc import messages
 from dataplane.scheduler import events
-from dataplane.scheduler.account import Account
+from dataplane.scheduler.dataset import Account
 from dataplane.scheduler.records import SlabPhase, SlabTask
 
 _US_A_S = 1e6

@@ -20,7 +20,7 @@ from dataplane.model import Region
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.account import Account
+from dataplane.scheduler.dataset import Account
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes

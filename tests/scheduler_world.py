@@ -26,8 +26,8 @@ from dataplane.plan.order import Order, SampleOrder
 from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.records import CachedBlock, Excerpt
 from dataplane.scheduler.walk import Plan
 from dataplane.transforms.restart_indexes import restart_index_bytes
 

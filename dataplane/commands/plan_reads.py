@@ -190,8 +190,7 @@ def _limits(
     """
     from dataplane.node.delivery import layout_of
     from dataplane.node.slab_sizes import slab_sizes
-    from dataplane.scheduler.passes import PLANS_AHEAD
-    from dataplane.scheduler.planning import PLANS_TOGETHER
+    from dataplane.scheduler.planning import PLANS_AHEAD, PLANS_TOGETHER
 
     manifest = dataset.manifest
     sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from dataplane.model import Region
 from dataplane.plan.column_places import ColumnPlaces, PlacesPart
 from dataplane.plan.shards import starts_of
-from dataplane.scheduler.joined import GAP_BYTES_MIN, BlockPlaces
+from dataplane.scheduler.dataset import GAP_BYTES_MIN, BlockPlaces
 from dataplane.worker.columns import Ints
 
 EDGE_BYTES_MIN = 64 << 10

@@ -26,8 +26,7 @@ from dataplane.plan.views import filters
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Marks
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.casts import casts_of
 from dataplane.transforms.codes import with_categories

@@ -23,7 +23,7 @@ from dataplane.rpc import fetches, making, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.messages import Layout, OpenJob
 from dataplane.scheduler import events
-from dataplane.scheduler.giving_up import GiveUpSlab
+from dataplane.scheduler.events import GiveUpSlab
 
 
 class SlabReads(Protocol):

@@ -38,7 +38,7 @@ from dataplane.node.cache_folder import CacheFolder
 from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
-from dataplane.scheduler.fetchers import FetcherCount, FetchLook
+from dataplane.scheduler.in_flight import FetcherCount, FetchLook
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.pauses import Pauses
 from dataplane.trace import Trace

@@ -13,7 +13,7 @@ from dataplane.rpc import fetches
 from dataplane.rpc.fetches import Outcome
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName
-from dataplane.scheduler.disk_events import (
+from dataplane.scheduler.events import (
     DiskEvent,
     DiskFound,
     DiskMissed,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from dataplane.node.dataset import Dataset
 from dataplane.rpc import tasks
-from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.dataset import BlockName
+from dataplane.scheduler.records import CachedBlock, Excerpt
 from dataplane.worker.death import WorkerPlace
 
 

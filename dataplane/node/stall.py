@@ -9,9 +9,8 @@ from msgspec import Struct
 from dataplane.errors import DataplaneError, DataStallError
 from dataplane.node.fetch import Trouble
 from dataplane.rpc.messages import Working
-from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.events import SlabProgress, Stalled
-from dataplane.scheduler.records import SlabPhase
+from dataplane.scheduler.records import BlockPhase, SlabPhase
 from dataplane.scheduler.stalls import NO_ROOM, PLAN
 
 _URLS_ASKED_MAX = 64

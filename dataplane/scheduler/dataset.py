@@ -1,19 +1,249 @@
-"""Datasets in the scheduler: the cost and progress of each block, and the blocks behind an order's
-numbers.
+"""Datasets in the scheduler: the cost, size, place and progress of each block, the blocks behind an
+order's numbers, and the time that is spent for each dataset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from dataplane.scheduler.account import Account
-from dataplane.scheduler.block_sizes import DecodedParts
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.rpc.messages import StageTimes
+
+# -- block sizes -------------------------------------------------------------------------------
+#
+# Predict the decoded sizes of blocks from those decoded so far. Pure.
+#
+# The index errs on the large side, by a quarter for much Parquet, and by much more for compressed
+# text. Memory reserved in vain is of no use to others either: the gap that a block leaves when it
+# turns out shorter is too short for the next one.
+#
+# Invariants:
+# 1. The predicted share of the indexed size is the largest share so far, and slightly more if
+#    shares differ, but at most 1. So one odd block does not make others seem too large for the
+# arena.
+# 2. A block that is larger than predicted is decoded twice. Since shares then differ more, this
+#    becomes ever less likely: only a few blocks are decoded twice, however many there are.
+
+_Ints = npt.NDArray[np.int64]
+
+_SPREAD_PARTS = 8
+_MARGIN_BYTES = 64
+
+
+class DecodedParts(Struct, eq=False):
+    """The smallest and the largest ratio of decoded to indexed size among the blocks of a dataset:
+    0 if none was decoded.
+    """
+
+    smallest: float = 0.0
+    largest: float = 0.0
+
+    def seen(self, indexed: int, decoded: int) -> None:
+        """Note the size of a decoded block."""
+        part = decoded / max(indexed, 1)
+        self.smallest = min(self.smallest or part, part)
+        self.largest = max(self.largest, part)
+
+    def expected(self, indexed: int) -> int:
+        """Predict the bytes of a block that was not decoded yet; 0 if it needs no decoding."""
+        return min(indexed, int(indexed * self._likely) + _MARGIN_BYTES)
+
+    def all_expected(self, indexed: _Ints) -> _Ints:
+        """Predict the bytes of many blocks.
+
+        Shapes:  indexed, result: int64[n].
+        """
+        return np.minimum(indexed, (indexed * self._likely).astype(np.int64) + _MARGIN_BYTES)
+
+    @property
+    def _likely(self) -> float:
+        """Return the largest ratio that a block is likely to have."""
+        if not self.largest:
+            return 1.0
+        return self.largest + (self.largest - self.smallest) / _SPREAD_PARTS
+
+
+# -- joined ------------------------------------------------------------------------------------
+#
+# Choose the blocks of a shard that are read in one request. Pure.
+#
+# A request takes as much processor time as three quarters of a MiB of its bytes, and one round
+# trip. So small blocks that lie next to each other, and are wanted at the same time, are read
+# together.
+#
+# Invariants:
+# 1. The blocks of a request lie in one shard, in the order of their bytes, and are neighbours in
+#    the dataset.
+# 2. A request of several blocks has at most JOINED_BYTES_MAX, gaps included. Gaps between blocks
+#    are too short to be skipped within a block, either.
+# 3. Finding each next block takes constant time.
+
+JOINED_BYTES_MAX = 2 << 20
+GAP_BYTES_MIN = 256 << 10
+"""Skipping a gap costs one more request; smaller gaps are cheaper to read."""
+
+
+class BlockPlaces(Struct, frozen=True, eq=False):
+    """The places of the needed bytes of each block, from the first to the last one. `holes` are
+    unread parts in between; each needs one more request. None: there are no holes.
+
+    Shapes:  shard: int32[blocks].   offset, length: int64[blocks], bytes in the shard.
+             hole_count, hole_bytes: int64[blocks].
+    """
+
+    shard: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    hole_count: npt.NDArray[np.int64] | None = None
+    hole_bytes: npt.NDArray[np.int64] | None = None
+
+    def read_bytes(self, block: int) -> int:
+        """Return how many bytes of a block are read."""
+        return self.length.item(block) - _number_of(self.hole_bytes, block)
+
+    def all_read_bytes(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return `read_bytes` of each of these blocks."""
+        length = self.length[blocks]
+        return length if self.hole_bytes is None else length - self.hole_bytes[blocks]
+
+    def read_count(self, block: int) -> int:
+        """Return how many requests a block takes alone, if none is too long."""
+        return 1 + _number_of(self.hole_count, block)
+
+    def following(self, block: int) -> Iterator[int]:
+        """Yield the next blocks that may be read in one request with all before them."""
+        shard, size = self.shard.item(block), self.read_bytes(block)
+        end = self.offset.item(block) + self.length.item(block)
+        for after in range(block + 1, len(self.shard)):
+            start = self.offset.item(after)
+            gap = start - end
+            size += gap + self.read_bytes(after)
+            end = start + self.length.item(after)
+            if self.shard.item(after) != shard or size > JOINED_BYTES_MAX:
+                return
+            if not 0 <= gap < GAP_BYTES_MIN:
+                return
+            yield after
+
+
+def _number_of(values: npt.NDArray[np.int64] | None, block: int) -> int:
+    return 0 if values is None else values.item(block)
+
+
+# -- account -----------------------------------------------------------------------------------
+#
+# Record how time is spent: for each slab in progress, and for each dataset.
+
+_US_A_S = 1e6
+
+
+class Stamps(Struct, eq=False):
+    """The times at which a slab reached each stage, by the node's clock; 0.0: not yet. A slab that
+    is made again gets new stamps.
+    """
+
+    planned: float
+    fetched: float = 0.0
+    gathered_from: float = 0.0
+    """All of its blocks were ready."""
+    wanted: float = 0.0
+    """Another node was to make it; there may have been none that did."""
+    slotted: float = 0.0
+    started: float = 0.0
+    made: float = 0.0
+
+    def slotted_for_copy(self, made: float, now: float) -> None:
+        """Note that the slab got a slot for a copy of a slab that was `made` for another consumer.
+        The wait for that slab counts as waiting for a worker, the rest as waiting for room.
+        """
+        since = max(self.planned, self.gathered_from)
+        self.slotted = since + min(now - made, now - since)
+
+    def stages(self, now: float) -> tuple[int, ...]:
+        """Return (fetch, decode, room, queue, assemble, ready) as in StageTimes. Their sum is the
+        time from plan to `now`, whatever is missing or out of order. The wait for a node that makes
+        the slab counts as `queue`.
+        """
+        room = min(self.wanted, self.slotted) if self.wanted else self.slotted
+        ends = (self.fetched, self.gathered_from, room, self.started, self.made, now)
+        found, at = [], self.planned
+        for end in ends:
+            until = min(max(end, at), now)
+            found.append(round((until - at) * _US_A_S))
+            at = until
+        return tuple(found)
+
+
+class Account(Struct, eq=False):
+    """The work done for a dataset, for all consumers, since the last `take`."""
+
+    read_bytes: int = 0
+    decoding_s: float = 0.0
+    disk_us: int = 0
+    disk_bytes: int = 0
+    """The bytes read that the node's own disk had."""
+    neighbour_bytes: int = 0
+    """The bytes read that neighbours gave."""
+    memory_bytes: int = 0
+    """The bytes that were needed and not read, since they were in memory."""
+    advanced_at: float = 0.0
+    """When something was done for the dataset last."""
+    _reading_s: float = 0.0
+    _reads: int = 0
+    _reading_since: float = 0.0
+
+    def advanced(self, now: float) -> None:
+        """Note progress: a block was read or decoded, or a worker is at work on one."""
+        self.advanced_at = now
+
+    def read_began(self, now: float) -> None:
+        """Note that one more read from storage has begun."""
+        if not self._reads:
+            self._reading_since = now
+        self._reads += 1
+
+    def read_ended(self, now: float, read_bytes: int) -> None:
+        """Note that a read has ended, and has read this many bytes, useful or not."""
+        self._reads -= 1
+        self.read_bytes += read_bytes
+        if not self._reads:
+            self._reading_s += now - self._reading_since
+
+    def take(self, now: float) -> tuple[int, ...]:
+        """Return (bytes read, reading, decoding, waiting for disks, bytes from the node's disk,
+        from neighbours, from memory), times in microseconds, and restart from zero.
+        """
+        if self._reads:
+            self._reading_s += now - self._reading_since
+            self._reading_since = now
+        found = (
+            self.read_bytes, round(self._reading_s * _US_A_S),
+            round(self.decoding_s * _US_A_S), self.disk_us, self.disk_bytes,
+            self.neighbour_bytes, self.memory_bytes,
+        )  # fmt: skip
+        self.read_bytes, self._reading_s, self.decoding_s, self.disk_us = 0, 0.0, 0.0, 0
+        self.disk_bytes = self.neighbour_bytes = self.memory_bytes = 0
+        return found
+
+
+def stage_times(
+    stages: tuple[int, ...], accounts: Sequence[Account], worker_count: int, now: float
+) -> StageTimes:
+    """Return the times of a slab that is handed over. The work done for its datasets is attributed
+    to it.
+    """
+    fetch, decode, room, queue, assemble, ready = stages
+    done = [account.take(now) for account in accounts]
+    read_bytes, reading, decoding, disk, *by_place = map(sum, zip(*done, strict=True))
+    return StageTimes(
+        fetch, decode, room, queue, assemble, ready,
+        read_bytes, reading, decoding, disk, worker_count, *by_place,
+    )  # fmt: skip
+
 
 Ints = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int64)

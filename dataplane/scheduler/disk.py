@@ -27,7 +27,7 @@ from msgspec import Struct, field
 from dataplane.arena.allocator import rounded
 from dataplane.plan.windows import distinct
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
-from dataplane.scheduler.disk_events import DiskName
+from dataplane.scheduler.events import DiskName
 from dataplane.scheduler.next_use import NEVER, Readings, WalkPosition
 
 _HEADER_BYTES = 64

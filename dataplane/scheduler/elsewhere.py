@@ -26,8 +26,7 @@ from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
-from dataplane.scheduler.events import MakeElsewhere, MakersKnown, SlabAssembled
-from dataplane.scheduler.giving_up import GiveUpSlab, is_silent
+from dataplane.scheduler.events import GiveUpSlab, MakeElsewhere, MakersKnown, SlabAssembled
 from dataplane.scheduler.records import KnownMaker, Moment, SlabPhase, SlabTask
 
 HUNGRY_LOOKS = 4
@@ -41,6 +40,12 @@ AT_ONCE_MAX = 8
 _LOOKED_AT_MAX = 64
 """So many are looked at for that: others are left alone now."""
 _AT_WORK = 0.9
+SILENT_S = 3.0
+"""A slab from time to time is late, and is hedged long before."""
+FIRST_S = 20.0
+"""For a slab while it is not known how long slabs take: the first one may wait for many blocks."""
+_SILENT_FACTOR = 4.0
+"""How many times what a slab takes."""
 
 
 class _Makers(Struct):
@@ -203,7 +208,7 @@ class Elsewhere:
             assert task.maker is not None
             known = (self._own, *itertools.islice(self._of(task).values(), _LOOKED_AT_MAX))
             usual_s = min((one.seconds for one in known if one.seconds), default=0.0)
-            is_late = is_silent(task.maker, task, usual_s, self._time.now)
+            is_late = _is_silent(task.maker, task, usual_s, self._time.now)
             if is_late and self._has_another(task):
                 yield GiveUpSlab(task.number)
 
@@ -281,3 +286,13 @@ def _coming(task: SlabTask) -> list[SlabTask]:
 
 def _steps(task: SlabTask) -> StepRange:
     return StepRange(task.plan.batches[0].step, len(task.plan.batches))
+
+
+def _is_silent(maker: KnownMaker, task: SlabTask, usual_s: float, now: float) -> bool:
+    """Whether a maker has finished no slab since it got the request for this one, or for those
+    before, for much longer than a slab takes. Other makers take `usual_s` for a batch, 0 if
+    unknown.
+    """
+    slab_s = (maker.seconds or usual_s) * len(task.plan.batches)
+    limit_s = max(SILENT_S, _SILENT_FACTOR * slab_s) if slab_s else FIRST_S
+    return now - max(maker.since, task.stamps.slotted) >= limit_s

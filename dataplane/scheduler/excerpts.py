@@ -28,12 +28,11 @@ from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
-from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import Effect, ExcerptRows, ExtractRows, ForgetBlock, RowsExtracted
-from dataplane.scheduler.records import SlabPhase, SlabTask
-from dataplane.scheduler.waiting import WaitingTasks
+from dataplane.scheduler.holdings import WaitingTasks
+from dataplane.scheduler.records import CachedBlock, Excerpt, SlabPhase, SlabTask
 
 # Of rows of different sizes, those of one excerpt are larger than usual by this part at most, else
 # it is made once more.

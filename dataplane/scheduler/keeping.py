@@ -23,23 +23,24 @@ from typing import Any
 from msgspec import Struct
 
 from dataplane.model import Region
-from dataplane.scheduler.asks import Asks
-from dataplane.scheduler.block import CachedBlock
+from dataplane.scheduler.asks import Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.borrowed import Borrowed
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.disk import Change, DiskTier
-from dataplane.scheduler.disk_events import (
+from dataplane.scheduler.events import (
+    BlockFetched,
+    DatasetForgotten,
     DiskFound,
     DiskMissed,
     DiskName,
     DiskScanned,
+    Effect,
     KeepBlock,
     KeepingEnded,
+    Note,
     ScanDisk,
 )
-from dataplane.scheduler.events import BlockFetched, DatasetForgotten, Effect, Note
-from dataplane.scheduler.records import Moment
+from dataplane.scheduler.records import CachedBlock, Moment
 
 _WRITES_MAX = 16
 _WAITING_MAX = 256

@@ -28,16 +28,13 @@ from msgspec.structs import replace
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
 from dataplane.plan.order import SampleOrder
-from dataplane.scheduler.block import BlockPhase, CachedBlock
-from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Ints
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.holdings import Holdings
-from dataplane.scheduler.joined import BlockPlaces
 from dataplane.scheduler.next_use import NextUse, WalkPosition
-from dataplane.scheduler.records import Moment
+from dataplane.scheduler.records import BlockPhase, CachedBlock, Moment
 from dataplane.scheduler.room import Room
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 BLOCKS_MAX = 4000
 _OPEN_BLOCKS_MAX = 1 << 18

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
-from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.next_use import NEVER, NextUse, Positions
-from dataplane.scheduler.records import SharedSlab
-from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.records import BlockPhase, CachedBlock, SharedSlab
+from dataplane.scheduler.streams import SharedSlabs
 
 Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
 """An evictable item, and how many positions away its next use is."""

@@ -32,25 +32,28 @@ from dataplane.arena.allocator import Allocator
 from dataplane.rpc import messages
 from dataplane.rpc.held import HeldBlocks
 from dataplane.scheduler import events
-from dataplane.scheduler.account import stage_times
-from dataplane.scheduler.asks import Asks
+from dataplane.scheduler.asks import Asks, Borrowed
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
-from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.borrowed import Borrowed
-from dataplane.scheduler.deliveries import Deliveries
+from dataplane.scheduler.dataset import stage_times
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.keeping import Keeping
-from dataplane.scheduler.passes import Passes
-from dataplane.scheduler.planning import Planning
-from dataplane.scheduler.records import Loan, Moment, SlabPhase, SlabTask, StreamState
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.slab_tasks import SlabTasks
+from dataplane.scheduler.planning import Passes, Planning
+from dataplane.scheduler.records import (
+    CachedBlock,
+    Excerpt,
+    Loan,
+    Moment,
+    SlabPhase,
+    SlabTask,
+    StreamState,
+)
+from dataplane.scheduler.slab_tasks import Deliveries, SlabTasks
 from dataplane.scheduler.stalls import Stalls
-from dataplane.scheduler.streams import StreamTable
-from dataplane.scheduler.waiting import WaitingTasks
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 _PIECES_A_WORKER = 2
 """So many pieces of slabs keep each worker busy: one that it makes, and one that waits."""

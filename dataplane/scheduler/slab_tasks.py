@@ -16,30 +16,35 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dataplane.arena.slab_layout import in_slot, row_index_bytes
+from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError, NeighbourGone
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
-from dataplane.scheduler.account import Stamps
-from dataplane.scheduler.block import BlockChange
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import Ints
+from dataplane.scheduler.dataset import Ints, Stamps
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     AssembleSlab,
     CopyKept,
+    DeliveryClosed,
+    DeliveryOpened,
     DropDelivery,
     Effect,
+    HolderGone,
     MakeElsewhere,
     Note,
+    Released,
     SlabAssembled,
 )
 from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.records import (
     NONE,
+    BlockChange,
     Delivery,
     Group,
     Moment,
@@ -48,8 +53,7 @@ from dataplane.scheduler.records import (
     SlabTask,
     StreamState,
 )
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.waiting import WaitingTasks
+from dataplane.scheduler.streams import SharedSlabs
 from dataplane.scheduler.walk import Plan
 
 _MEMORY_SHARE = 0.9
@@ -418,3 +422,61 @@ class SlabTasks:
             self._cut(task, 1)
         task.oversize, task.phase = True, SlabPhase.WAITING
         self._wait(task)
+
+
+# -- deliveries --------------------------------------------------------------------------------
+#
+# The delivery arenas of a node, and the slabs in them that trainers hold.
+
+
+class Deliveries:
+    """Every open delivery, by number."""
+
+    def __init__(self, tasks: SlabTasks) -> None:
+        self._tasks = tasks
+        self.by_id: dict[int, Delivery] = {}
+        self.groups: dict[object, Group] = {}
+
+    def get(self, delivery_id: int) -> Delivery:
+        """An open delivery."""
+        return self.by_id[delivery_id]
+
+    def opened(self, event: DeliveryOpened) -> None:
+        """Add a delivery, perhaps the first of its group."""
+        group = None
+        if event.group is not None:
+            group = self.groups.get(event.group)
+            if group is None or group.is_closed:
+                group = self.groups[event.group] = Group(event.group, event.is_declared)
+            group.users += 1
+        self.by_id[event.delivery_id] = Delivery(
+            event.delivery_id, Slots(event.layout), event.datasets, group
+        )
+
+    def closed(self, event: DeliveryClosed) -> None:
+        """Close a delivery; closing it again changes nothing."""
+        delivery = self.by_id.pop(event.delivery_id, None)
+        if delivery is None:
+            return
+        self._tasks.close_delivery(delivery)
+        if delivery.group is not None and delivery.group.is_closed:
+            self.groups.pop(delivery.group.name, None)
+
+    def released(self, event: Released) -> None:
+        """Free these slabs, which their holder has released."""
+        delivery = self.by_id.get(event.delivery_id)
+        if delivery is not None:
+            self._take_back(delivery, event.slab_ids)
+
+    def holder_gone(self, event: HolderGone) -> None:
+        """Free all slabs of a holder that is gone."""
+        delivery = self.by_id.get(event.delivery_id)
+        if delivery is not None:
+            lent = delivery.lent.items()
+            self._take_back(delivery, [i for i, loan in lent if loan.holder == event.holder])
+
+    def _take_back(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
+        for slab_id in slab_ids:
+            loan = delivery.lent.pop(slab_id, None)
+            if loan is not None:
+                self._tasks.drop(loan.task)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 
-from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import Advanced, SlabProgress, Stalled
-from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
-from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.records import BlockPhase, SlabPhase, SlabTask, StreamState
+from dataplane.scheduler.streams import SharedSlabs
 
 PLAN, NO_ROOM = "plan", "waiting for room in the delivery arena"
 """Stages of a slab besides those of its phase, and those that other nodes are named in."""

@@ -28,7 +28,7 @@ from dataplane.index.projection import EDGE_BYTES_MIN, Projection
 from dataplane.model import ColumnOptions, Region
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.rpc import messages
-from dataplane.scheduler.joined import GAP_BYTES_MIN
+from dataplane.scheduler.dataset import GAP_BYTES_MIN
 
 widths = st.integers(0, 4 * GAP_BYTES_MIN)
 columns = st.lists(st.tuples(st.integers(0, 300), widths), min_size=1, max_size=8)

@@ -19,7 +19,7 @@ from dataplane.node.delivery import DelegatedJob, DeliveryArena
 from dataplane.rpc import fetches, making, messages, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.scheduler import events
-from dataplane.scheduler.giving_up import GiveUpSlab
+from dataplane.scheduler.events import GiveUpSlab
 from dataplane.weights import MixHistory, ShareChange
 
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)

@@ -19,7 +19,7 @@ from dataplane.node.kept import KeptBlocks
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
-from dataplane.scheduler.disk_events import DiskEvent, DiskScanned, ScanDisk
+from dataplane.scheduler.events import DiskEvent, DiskScanned, ScanDisk
 
 DATASET = b"0123456789abcdef"
 SOURCE, INTO = Region(0, LENGTH), Region(2 * LENGTH, LENGTH)

@@ -23,8 +23,7 @@ from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import ClearRestartIndexes, Effect
 from dataplane.scheduler.records import Moment
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.transforms.pixels_library import maker
 from dataplane.transforms.restart_indexes import places, restart_index_bytes
 from dataplane.worker.columns import open_block

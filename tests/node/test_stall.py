@@ -7,8 +7,8 @@ import pytest
 from dataplane.errors import DataStallError, StoreUnavailable
 from dataplane.node.stall import Called, stall_error, working
 from dataplane.rpc.messages import Working
-from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.events import SlabProgress, Stalled
+from dataplane.scheduler.records import BlockPhase
 
 MAPPED = Called("mytext:Tokenise", "mytext:pad")
 BLOCKS = "waiting for blocks"

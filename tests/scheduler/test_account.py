@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.scheduler.account import Account, Stamps, stage_times
+from dataplane.scheduler.dataset import Account, Stamps, stage_times
 
 times = st.floats(0.0, 1e5)
 

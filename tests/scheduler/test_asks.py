@@ -12,10 +12,9 @@ from dataplane.errors import StoreDenied
 from dataplane.model import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
-from dataplane.scheduler.asks import PATIENCE_S, Asks
+from dataplane.scheduler.asks import PATIENCE_S, Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.borrowed import Borrowed
-from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
@@ -28,11 +27,9 @@ from dataplane.scheduler.events import (
     OnlyDecoded,
     RefuseAsk,
 )
-from dataplane.scheduler.joined import BlockPlaces
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.records import Delivery, Moment, StreamState
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.streams import StreamTable
-from dataplane.scheduler.waiting import WaitingTasks
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 COUNT, PREAMBLE_BYTES = 8, 96

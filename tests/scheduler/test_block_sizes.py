@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.scheduler.block_sizes import DecodedParts
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.dataset import DatasetBlocks, DecodedParts, Marks
 
 INDEXED = 1 << 20
 

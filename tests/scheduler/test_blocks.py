@@ -16,7 +16,7 @@ from dataplane.model import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
-from dataplane.scheduler import eviction_orders, room
+from dataplane.scheduler import next_use, room
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
@@ -31,6 +31,7 @@ from dataplane.scheduler.events import (
     ForgetBlock,
 )
 from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.records import (
     Delivery,
     Group,
@@ -40,10 +41,8 @@ from dataplane.scheduler.records import (
     SlabTask,
     StreamState,
 )
-from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
-from dataplane.scheduler.streams import StreamTable
-from dataplane.scheduler.waiting import WaitingTasks
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 COUNT = 12
@@ -255,7 +254,7 @@ def test_pinned_blocks_stay_and_a_block_that_finds_no_room_evicts_nothing() -> N
 def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eviction_orders, "_DIRECT_BLOCKS_MAX", 3)
+    monkeypatch.setattr(next_use, "_DIRECT_BLOCKS_MAX", 3)
     table = Table(1, is_remote=False)
     for index in (1, 8, 4):
         assert table.load(index)

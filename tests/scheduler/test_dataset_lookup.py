@@ -14,9 +14,9 @@ import dataplane
 from dataplane.config import JobSpec
 from dataplane.model import Stream
 from dataplane.plan.order import Order
-from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
+from dataplane.scheduler.records import BlockPhase, CachedBlock
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 # The code that makes a job's order, and that which explains its lanes and windows.

@@ -12,7 +12,7 @@ from dataplane.arena.allocator import rounded
 from dataplane.plan.order import Order
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.disk import DiskTier, next_uses
-from dataplane.scheduler.disk_events import DiskName
+from dataplane.scheduler.events import DiskName
 from dataplane.scheduler.next_use import NEVER, WalkPosition
 
 PAGE, ROWS = 4096, 4

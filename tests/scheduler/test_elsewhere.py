@@ -16,9 +16,9 @@ from dataplane.scheduler.elsewhere import (
     CALM_LOOKS,
     COMING_MAX,
     HUNGRY_LOOKS,
+    SILENT_S,
     Elsewhere,
 )
-from dataplane.scheduler.giving_up import SILENT_S
 from dataplane.scheduler.records import KnownMaker, Moment
 
 _BUSY = Utilization(2.0, 1.0, is_awaited=True)

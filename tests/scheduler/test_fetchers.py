@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.scheduler.fetchers import (
+from dataplane.scheduler.in_flight import (
     BUSY_SHARE,
     CALM_LOOKS,
     FetcherCount,

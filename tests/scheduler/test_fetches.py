@@ -18,8 +18,7 @@ from dataplane.plan.shard import Shard
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
 from dataplane.scheduler.records import Moment
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 FETCHES = 4
 FETCH_BYTES_MIN = 2 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dataplane.model import Region
-from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.holdings import LENT_PARTS, LOADING_PARTS, Holdings
+from dataplane.scheduler.records import BlockPhase, CachedBlock
 
 PAGE = 4096
 COUNT = 60

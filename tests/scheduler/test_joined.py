@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 
 from dataplane.arena.allocator import Allocator
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.dataset import (
+    GAP_BYTES_MIN,
+    JOINED_BYTES_MAX,
+    BlockPlaces,
+    DatasetBlocks,
+    Marks,
+)
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
-from dataplane.scheduler.joined import GAP_BYTES_MIN, JOINED_BYTES_MAX, BlockPlaces
 from dataplane.scheduler.records import Moment
-from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
 KIB = 1 << 10
 lengths = st.integers(1, 300 * KIB) | st.sampled_from([JOINED_BYTES_MAX, JOINED_BYTES_MAX + 1])

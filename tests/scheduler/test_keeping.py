@@ -7,7 +7,7 @@ import numpy as np
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
-from dataplane.scheduler.disk_events import DiskFound, DiskMissed, DiskScanned, ScanDisk
+from dataplane.scheduler.events import DiskFound, DiskMissed, DiskScanned, ScanDisk
 from dataplane.scheduler.keeping import PAUSE_S
 from dataplane.scheduler.scheduler import Scheduler
 

@@ -19,9 +19,9 @@ from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
-from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition, _Resident
+from dataplane.scheduler.records import BlockPhase, CachedBlock
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 

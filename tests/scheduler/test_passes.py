@@ -11,7 +11,7 @@ from scheduler_simulate import simulate
 
 from dataplane.arena.allocator import Allocator
 from dataplane.scheduler.excerpts import Excerpts
-from dataplane.scheduler.passes import Passes
+from dataplane.scheduler.planning import Passes
 
 
 @pytest.mark.parametrize("seed", [1, 2, 5])

@@ -12,8 +12,8 @@ from scheduler_run import Run
 from scheduler_scenes import epoch_of_one, far_too_small, several
 from scheduler_simulate import simulate
 
+from dataplane.scheduler.blocks import ReadAgain
 from dataplane.scheduler.events import Note
-from dataplane.scheduler.read_again import ReadAgain
 
 
 def block(dataset_id: int = 1, index: int = 0) -> Any:

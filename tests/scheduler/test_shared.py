@@ -20,7 +20,7 @@ from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.model import Region, Stream
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.records import Group, Moment, SharedSlab
-from dataplane.scheduler.shared import SharedSlabs, _Behind, _distance
+from dataplane.scheduler.streams import SharedSlabs, _Behind, _distance
 from dataplane.weights import MixHistory, ShareChange
 
 SEEDS = st.integers(0, 10**9)
