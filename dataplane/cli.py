@@ -11,30 +11,75 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
 from dataplane import trace
 from dataplane.commands import output
-from dataplane.commands.config import config
-from dataplane.commands.doctor.command import doctor
-from dataplane.commands.extensions import ExtensibleGroup
+from dataplane.commands.doctor import doctor
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
-from dataplane.commands.ledger import ledger
-from dataplane.commands.mix import mix
-from dataplane.commands.options import Manner, config_option, is_json_asked
+from dataplane.commands.ledger import ledger, mix, skip, tombstone
+from dataplane.commands.options import Manner, config, config_option, is_json_asked, json_option
 from dataplane.commands.plan import plan
 from dataplane.commands.replay import replay
+from dataplane.commands.replay import trace as trace_step
 from dataplane.commands.serve import serve
-from dataplane.commands.skip import skip
 from dataplane.commands.status import status
-from dataplane.commands.tombstone import tombstone
-from dataplane.commands.trace import trace as trace_step
 from dataplane.commands.verify import verify
 from dataplane.commands.where import where
 from dataplane.config import VERSION
-from dataplane.errors import DataplaneError
+from dataplane.errors import ConfigError, DataplaneError
+
+# -- extensions --------------------------------------------------------------------------------
+#
+# Commands of other packages: entry points of the group `dataplane.commands`.
+#
+# Each is a click command, which is loaded only when it is called or listed. `OFFERED` are those
+# that we publish: where their package is missing, the command says how to install it.
+
+GROUP = "dataplane.commands"
+OFFERED = {"bench": "dataplane-bench"}
+
+
+class ExtensibleGroup(click.Group):
+    """A group of its own commands and of those that other packages install."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *sorted({*_installed(), *OFFERED} - {*own})]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        if (entry := _installed().get(cmd_name)) is not None:
+            loaded = entry.load()
+            return loaded if isinstance(loaded, click.Command) else None
+        package = OFFERED.get(cmd_name)
+        return None if package is None else _missing(cmd_name, package)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _missing(name: str, package: str) -> click.Command:
+    """The command of a package that is not installed: it takes any arguments, and says so."""
+    install = f"pip install {package}=={VERSION}"
+
+    @json_option
+    def refuse(**_: object) -> None:
+        raise ConfigError(f"`dataplane {name}` is in a package of its own: {install}")
+
+    return click.command(
+        name,
+        short_help=f"(not installed: {install})",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )(refuse)
+
 
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,22 +12,25 @@ from typing import TYPE_CHECKING
 import click
 
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
+    PacksAsked,
     Settings,
     format_option,
+    interruptible,
     json_option,
+    pack_options,
     setting_options,
     urls_argument,
     view_options,
     workers_option,
 )
-from dataplane.commands.packs_asked import PacksAsked, pack_options
+from dataplane.commands.own_node import opened_again
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataplane.model import View
     from dataplane.plan.manifest import Manifest
+
 
 SUFFIX = ".manifest"
 
@@ -95,8 +99,6 @@ def index(
     of_view = opened(urls, format_name, workers, config, view)
     manifest = of_view.whole or of_view
     if codes is not None:
-        from dataplane.commands.codes import with_codes
-
         manifest = with_codes(manifest, codes.split(","), format_name, settings)
     of_packs: dict[str, object] = {}
     if packs is not None:
@@ -159,3 +161,26 @@ def _write(target: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+# -- codes -------------------------------------------------------------------------------------
+#
+# `dataplane index --codes`: find the values of columns, and store them in the manifest.
+
+
+def with_codes(
+    manifest: Manifest, columns: Sequence[str], format_name: str, settings: Settings
+) -> Manifest:
+    """Return the manifest with the values of these columns, which a node started here reads.
+
+    Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
+    """
+    from dataplane.client.describe import category_values
+    from dataplane.model import View
+    from dataplane.transforms.codes import stored_values
+    from dataplane.transforms.options import column_options
+
+    options = column_options(columns=columns, codes=columns)
+    with opened_again(manifest, format_name, settings, options, View()) as session:
+        values = {name: stored_values(category_values(session, name)) for name in columns}
+    return manifest.with_categories(values)

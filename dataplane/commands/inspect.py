@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
     Settings,
     format_option,
+    interruptible,
     json_option,
     setting_options,
     urls_argument,
@@ -105,8 +105,7 @@ def first_rows(manifest: Manifest, count: int, view: View) -> list[dict[str, obj
     """Return the first samples in the dataset's own order, each as column -> value in JSON's types,
     without unsupported columns.
     """
-    from dataplane.commands.datasets import read_block, schema_of
-    from dataplane.commands.values import shown
+    from dataplane.commands.datasets import read_block, schema_of, shown
     from dataplane.formats.unsupported import supported_names
 
     schema = schema_of(manifest)

@@ -1,13 +1,19 @@
-"""`dataplane ledger`: what a job was given to train on."""
+"""`dataplane ledger` shows what a job was given to train on. `dataplane skip`, `mix` and
+`tombstone` change it: each sends a request to the coordinator, and prints its answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
+import getpass
 import json
+import socket
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -17,13 +23,358 @@ from dataplane.commands import output
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
     Settings,
+    interruptible,
     json_option,
     setting_options,
+    workers_option,
 )
-from dataplane.commands.targets import is_a_ledger
-from dataplane.commands.traced import live_ledger
+from dataplane.commands.traced import (
+    COUNT,
+    DIGITS_MAX,
+    asked_coordinator,
+    is_a_ledger,
+    live_ledger,
+    of_ledger,
+    split_row,
+)
 from dataplane.errors import ConfigError
 from dataplane.ledger import Ledger, LedgerEntry, text_faults
+from dataplane.rpc.bounds import NAME_LENGTH_MAX
+from dataplane.trace import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dataplane.changes import Tombstone
+    from dataplane.commands.traced import Traced
+    from dataplane.ledger import LedgerEntry
+    from dataplane.rpc.calls import CoordinatorClient
+    from dataplane.rpc.membership import ChangeRequest, ChangeResponse
+
+
+# -- changes -----------------------------------------------------------------------------------
+
+_PAUSE_S = 0.25
+
+
+def changed(settings: Settings, request: ChangeRequest) -> tuple[LedgerEntry, ChangeResponse]:
+    """Return the entry that the coordinator has made, and its answer. The request is repeated until
+    the ranks of the job have agreed.
+
+    Raises:  ConfigError: the change is not possible.  PeerLost, AccessDenied: as the call.
+    """
+
+    async def until_decided(client: CoordinatorClient) -> tuple[LedgerEntry, ChangeResponse]:
+        while True:
+            answer = await client.change(request)
+            if answer.entry is not None:
+                return answer.entry, answer
+            await asyncio.sleep(_PAUSE_S)
+
+    return asked_coordinator(settings, until_decided)
+
+
+def who() -> str:
+    """Return the user who runs this command, for the ledger."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = "unknown"
+    return printable(f"{name}@{socket.gethostname()}")[:NAME_LENGTH_MAX]
+
+
+def told_as_json(job: str, entry: LedgerEntry, answer: ChangeResponse) -> None:
+    """Print the change as JSON."""
+    output.write_json({
+        "job": job,
+        "entry": json.loads(entry.line),
+        "is_running": answer.is_running,
+        "epoch": answer.epoch,
+        "cursor": answer.cursor,
+    })  # fmt: skip
+
+
+def tell(
+    job: str, what: str, entry: LedgerEntry, answer: ChangeResponse, *, as_json: bool
+) -> None:  # fmt: skip
+    """Print the change, and when it takes effect."""
+    if as_json:
+        told_as_json(job, entry, answer)
+        return
+    say = output.stdout().print
+    said = printable(f"job {job}: {what} (entry {entry.seq})")
+    say(said, markup=False, soft_wrap=True)
+    step = -(-answer.cursor // answer.global_batch)
+    at = f"epoch {answer.epoch}, step {step}"
+    when = "when it is started the next time"
+    if answer.is_running:
+        text = f"it runs, at {at}, and goes on as it is: this takes effect {when}"
+    else:
+        text = f"this takes effect {when}; it had come to {at}"
+    say(text, markup=False, soft_wrap=True)
+
+
+@click.command("skip")
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--steps",
+    required=True,
+    metavar="FIRST:STOP",
+    help="Counted from 0 in their epoch; STOP is the first that is not skipped.",
+)
+@click.option("--epoch", type=COUNT, help="Default: the one that the job is in.")
+@setting_options(*CLIENT_SETTINGS)
+@json_option
+def skip(
+    settings: Settings, *, job: str, steps: str, epoch: int | None, as_json: bool
+) -> None:  # fmt: skip
+    """Leave steps out of a job, from its next start on: to pass over a spike of the loss, say.
+
+    Nothing of these steps is loaded: step FIRST - 1 is followed by step STOP, on all ranks, and
+    cursors are what they would be without. A running job goes on as it is, and steps that it has
+    begun cannot be skipped. To go back before steps that it has read, stop the job, skip them, and
+    resume it from an older checkpoint.
+
+    The job is one of a coordinator (`dataplane serve`), in whose ledger the skip is kept. A job
+    whose node its trainer started has none.
+
+    \b
+    Examples:
+      dataplane skip pretrain-7 --steps 12000:12150 --join head:7077
+      dataplane skip pretrain-7 --steps 0:50 --epoch 2 --join head:7077
+    """
+    from dataplane.rpc.membership import ChangeRequest, StepsSkipped
+
+    first, _, stop = steps.partition(":")
+    if not all(one.isdecimal() and len(one) <= DIGITS_MAX for one in (first, stop)):
+        raise ConfigError(f"--steps {steps}: give FIRST:STOP, such as 120:150", field="steps")
+    asked = StepsSkipped(int(first), int(stop), epoch)
+    entry, answer = changed(settings, ChangeRequest(job, who(), skip=asked))
+    count = output.counted(asked.stop - asked.first, "step")
+    steps = f"{asked.first} to {asked.stop - 1}"
+    what = f"{count} of epoch {entry.position.epoch} will be skipped, {steps}"
+    tell(job, what, entry, answer, as_json=as_json)
+
+
+@click.command("mix")
+@click.argument("job", metavar="JOB")
+@click.argument("weights", metavar="NAME=WEIGHT...", nargs=-1, required=True)
+@click.option(
+    "--at-step",
+    type=COUNT,
+    metavar="STEP",
+    help="From this step of its epoch on, counted from 0. Default: as soon as possible.",
+)
+@click.option("--epoch", type=COUNT, help="Of that step. Default: the one that the job is in.")
+@setting_options(*CLIENT_SETTINGS)
+@json_option
+def mix(
+    settings: Settings,
+    *,
+    job: str,
+    weights: tuple[str, ...],
+    at_step: int | None,
+    epoch: int | None,
+    as_json: bool,
+) -> None:
+    """Change how much of each source a job reads, from outside and while it runs.
+
+    It is as if all ranks called loader.set_weights() at one step: name each source of the mixture
+    with a weight, in its unit; 0 for one that is not read. The ranks agree on the step first, which
+    takes a few seconds, and none of them has read beyond it. The weights take effect with the first
+    round that begins there or later (docs/mixtures.md), are in the states of the run from then on,
+    and in the ledger of the job: a run that goes back before that step has them there again.
+
+    The job is one of a coordinator (`dataplane serve`). In a job that nobody reads now, the weights
+    hold from the step on that it had come to, or from --at-step.
+
+    \b
+    Examples:
+      dataplane mix pretrain-7 web=0.6 code=0.4 --join head:7077
+      dataplane mix pretrain-7 web=0.5 code=0.3 math=0.2 --at-step 120000 --join head:7077
+    """
+    from dataplane.rpc.membership import ChangeRequest, MixAsked
+
+    given = weights_in(weights)
+    if epoch is not None and at_step is None:
+        raise ConfigError("--epoch is that of --at-step: give both", field="epoch")
+    asked = MixAsked(uuid.uuid4().hex, tuple(given), tuple(given.values()), at_step, epoch)
+    entry, answer = changed(settings, ChangeRequest(job, who(), mix=asked))
+    if as_json:
+        told_as_json(job, entry, answer)
+        return
+    at, batch = entry.position, answer.global_batch
+    shown = ", ".join(f"{name} {weight:g}" for name, weight in given.items())
+    text = f"job {job}: {shown} from step {-(-at.cursor // batch)} of epoch {at.epoch} on"
+    say = output.stdout().print
+    say(f"{text} (entry {entry.seq})", markup=False, soft_wrap=True)
+    now = f"epoch {answer.epoch}, step {-(-answer.cursor // batch)}"
+    text = f"it runs, at {now}: the first round that begins there or later has these weights"
+    if not answer.is_running:
+        text = f"nobody reads it now, and it had come to {now}: the run that passes that step next"
+        text += " has these weights from there on"
+    say(text, markup=False, soft_wrap=True)
+
+
+def weights_in(texts: Sequence[str]) -> dict[str, float]:
+    """The weight of each source, of NAME=WEIGHT.   Raises:  ConfigError."""
+    given = dict(map(_weight, texts))
+    if len(given) < len(texts):
+        raise ConfigError(f"{' '.join(texts)}: give each source one weight", field="weights")
+    return given
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    try:
+        if name:
+            return name, float(weight)
+    except ValueError:
+        pass
+    raise ConfigError(f"{text}: give NAME=WEIGHT, such as web=0.6", field="weights")
+
+
+@click.command("tombstone")
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--row",
+    "row_names",
+    required=True,
+    multiple=True,
+    metavar="SHARD:ROW",
+    help="The shard's number, url, or end of its url, and the row in it, from 0; of a mixture "
+    "SOURCE:SHARD:ROW.",
+)
+@click.option(
+    "--data",
+    "places",
+    multiple=True,
+    metavar="URL",
+    help="Where the dataset of the job is now, or its manifest; for a source of a mixture "
+    "NAME=URL.",
+)
+@click.option(
+    "--dataset-moved",
+    is_flag=True,
+    help="Accept a dataset whose ETags differ from those of the job.",
+)
+@workers_option
+@setting_options("cache_dir", *CLIENT_SETTINGS, "allowed_functions")
+@json_option
+@interruptible
+def tombstone(
+    settings: Settings,
+    *,
+    job: str,
+    row_names: tuple[str, ...],
+    places: tuple[str, ...],
+    dataset_moved: bool,
+    workers: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Take rows out of a job, from its next start on, such as those that must not be trained on.
+
+    Another row of the same block, one that the job's view has, stands in the place of each, the
+    same in all epochs and on all ranks; no other row moves, and lengths and steps stay. `dataplane
+    trace` and `where` name it. A running job goes on as it is. The rows stay in their shards.
+
+    Where samples are packs, tokens of another document of the block stand in the place of those
+    that were taken out; all other documents stay where they are. Their block is read to check
+    that one with tokens is left.
+
+    The job is one of a coordinator (`dataplane serve`), in whose ledger the rows are kept.
+
+    \b
+    Examples:
+      dataplane tombstone pretrain-7 --row part-00017.parquet:4 --join head:7077
+      dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
+      dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
+    """
+    from dataplane.changes import TOMBSTONE, changes_of, dataset_of, in_force, last_of, rows_layout
+    from dataplane.plan.tombstones import Substitutes
+    from dataplane.rpc.membership import ChangeRequest, RowsTaken
+
+    ledger = live_ledger(settings, job)
+    dataset = dataset_of(ledger.spec, ledger.dataset)
+    asked = {
+        "data": places,
+        "dataset_moved": dataset_moved,
+        "workers": workers,
+        "format_name": "",
+        "dp_size": None,
+    }
+    traced = of_ledger(settings, asked, ledger)
+    rows = _rows(traced, row_names, workers)
+    gone = changes_of(in_force(ledger.entries, ledger.spec, dataset)).tombstones
+    manifests = [source.manifest for source in traced.sources]
+    left = Substitutes(ledger.spec, manifests, sorted({*gone, *rows.values()}))
+    if traced.is_packed:
+        from dataplane.commands.documents import check_documents
+
+        check_documents(traced, left, workers)
+    known = last_of(ledger.entries, TOMBSTONE)
+    taken = RowsTaken(tuple(rows.values()), rows_layout(ledger.spec, dataset), known)
+    entry, answer = changed(settings, ChangeRequest(job, who(), tombstones=taken))
+    count = output.counted(len(set(rows.values())), "row")
+    what = f"{count} will be taken out: {', '.join(rows)}"
+    tell(job, what, entry, answer, as_json=as_json)
+
+
+def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombstone]:
+    """Return the rows with these names that the job's view has. For others, print that the job
+    never reads them.
+
+    Raises:  ConfigError: a row does not exist, or the view has none of them.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from dataplane.changes import Tombstone
+    from dataplane.commands.datasets import row_names
+    from dataplane.plan.trail import shard_named
+    from dataplane.plan.views import filters
+
+    asked = {name: _source(job, name) for name in names}
+    used = {number for number, _ in asked.values()}
+    names_of = {at: row_names(job.sources[at].of_rows, job.sources[at].view) for at in used}
+
+    def found(name: str) -> Tombstone | None:
+        number, (shard_name, row) = asked[name]
+        source = job.sources[number]
+        shard = shard_named(source.manifest, shard_name)
+        place = names_of[number].find(shard, row)
+        if place is None:
+            return None
+        return Tombstone(shard, row, number, place[1] if filters(source.view) else None)
+
+    with ThreadPoolExecutor(workers) as threads:
+        rows = dict(zip(asked, threads.map(found, asked), strict=True))
+    missing = [name for name, row in rows.items() if row is None]
+    if missing:
+        count = output.counted(len(missing), "row")
+        said = f"{count} not in the view of this job, so it never reads them: {', '.join(missing)}"
+        if len(missing) == len(rows):
+            raise ConfigError(said, field="row")
+        output.warn(said)
+    return {name: row for name, row in rows.items() if row is not None}
+
+
+def _source(job: Traced, name: str) -> tuple[int, tuple[str, int]]:
+    """Return the number of the source with which a row's name begins, and the rest of the name.
+
+    Raises:  ConfigError: the name does not begin with a source of the mixture, or is no SHARD:ROW.
+    """
+    if job.spec.mixture is None:
+        return 0, split_row(name)
+    sources = [source.name for source in job.sources]
+    named = [one for one in sources if name.startswith(f"{one}:")]
+    if not named:
+        raise ConfigError(
+            f"--row {name}: the job mixes {', '.join(sources)}; give SOURCE:SHARD:ROW, such as "
+            f"{sources[0]}:17:4",
+            field="row",
+        )
+    source = max(named, key=len)
+    return sources.index(source), split_row(name.removeprefix(f"{source}:"))
 
 
 @click.group("ledger")

@@ -1,23 +1,31 @@
-"""Settings as command-line options. A command declares some of them, and gets all settings
-resolved.
+"""Settings as command-line options: a command declares some of them, and gets all settings
+resolved. Also options that several commands have, and `dataplane config`, which shows settings.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from dataplane import security_settings, settings, units
+from dataplane.commands.output import warn, write_json, write_table
+from dataplane.errors import ConfigError
 from dataplane.machine import this_machine
-from dataplane.settings import Resolved
+from dataplane.settings import BY_NAME, Resolved, unknown_variables
 
 if TYPE_CHECKING:
+    from dataplane.model import View
     from dataplane.security.security import Security
+
 
 Settings = Mapping[str, Resolved]
 
@@ -202,3 +210,133 @@ def _option(
     if setting.kind is units.SWITCH:
         return click.option(*names, is_flag=True, default=None, help=text)
     return click.option(*names, metavar=setting.kind.metavar, help=text)
+
+
+# -- interrupt ---------------------------------------------------------------------------------
+#
+# Makes Ctrl-C work at once, even while a command waits for a store that does not answer.
+#
+# During a blocking call into native code, Python runs no signal handlers. So the work is done in a
+# thread, and the main thread only waits for it. After Ctrl-C the process exits without waiting for
+# the thread (see `cli.main`). Nothing is lost: the index's journal stays valid after a kill at any
+# time.
+
+SIGNAL_CHECK_S = 0.2
+"""A wait without an end can miss a signal: one that arrives just before the main thread sleeps, or
+that the kernel hands to another thread, does not wake it. So it wakes by itself, and looks."""
+
+
+def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same command, carried out in a thread while the main thread listens for Ctrl-C."""
+
+    @functools.wraps(command)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        ended: Future[Any] = Future()
+
+        def carry_out() -> None:
+            try:
+                ended.set_result(command(*arguments, **named))
+            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+                ended.set_exception(error)
+
+        threading.Thread(target=carry_out, name="dataplane-command", daemon=True).start()
+        while not ended.done():
+            wait([ended], timeout=SIGNAL_CHECK_S)
+        return ended.result()
+
+    return wrapped
+
+
+# -- packs asked -------------------------------------------------------------------------------
+#
+# `--pack` and `--map`: the packs that a command line describes.
+
+
+def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--pack` and `--map`. The command is called with `packs`, None without them."""
+
+    @functools.wraps(command)
+    def chosen(*, pack: str | None, map_name: str | None, **given: Any) -> Any:
+        if map_name is not None and pack is None:
+            raise ConfigError(
+                "--map needs --pack: only packs depend on what a map makes", field="map"
+            )
+        asked = None if pack is None else PacksAsked(pack, map_name)
+        return command(packs=asked, **given)
+
+    about = "Packs are of what this function makes, as with map=; it is imported and called."
+    made = click.option("--map", "map_name", metavar="MODULE:FUNCTION", help=about)(chosen)
+    about = "Packs of this column, as with pack=: index counts and stores them, too."
+    return click.option("--pack", metavar="COLUMN,length=N,…", help=about)(made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PacksAsked:
+    """The packs of a command line, and the map that makes their tokens."""
+
+    text: str
+    map_name: str | None = None
+
+    def view(self, rows: View) -> View:
+        """The view with these packs of its rows.
+
+        Raises:  ConfigError: the text is wrong, or the map is no name of a function.
+        """
+        from dataplane.transforms.functions import function_name
+        from dataplane.transforms.pack_options import pack_of_text
+
+        name = function_name(self.map_name, "map")
+        return structs.replace(rows, pack=pack_of_text(self.text), map=name)
+
+
+# -- config ------------------------------------------------------------------------------------
+#
+# `dataplane config`: the settings, and where each value came from.
+
+
+@click.group()
+def config() -> None:
+    """Settings: flags, DATAPLANE_* variables, a TOML file, defaults."""
+
+
+@config.command("show")
+@setting_options(*BY_NAME)
+@json_option
+def show(settings: Settings, *, as_json: bool) -> None:
+    """Show every setting, its value, and where the value came from.
+
+    A setting has one name everywhere: --slab-bytes as a flag, DATAPLANE_SLAB_BYTES in the
+    environment, slab_bytes in the file. A flag beats a variable, a variable beats the file, and
+    the file beats the default, which is computed from this machine.
+
+    The file is the first of: --config, DATAPLANE_CONFIG, ./dataplane.toml,
+    ~/.config/dataplane/config.toml.
+
+    \b
+    Examples:
+      dataplane config show
+      DATAPLANE_SLAB_BYTES=8MiB dataplane config show --worker-count 4
+      dataplane config show --config cluster.toml --json
+    """
+    if as_json:
+        write_json(
+            {
+                name: {"value": one.value, "source": one.source, "variable": one.setting.variable}
+                for name, one in settings.items()
+            }
+        )
+    else:
+        write_table(
+            ("setting", "value", "source", "meaning"),
+            (
+                (name, one.setting.kind.show(one.value), one.source, one.setting.meaning)
+                for name, one in settings.items()
+            ),
+        )
+    from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
+    from dataplane.transforms.pixels_library import maker
+
+    if missing := maker().missing:
+        warn(f"images are made by Pillow, several times slower: {missing}; {INSTALL_LIBJPEG}")
+    for name in unknown_variables(os.environ):
+        warn(f"{name} is set in the environment, but is not a setting; it is ignored")

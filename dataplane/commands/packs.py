@@ -7,21 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.commands.options import Settings
+from dataplane.commands.datasets import read_block, schema_of
+from dataplane.commands.options import PacksAsked, Settings
 from dataplane.commands.own_node import opened_again
-from dataplane.commands.packs_asked import PacksAsked
 from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
+from dataplane.errors import ConfigError, DataplaneError
 from dataplane.model import View
+from dataplane.node.pack_counts import counted_before
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.packed_blocks import packed
 from dataplane.plan.packs import Packing
+from dataplane.plan.views import rows_only
 from dataplane.transforms.options import only
+from dataplane.worker.functions import UserFunction
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dataplane.config import NodeConfig
+    from dataplane.model import View
+    from dataplane.plan.manifest import Manifest
     from dataplane.worker.functions import UserFunction
 
 
@@ -71,8 +79,6 @@ def read_mapped(rows: Manifest, block: int, view: View, seed: int) -> pa.RecordB
 
     Raises:  As `imported_map` and `read_block`.  FunctionError: it fails.
     """
-    from dataplane.commands.datasets import read_block, schema_of
-    from dataplane.plan.views import rows_only
     from dataplane.worker.functions import CalledAt, mapped_block
 
     function, schema = imported_map(view.map), schema_of(rows)
@@ -126,3 +132,44 @@ def with_packs(
         view,
         blocks.packing_in(counts),
     )
+
+
+def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
+    """Return the manifest of the packs of a view, from that of its rows.
+
+    Raises:  ConfigError: the packs were not counted here, or their tokens come from a map that may
+    not be called or cannot be imported.
+    """
+    pack = view.pack
+    assert pack is not None
+    function = _allowed(view.map, config) if view.map else None
+    counts = counted_before(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
+    if counts is not None:
+        return packed(rows, np.ascontiguousarray(counts[:, 1]))
+    if view.map:
+        raise ConfigError(
+            f"the packs of this job were not counted on this machine with {view.map!r} as it is"
+            " now: give --data a manifest that has them (dataplane index … --map"
+            f" {view.map} --pack {pack.column},length={pack.length} -o FILE), or set --cache-dir to"
+            " the folder of a node that counted them",
+            field="pack",
+        )
+    raise ConfigError(
+        "the packs of this job were not counted on this machine: give --data a manifest that"
+        f" has them (dataplane index … --pack {pack.column},length={pack.length} -o FILE)",
+        field="pack",
+    )
+
+
+def _allowed(name: str, config: NodeConfig) -> UserFunction:
+    """The function of a map, imported.
+
+    Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
+    """
+    if not config.allows_function(name):
+        raise ConfigError(
+            f"the tokens of this job's packs are made by {name!r}. To import and call it here, pass"
+            f" --allowed-functions {name}",
+            field="map",
+        )
+    return imported_map(name)

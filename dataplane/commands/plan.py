@@ -12,16 +12,17 @@ import click
 from msgspec import structs
 
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
+    PacksAsked,
     Settings,
     format_option,
+    interruptible,
     json_option,
+    pack_options,
     setting_options,
     view_options,
     workers_option,
 )
-from dataplane.commands.packs_asked import PacksAsked, pack_options
 from dataplane.commands.plan_hosts import show_host_counts
 from dataplane.commands.plan_mixture import AskedMixture, mixture_options
 from dataplane.model import End, View

@@ -21,7 +21,7 @@ from dataplane.errors import ConfigError, DatasetChangedError
 from dataplane.model import View
 
 if TYPE_CHECKING:
-    from dataplane.commands.packs_asked import PacksAsked
+    from dataplane.commands.options import PacksAsked
     from dataplane.commands.plan import Question
     from dataplane.plan.explain_mixture import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
@@ -105,7 +105,7 @@ def _scheduled(text: str) -> tuple[int, dict[str, float]]:
 
     Raises:  ConfigError: the text has another form.
     """
-    from dataplane.commands.mix import weights_in
+    from dataplane.commands.ledger import weights_in
 
     step, _, weights = text.partition(":")
     if not step.isdecimal() or len(step) > _DIGITS_MAX:
@@ -175,8 +175,7 @@ def _opened(
 
     from dataplane.commands.datasets import opened
     from dataplane.commands.own_node import own_session
-    from dataplane.commands.packed_rows import packs_in
-    from dataplane.commands.packs import imported_map
+    from dataplane.commands.packs import imported_map, packs_in
     from dataplane.plan.views import rows_only
     from dataplane.rpc.messages import DatasetSource
     from dataplane.settings import node_config

@@ -12,9 +12,9 @@ from rich.progress import Progress, TaskID
 
 from dataplane import suffixes
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
     format_option,
+    interruptible,
     json_option,
     urls_argument,
     workers_option,
@@ -141,7 +141,7 @@ def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
     """Yield one manifest per shard, so that one bad shard hides no other; or the saved manifest."""
-    from dataplane.commands.stores import STORES
+    from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import index_dataset, open_dataset
 
     if any(url.endswith(suffixes.MANIFEST) for url in urls):
@@ -168,7 +168,7 @@ def _manifests(
 
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     """Return the format's name, and the shards that `urls` name."""
-    from dataplane.commands.stores import STORES
+    from dataplane.commands.datasets import STORES
     from dataplane.index.indexing import choose_shards
     from dataplane.store.expand import expand
     from dataplane.store.urls import normalise
@@ -270,7 +270,7 @@ def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tu
 
 def _give_up() -> None:
     """Stop waiting for stores whose results are no longer needed."""
-    from dataplane.commands.stores import STORES
+    from dataplane.commands.datasets import STORES
 
     STORES.close()
 

@@ -8,15 +8,14 @@ import click
 import msgspec
 
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
-from dataplane.commands.options import Settings
+from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import split_row, traced, traced_options
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from dataplane.commands.left_out import LeftOut
+    from dataplane.commands.documents import LeftOut
     from dataplane.commands.traced import Traced
     from dataplane.plan.trail import Place, RowNames
 
@@ -132,7 +131,7 @@ def _changed(
     """
     import numpy as np
 
-    from dataplane.commands.left_out import LeftOut
+    from dataplane.commands.documents import LeftOut
 
     def name(other: int) -> int | None:
         return None if other == row else int(names.of(np.array([block]), np.array([other]))[1][0])
@@ -161,7 +160,7 @@ def _places(
     from dataplane.plan.trail import places_of
 
     if job.is_packed:
-        from dataplane.commands.packed_rows import packs_with
+        from dataplane.commands.documents import packs_with
 
         yield from packs_with(job, left_out, source, at, epochs, cursor)
         return

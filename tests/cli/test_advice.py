@@ -7,8 +7,8 @@ from msgspec import structs
 
 from dataplane.client.bound import Bound, Stage
 from dataplane.client.statistics import Statistics
-from dataplane.commands.doctor.advice import TrialSetup, advice, verdict
-from dataplane.commands.doctor.checks import Probe
+from dataplane.commands.doctor_checks import Probe
+from dataplane.commands.doctor_run import TrialSetup, advice, verdict
 from dataplane.config import NodeConfig
 
 MIB = 1 << 20

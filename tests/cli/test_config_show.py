@@ -154,7 +154,7 @@ def test_a_reader_that_stops_reading_is_no_error():
 
 def test_a_missing_libjpeg_is_reported_in_one_line_that_says_what_to_install(capsys, monkeypatch):
     without = Maker(None, "Pillow", "libpixels.so could not be compiled")
-    monkeypatch.setattr("dataplane.commands.config.maker", lambda: without)
+    monkeypatch.setattr("dataplane.transforms.pixels_library.maker", lambda: without)
     assert run(["config", "show"]) == 0
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "Pillow" in one]
     assert "images are made by Pillow, several times slower: libpixels.so" in line

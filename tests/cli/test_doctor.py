@@ -19,7 +19,7 @@ from servers import reach
 
 from dataplane.cli import run
 from dataplane.client import launch
-from dataplane.commands.doctor import checks, trial
+from dataplane.commands import doctor_checks, doctor_run
 
 LATENCY_MS = 250  # all other stages take less, on any machine
 SMALL = (
@@ -64,7 +64,7 @@ def table(rows: int, width: int) -> pa.Table:
 @pytest.fixture
 def environments(monkeypatch):
     """(this process's environment, its node's) while the trial runs."""
-    seen, real = [], trial.run
+    seen, real = [], doctor_run.run_trial
     # The environment of a fork is not where others look for it.
     monkeypatch.setattr(launch, "_executed", launch._executed.__wrapped__)
 
@@ -74,7 +74,7 @@ def environments(monkeypatch):
         seen.append((dict(os.environ), node))
         return done
 
-    monkeypatch.setattr(trial, "run", run_and_look)
+    monkeypatch.setattr(doctor_run, "run_trial", run_and_look)
     return seen
 
 
@@ -179,7 +179,7 @@ def test_its_examples_stand_in_the_help(capsys):
 
 @pytest.mark.parametrize("mode", ["never", "deny"])
 def test_without_huge_pages_for_shared_memory_doctor_says_how_to_allow_them(mode):
-    found = checks.huge_pages(mode)
+    found = doctor_checks.huge_pages(mode)
     assert mode in found.found
     assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in found.advice
-    assert not checks.huge_pages("advise").advice
+    assert not doctor_checks.huge_pages("advise").advice

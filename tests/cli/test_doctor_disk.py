@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dataplane.commands.doctor.disk import disk
+from dataplane.commands.doctor_checks import disk
 from dataplane.config import NodeConfig
 from dataplane.node.cache_folder import open_cache_folder
 from dataplane.settings import default_node_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane.cli import cli, run
-from dataplane.commands import extensions, inspect
+from dataplane.commands import inspect
 from dataplane.config import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_every_command_that_writes_json_reports_errors_as_json():
 
 
 def test_a_command_of_a_missing_package_says_how_to_install_it(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(extensions, "entry_points", lambda **_: ())
+    monkeypatch.setattr("dataplane.cli.entry_points", lambda **_: ())
     assert run(["bench", "s3://bucket/", "--peers", "all", "--help"]) == 2
     assert f"pip install dataplane-bench=={VERSION}" in capsys.readouterr().err
     status, error = told(capsys, "bench", "--json")

@@ -18,7 +18,7 @@ from small_nodes import alone_and_small
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
-from dataplane.commands.values import shown
+from dataplane.commands.datasets import shown
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer

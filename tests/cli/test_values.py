@@ -11,7 +11,7 @@ import pytest
 from arrow_layouts import cases
 
 from dataplane.cli import run
-from dataplane.commands.values import shown
+from dataplane.commands.datasets import shown
 
 NS, MAX = pa.timestamp("ns"), 2**63 - 1
 

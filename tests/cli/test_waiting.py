@@ -16,7 +16,7 @@ import pytest
 from away import Away, Proxy, proxy_before
 from awry import awry_server
 
-from dataplane.commands import stores
+from dataplane.commands import datasets
 
 COMMANDS = [
     ("index",),
@@ -81,7 +81,7 @@ def test_a_store_that_goes_away_for_good_is_not_reported_as_damage(
 ) -> None:
     from dataplane.cli import run
 
-    monkeypatch.setattr(stores.STORES, "_budget_s", 0.2)
+    monkeypatch.setattr(datasets.STORES, "_budget_s", 0.2)
     assert run(["verify", *(f"{URL}/{i}" for i in range(40))]) == 3
     told = capsys.readouterr()
     assert "StoreUnavailable" in told.err
@@ -93,7 +93,7 @@ def test_ctrl_c_is_heard_though_another_thread_got_the_signal():
     # As when the kernel hands it to a thread of a library, which does not wake the main thread.
     script = """
 import os, signal, time
-from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import interruptible
 
 @interruptible
 def command():

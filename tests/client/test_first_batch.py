@@ -9,7 +9,7 @@ from msgspec import structs
 
 from dataplane.client.first_batch import NOT_YET, FirstBatch, Opening
 from dataplane.client.statistics import Statistics, sum_of
-from dataplane.commands.doctor import start
+from dataplane.commands import doctor_run
 from dataplane.rpc.messages import StageTimes
 
 us = st.integers(0, 10**8)
@@ -55,13 +55,13 @@ def test_statistics_of_a_part_or_a_sum_keep_the_first_batch():
 def test_the_longest_stage_is_named_with_one_advice(stage):
     slow = structs.replace(FirstBatch(node_s=0.1), **{f"{stage}_s": 0.9})
     named = stage.replace("_", " ")
-    told = start.advice(slow)
+    told = doctor_run.first_batch_advice(slow)
     assert told.startswith(f"The first batch waited most for {named} (")
     assert "To shorten it: " in told
-    assert next(row[0] for row in start.rows(slow)) == "first batch"
-    assert f"  {named}" in [row[0] for row in start.rows(slow)]
+    assert next(row[0] for row in doctor_run.first_batch_rows(slow)) == "first batch"
+    assert f"  {named}" in [row[0] for row in doctor_run.first_batch_rows(slow)]
 
 
 def test_nothing_is_said_of_a_batch_that_never_came():
-    assert start.advice(NOT_YET) == ""
-    assert start.rows(NOT_YET) == []
+    assert doctor_run.first_batch_advice(NOT_YET) == ""
+    assert doctor_run.first_batch_rows(NOT_YET) == []

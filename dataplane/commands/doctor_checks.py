@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,12 @@ import psutil
 from dataplane.arena import pages
 from dataplane.client.environments import from_environment
 from dataplane.commands import output
-from dataplane.commands.stores import STORES
+from dataplane.commands.datasets import STORES
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
+from dataplane.fetcher.kept_files import KeptFiles
 from dataplane.machine import this_machine
+from dataplane.node.cache_folder import FolderTakenError, open_cache_folder
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path
@@ -206,3 +210,35 @@ def storage(found: Probe) -> Check:
 def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
     """Rows of a table."""
     return [(one.name, one.found, one.advice or "well") for one in checks]
+
+
+# -- disk --------------------------------------------------------------------------------------
+#
+# The check of the disk on which a node keeps blocks.
+
+
+def disk(config: NodeConfig) -> list[Check]:
+    """Check whether the disk can keep blocks, and has room; return nothing if no blocks are to be
+    kept.
+    """
+    if not config.cache_bytes:
+        return []
+    try:
+        folder = open_cache_folder(config.cache_dir, config.cache_bytes, patience_s=0.0)
+    except FolderTakenError as error:
+        return [Check("disk", "in use by another node", str(error))]
+    except ConfigError as error:
+        return [Check("disk", "cannot be used", str(error))]
+    try:
+        room = shutil.disk_usage(folder.path).free + _taken(folder.path)
+    finally:
+        folder.close()
+    size = output.approximate_bytes
+    found = f"{size(config.cache_bytes)} for blocks in {folder.path}, and room for {size(room)}"
+    advice = "lower cache_bytes, or choose another disk with cache_dir"
+    return [Check("disk", found, advice if room < config.cache_bytes else "")]
+
+
+def _taken(folder: Path) -> int:
+    """Return the bytes that kept blocks take."""
+    return sum(sum(found.disk_bytes) for found in KeptFiles(str(folder)).scan())

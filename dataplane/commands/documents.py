@@ -1,4 +1,6 @@
-"""The documents of packs, for `dataplane trace`, `where` and `replay`."""
+"""The documents of packs, and the skipped steps and removed rows of a job, for `dataplane trace`,
+`where`, `replay` and `tombstone`.
+"""
 
 from __future__ import annotations
 
@@ -12,72 +14,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataplane.changes import Changes
+from dataplane.changes import (
+    Changes,
+    TakenDocument,
+    Tombstone,
+    changes_at,
+    changes_of,
+    dataset_of,
+    in_force,
+)
 from dataplane.commands.datasets import read_block, row_names, schema_of
-from dataplane.commands.left_out import LeftOut
-from dataplane.commands.packs import imported_map, name_of_counts, read_mapped
+from dataplane.commands.packs import read_mapped
 from dataplane.errors import ConfigError
-from dataplane.node.pack_counts import counted_before
-from dataplane.plan.packed_blocks import packed
+from dataplane.ledger import LedgerPosition
 from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of
 from dataplane.plan.taken_documents import stand_ins, without
+from dataplane.plan.tombstones import Substitutes
 from dataplane.plan.trail import places_of
 from dataplane.plan.views import rows_only
-from dataplane.worker.functions import UserFunction
 
 if TYPE_CHECKING:
-    from dataplane.changes import TakenDocument
     from dataplane.commands.traced import Traced, TracedSource
-    from dataplane.config import NodeConfig
-    from dataplane.model import View
-    from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
-    from dataplane.plan.tombstones import Substitutes
-    from dataplane.plan.trail import Place, StepRows
-
+    from dataplane.plan.trail import Place, RowsFor, StepRows
 
 _INSTEAD_OF = "instead_of"
-
-
-def packs_in(rows: Manifest, view: View, seed: int, config: NodeConfig) -> Manifest:
-    """Return the manifest of the packs of a view, from that of its rows.
-
-    Raises:  ConfigError: the packs were not counted here, or their tokens come from a map that may
-    not be called or cannot be imported.
-    """
-    pack = view.pack
-    assert pack is not None
-    function = _allowed(view.map, config) if view.map else None
-    counts = counted_before(rows, name_of_counts(rows, view, seed, function), config.cache_dir)
-    if counts is not None:
-        return packed(rows, np.ascontiguousarray(counts[:, 1]))
-    if view.map:
-        raise ConfigError(
-            f"the packs of this job were not counted on this machine with {view.map!r} as it is"
-            " now: give --data a manifest that has them (dataplane index … --map"
-            f" {view.map} --pack {pack.column},length={pack.length} -o FILE), or set --cache-dir to"
-            " the folder of a node that counted them",
-            field="pack",
-        )
-    raise ConfigError(
-        "the packs of this job were not counted on this machine: give --data a manifest that"
-        f" has them (dataplane index … --pack {pack.column},length={pack.length} -o FILE)",
-        field="pack",
-    )
-
-
-def _allowed(name: str, config: NodeConfig) -> UserFunction:
-    """The function of a map, imported.
-
-    Raises:  ConfigError: the command line does not allow it, or it cannot be imported.
-    """
-    if not config.allows_function(name):
-        raise ConfigError(
-            f"the tokens of this job's packs are made by {name!r}. To import and call it here, pass"
-            f" --allowed-functions {name}",
-            field="map",
-        )
-    return imported_map(name)
 
 
 def documents_of(job: Traced, step: StepRows, epoch: int) -> list[dict[str, object]]:
@@ -306,3 +267,66 @@ def _expect_columns(names: Sequence[str], known: Sequence[str]) -> None:
     missing = [name for name in names if name not in known]
     if missing:
         raise ConfigError(f"no column {missing}: there are {', '.join(known)}", field="columns")
+
+
+# -- skipped steps and removed rows ------------------------------------------------------------
+
+_NOTHING = Changes()
+
+
+class LeftOut:
+    """The skipped steps and removed rows of one job."""
+
+    def __init__(self, job: Traced) -> None:
+        self._job, self._ledger = job, job.ledger
+        self._substitutes = functools.lru_cache(maxsize=16)(self._made)
+
+    def changes(self, epoch: int, position: int) -> Changes:
+        """Return the changes that apply to this position: those known to the launch that read it
+        last, or that will read it.
+        """
+        ledger = self._ledger
+        if ledger is None:
+            return _NOTHING
+        reached, place = (
+            LedgerPosition(ledger.epoch, ledger.cursor),
+            LedgerPosition(epoch, position),
+        )
+        dataset = dataset_of(ledger.spec, ledger.dataset)
+        return changes_at(ledger.entries, ledger.spec, dataset, reached, place)
+
+    def rows_for(self, changes: Changes) -> RowsFor | None:
+        """Return the rows that replace removed ones; None if no rows were removed."""
+        return self._substitutes(changes.tombstones).of if changes.tombstones else None
+
+    def documents(self, changes: Changes, block: int) -> tuple[TakenDocument, ...]:
+        """Return the documents that were removed from a block, numbered as in the order, if samples
+        are packs.
+        """
+        return self._substitutes(changes.tombstones).documents(block)
+
+    def taken_rows(self, block: int) -> tuple[int, ...]:
+        """Return the rows that were removed from a block at any time; the block is numbered as in
+        the order.
+        """
+        ledger = self._ledger
+        if ledger is None:
+            return ()
+        entries = in_force(ledger.entries, ledger.spec, dataset_of(ledger.spec, ledger.dataset))
+        return self._substitutes(changes_of(entries).tombstones).gone.get(block, ())
+
+    def given(self, epoch: int, position: int, block: int, stood: int) -> int:
+        """Return the row of a block that is delivered in the place of the row `stood`."""
+        rows_for = self.rows_for(self.changes(epoch, position))
+        if rows_for is None:
+            return stood
+        return int(rows_for(np.array([block]), np.array([stood]))[0])
+
+    def is_skipped(self, epoch: int, position: int) -> bool:
+        """Whether the job skips this position."""
+        gaps = self.changes(epoch, position).gaps(epoch).ranges
+        return any(begin <= position < end for begin, end in gaps)
+
+    def _made(self, tombstones: tuple[Tombstone, ...]) -> Substitutes:
+        manifests = [source.manifest for source in self._job.sources]
+        return Substitutes(self._job.spec, manifests, tombstones)

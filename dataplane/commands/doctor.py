@@ -14,12 +14,12 @@ import msgspec
 from msgspec import structs
 
 from dataplane.commands import output
-from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
     NODE_SETTINGS,
     SECURITY_SETTINGS,
     Settings,
     format_option,
+    interruptible,
     json_option,
     setting_options,
     workers_option,
@@ -30,9 +30,10 @@ from dataplane.model import ListPolicy
 if TYPE_CHECKING:
     from dataplane.client.bound import Bound
     from dataplane.client.first_batch import FirstBatch
-    from dataplane.commands.doctor.trial import Trial, TrialLength
+    from dataplane.commands.doctor_run import Trial, TrialLength
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
+
 
 _POSITIVE = click.IntRange(min=1)
 _INDEXED_AGAIN_S = 10.0
@@ -143,7 +144,7 @@ def doctor(
         return _check_security(settings, as_json=as_json)
     if not urls:
         raise click.UsageError("Missing argument 'URL...'.")
-    from dataplane.commands.doctor.trial import TrialLength
+    from dataplane.commands.doctor_run import TrialLength
 
     length = TrialLength(seconds, steps)
     _examine(
@@ -164,14 +165,14 @@ def _examine(
     as_json: bool,
 ) -> None:
     """Run the checks and the trial, and print the results."""
-    from dataplane.commands.doctor import advice, checks
+    from dataplane.commands import doctor_checks, doctor_run
     from dataplane.settings import node_config
 
     request = _request(urls, format_name, job)  # before anything is read
     config = node_config(settings)
     at, found, indexing_s = _looked_at(urls, format_name, workers, config, job, request)
     if not as_json:
-        output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
+        output.write_table(("check", "found", "advice"), doctor_checks.lines(found), "machine")
         output.stdout().print()
     with _empty_cache(config.cache_dir, indexing_s) as empty:
         done = _tried(request, settings, empty, step_ms / 1e3, length)
@@ -179,7 +180,7 @@ def _examine(
 
     first = _with_indexing(done.found.first_batch, 0.0 if empty else indexing_s)
     bound = bound_of(done.found)
-    told = advice.advice(bound, done.found, at) if bound else []
+    told = doctor_run.advice(bound, done.found, at) if bound else []
     if as_json:
         output.write_json(_as_json(found, done, bound, told, first))
         return
@@ -187,7 +188,7 @@ def _examine(
     if bound is None:
         output.warn("the run was too short to find its limit: use more --seconds")
         return
-    output.stdout().print(advice.verdict(bound, done.found), soft_wrap=True)
+    output.stdout().print(doctor_run.verdict(bound, done.found), soft_wrap=True)
     output.stdout().print("What would help:", style="bold")
     for one in told:
         output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
@@ -196,13 +197,13 @@ def _examine(
 
 
 def _check_security(settings: Settings, *, as_json: bool) -> int:
-    from dataplane.commands.doctor import checks, security
+    from dataplane.commands import doctor_checks, doctor_security
 
-    found = security.checks(settings)
+    found = doctor_security.checks(settings)
     if as_json:
         output.write_json({"checks": [dataclasses.asdict(one) for one in found]})
     else:
-        output.write_table(("check", "found", "advice"), checks.lines(found), "security")
+        output.write_table(("check", "found", "advice"), doctor_checks.lines(found), "security")
     is_wrong = any(one.advice and not one.may_stay for one in found)
     return output.EXIT_BAD_DATA if is_wrong else output.EXIT_OK
 
@@ -213,7 +214,7 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
     Raises:  ConfigError: invalid transforms.
     """
     from dataplane.client import identity
-    from dataplane.commands.doctor.given import stacks_of, transforms_of
+    from dataplane.commands.doctor_run import stacks_of, transforms_of
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
@@ -249,20 +250,21 @@ def _looked_at(
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
     """Return the facts for the advice, the checks, and the time that indexing the dataset took."""
+    from dataplane.commands import doctor_checks, doctor_run
     from dataplane.commands.datasets import opened
-    from dataplane.commands.doctor import advice, checks
-    from dataplane.commands.doctor.disk import disk
+    from dataplane.commands.doctor_checks import disk
     from dataplane.machine import this_machine
     from dataplane.plan.defaults import BlockSizes, shuffle_of
 
     began = time.monotonic()
     manifest = opened(urls, format_name, workers, config)
     indexing_s = time.monotonic() - began
-    probe = checks.probe(manifest, config.fetch_count)
-    found = [*checks.environment(config, manifest), *disk(config), checks.storage(probe)]
+    probe = doctor_checks.probe(manifest, config.fetch_count)
+    found = [*doctor_checks.environment(config, manifest), *disk(config)]
+    found.append(doctor_checks.storage(probe))
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     shuffle = shuffle_of(sizes, job.lanes, job.window)
-    at = advice.TrialSetup(
+    at = doctor_run.TrialSetup(
         config,
         this_machine().cpu_count,
         probe,
@@ -314,7 +316,7 @@ def _tried(
 ) -> Trial:
     """Run the job, with a progress bar."""
     from dataplane.client.statistics import Statistics
-    from dataplane.commands.doctor import trial
+    from dataplane.commands import doctor_run
 
     session = own_session(request, settings, cache_dir)
     try:
@@ -325,18 +327,18 @@ def _tried(
             def show(done: float, so_far: Statistics) -> None:
                 bar.update(task, completed=done, note=f"{so_far.samples_per_s:,.0f} samples/s")
 
-            return trial.run(session, step_s, length, show)
+            return doctor_run.run_trial(session, step_s, length, show)
     finally:
         session.close()
 
 
 def _show(done: Trial, bound: Bound | None, first: FirstBatch) -> None:
-    from dataplane.commands.doctor import start
+    from dataplane.commands import doctor_run
 
     found = done.found
     rows: list[tuple[str, str, str]] = [
         ("samples/s", f"{found.samples_per_s:,.0f}", f"{done.steps:,} steps in all"),
-        *start.rows(first),
+        *doctor_run.first_batch_rows(first),
     ]
     if bound is not None:
         elapsed_s = found.elapsed_s
@@ -357,13 +359,13 @@ def _show(done: Trial, bound: Bound | None, first: FirstBatch) -> None:
         ]
     output.write_table(("run", "", ""), rows)
     output.stdout().print()
-    output.stdout().print(start.advice(first), soft_wrap=True, markup=False)
+    output.stdout().print(doctor_run.first_batch_advice(first), soft_wrap=True, markup=False)
 
 
 def _as_json(
     found: list[Any], done: Trial, bound: Bound | None, told: list[str], first: FirstBatch
 ) -> dict[str, object]:
-    from dataplane.commands.doctor import start
+    from dataplane.commands import doctor_run
 
     return {
         "checks": [dataclasses.asdict(one) for one in found],
@@ -377,7 +379,7 @@ def _as_json(
             "busy": {stage.value: share for stage, share in bound.busy},
         },
         "advice": told,
-        "first_batch": start.as_json(first),
+        "first_batch": doctor_run.first_batch_json(first),
         "first_batch_s": done.first_batch_s,
         "steps": done.steps,
         "statistics": msgspec.to_builtins(done.found),

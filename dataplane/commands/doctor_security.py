@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataplane.commands.doctor.checks import Check
+from dataplane.commands.doctor_checks import Check
 from dataplane.commands.options import Settings, security_given
 from dataplane.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
@@ -25,6 +25,7 @@ from dataplane.security.tls import Pems
 
 if TYPE_CHECKING:
     from cryptography import x509
+
 
 _SOON = dt.timedelta(days=2)
 _TOLD_MAX = 3

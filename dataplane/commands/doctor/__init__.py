@@ -1,1 +1,0 @@
-"""`dataplane doctor`: find what limits a run on this machine, and what would help."""
