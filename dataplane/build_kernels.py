@@ -1,8 +1,8 @@
 """Compiles the C sources when the project is installed or built: a build hook of hatchling.
 
 Nothing imports this module but hatchling, `make setup` and tests. A machine without a C compiler
-gets the one that PyPI's ziglang contains. Only libpixels.so may be missing, since it needs
-libjpeg-turbo: the build goes on without it, and Pillow makes images.
+gets the one that PyPI's ziglang contains. Where the headers of libjpeg-turbo are missing,
+libpixels.so is compiled without it, and Pillow decodes JPEGs.
 """
 
 # No annotations from __future__: hatchling does not run this file as a module, and a dataclass
@@ -33,13 +33,14 @@ _ZIG_CC = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A library of the platform: pkg-config's name, its header, its linker flag, what to install,
-    and where distributions put its licence.
+    """A library of the platform: pkg-config's name, its header, its linker flag, the macro of code
+    that does without it, what to install, and where distributions put its licence.
     """
 
     name: str
     header: str
     link: str
+    without: str
     install: str
     licences: tuple[str, ...]
 
@@ -47,13 +48,13 @@ class Package:
 @dataclass(frozen=True, slots=True)
 class Library:
     """One of our libraries. `sources` is a C file with its header, or a folder of C files that make
-    one library; all include compiler.h of the folder above. Only one that needs a package may be
-    missing.
+    one library; all include compiler.h of the folder above. It may be compiled without the package
+    that it `wants`.
     """
 
     sources: Path
     path: Path
-    needs: Package | None = None
+    wants: Package | None = None
 
     def sources_in(self, root: Path) -> tuple[Path, ...]:
         """The source files, in the order in which compiled.py computes their checksum."""
@@ -69,6 +70,7 @@ LIBJPEG = Package(
     "libjpeg",
     "jpeglib.h",
     "-ljpeg",
+    "WITHOUT_LIBJPEG",
     "the headers of libjpeg-turbo 2.0.90 or newer are missing: apt-get install libjpeg-dev "
     "(Debian, Ubuntu), dnf install libjpeg-turbo-devel (Fedora, RHEL), or conda install -c "
     "conda-forge libjpeg-turbo",
@@ -110,16 +112,15 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
         for library in LIBRARIES:
             path = root / library.path
             try:
-                compile_library(library, root)
+                lacking = compile_as_possible(library, root)
             except NotCompiled as fault:
                 path.unlink(missing_ok=True)
-                if is_portable or library.needs is None:
-                    self.app.abort(_message(library, fault))
-                self.app.display_warning(_message(library, fault))
-                continue
-            if is_portable and library.needs is not None:
-                place = f"{library.path.parent}/{library.needs.name}.LICENSE"
-                build_data["force_include"][str(self._licence_of(library.needs))] = place
+                self.app.abort(str(fault))
+            if lacking:
+                (self.app.abort if is_portable else self.app.display_warning)(lacking)
+            if is_portable and library.wants is not None:
+                place = f"{library.path.parent}/{library.wants.name}.LICENSE"
+                build_data["force_include"][str(self._licence_of(library.wants))] = place
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["artifacts"].append(str(library.path))
             build_data["pure_python"] = False
@@ -139,23 +140,40 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
 
 
 def main() -> None:
-    """Compile the missing libraries, and report failures on stderr. Exit status 1: one is missing
-    that Dataplane needs.
+    """Compile the missing libraries, and report failures on stderr. Exit status 1: one is
+    missing.
     """
-    root, missing = Path(__file__).resolve().parents[1], False
+    root, is_missing = Path(__file__).resolve().parents[1], False
     for library in LIBRARIES:
         if not (root / library.path).exists():
             try:
-                compile_library(library, root)
+                lacking = compile_as_possible(library, root)
             except NotCompiled as fault:
-                missing = missing or library.needs is None
-                sys.stderr.write(f"{_message(library, fault)}; then run make -B setup\n")
-    sys.exit(missing)
+                is_missing, lacking = True, str(fault)
+            if lacking:
+                sys.stderr.write(f"{lacking}; then run make -B setup\n")
+    sys.exit(is_missing)
 
 
-def _message(library: Library, fault: NotCompiled) -> str:
-    outcome = "Dataplane needs it" if library.needs is None else "Pillow makes images instead"
-    return f"{library.sources} is not compiled, and {outcome}: {fault}"
+def compile_as_possible(library: Library, root: Path) -> str:
+    """Compile a library, without the package that it wants if that fails; the result is a warning,
+    "" if it lacks nothing.
+
+    Raises:  NotCompiled: the library could not be compiled; says that Dataplane needs it.
+    """
+    try:
+        compile_library(library, root)
+    except NotCompiled as fault:
+        needed = f"{library.sources} is not compiled, and Dataplane needs it"
+        if library.wants is None:
+            raise NotCompiled(f"{needed}: {fault}") from fault
+        try:
+            compile_library(library, root, is_whole=False)
+        except NotCompiled as other:
+            raise NotCompiled(f"{needed}: {other}") from other
+        name = library.wants.name
+        return f"{library.sources} is compiled without {name}, and Pillow decodes JPEGs: {fault}"
+    return ""
 
 
 def has_compiler() -> bool:
@@ -163,8 +181,9 @@ def has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("cc"))
 
 
-def compile_library(library: Library, root: Path) -> None:
-    """Compile a library, and replace the old file atomically, since processes may have mapped it.
+def compile_library(library: Library, root: Path, *, is_whole: bool = True) -> None:
+    """Compile a library, with the package that it wants if it `is_whole`, and replace the old file
+    atomically, since processes may have mapped it.
 
     `CC`, `CFLAGS` and `LDFLAGS` have the same meaning as for make.
 
@@ -172,7 +191,10 @@ def compile_library(library: Library, root: Path) -> None:
     """
     sources, path = library.sources_in(root), root / library.path
     compiler = shlex.split(os.environ.get("CC") or "cc") if has_compiler() else [*_ZIG_CC]
-    search, link = _flags_for(library.needs) if library.needs else ([], [])
+    package = library.wants if is_whole else None
+    search, link = _flags_for(package) if package else ([], [])
+    if library.wants and not is_whole:
+        search = [f"-D{library.wants.without}"]
     crc = f"-DSOURCE_CRC={zlib.crc32(b''.join(source.read_bytes() for source in sources))}u"
     compiled = [source for source in sources if source.suffix == ".c"]
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -185,7 +207,7 @@ def compile_library(library: Library, root: Path) -> None:
     except OSError as fault:
         raise NotCompiled(f"install a C compiler ({compiler[0]}: {fault.strerror})") from fault
     except subprocess.CalledProcessError as fault:
-        raise NotCompiled(_reason(fault.stderr, library.needs)) from fault
+        raise NotCompiled(_reason(fault.stderr, package)) from fault
     finally:
         fresh.unlink(missing_ok=True)
 

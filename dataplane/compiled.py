@@ -20,33 +20,16 @@ Signature = tuple[type | None, tuple[type, ...]]
 """The type that a function returns, and the types of its arguments."""
 
 
-class Unusable(Exception):
-    """A library cannot be used here. One line: why not."""
-
-
 def load(
     path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
 ) -> ctypes.CDLL:
-    """Load a library that Dataplane cannot do without.
+    """Load a library whose `crc_function` returns the checksum of these sources: a C file with its
+    header, or all C files in a folder.
 
-    Raises:  ConfigError: as `load_if_usable`; says what to do.
-    """
-    try:
-        return load_if_usable(path, sources, crc_function, signatures)
-    except Unusable as fault:
-        raise ConfigError(f"{fault}: {_INSTALL_AGAIN}", path=str(path)) from fault
-
-
-def load_if_usable(
-    path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
-) -> ctypes.CDLL:
-    """Load a library, if it exists and `crc_function` returns the checksum of these sources: a C
-    file with its header, or all C files in a folder.
-
-    Raises:  Unusable: it is missing, of other sources, or cannot be loaded.
+    Raises:  ConfigError: it is missing, of other sources, or cannot be loaded; says what to do.
     """
     if not path.exists():
-        raise Unusable(f"{path} is missing, since it could not be compiled")
+        raise _unusable(path, f"{path} is missing, since it could not be compiled")
     try:
         library = ctypes.CDLL(str(path))
         crc = getattr(library, crc_function)
@@ -56,11 +39,15 @@ def load_if_usable(
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as fault:
-        raise Unusable(f"{path.name} cannot be loaded: {fault}") from fault
+        raise _unusable(path, f"{path.name} cannot be loaded: {fault}") from fault
     if made_from != crc_of(sources):
         name = f"{sources.name}/" if sources.is_dir() else sources.name
-        raise Unusable(f"{path} was compiled from a different {name}")
+        raise _unusable(path, f"{path} was compiled from a different {name}")
     return library
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{why}: {_INSTALL_AGAIN}", path=str(path))
 
 
 def sources_of(sources: Path) -> tuple[Path, ...]:

@@ -30,11 +30,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from odd_jpegs import JPEGS
+from pictures import pillow_maker
 from PIL import Image
 
 from dataplane.errors import ImageError
 from dataplane.transforms.pixels import render, sizes
-from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.view import PixelView
 
 SLICE = 10_000
@@ -197,7 +198,7 @@ def sources_of(folder: Path | None) -> Sources:
 
 def _run_slice(first: int, count: int, seed: int, progress: Path) -> None:
     """Run in a separate process, which a fault may end."""
-    if maker().library is None:
+    if maker().missing:
         sys.exit(f"libpixels.so is not used: {maker().missing}")
     warnings.simplefilter("ignore")  # Pillow's, of tags
     data = os.environ.get("DATAPLANE_TEST_DATA")

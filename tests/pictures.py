@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from dataplane.transforms import pixels
 from dataplane.transforms.pixels import Doubles, Ints, render
+from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.steps.registry import CenterCrop, Resize, Transform
 from dataplane.transforms.view import PixelView
+
+
+def without_libjpeg(of: Maker) -> Maker:
+    """The maker of an installation without libjpeg-turbo: Pillow decodes every image."""
+    return structs.replace(of, missing="compiled without it")
+
+
+def pillow_maker() -> Maker:
+    return without_libjpeg(maker())
 
 
 @dataclass(frozen=True, slots=True)

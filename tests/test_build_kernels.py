@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A library, how it is loaded (path, sources -> what is missing), and its message."""
+    """A library, how it is loaded (path, sources -> what is wrong), and its message."""
 
     library: Library
     load: Callable[[Path, Path], str]
@@ -64,7 +64,7 @@ def _needed(crc_function: str, signatures: Mapping[str, Signature]) -> Callable[
 
 ALL = (
     Loaded(KERNEL, _needed("gather_source_crc", kernel._SIGNATURES), "kernel.c"),
-    Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "transforms/"),
+    Loaded(PIXELS, _needed("pixels_source_crc", pixels_library._SIGNATURES), "transforms/"),
     Loaded(LOOPS, _needed("loops_source_crc", loops._SIGNATURES), "loops.c"),
     Loaded(
         FOOTER,
@@ -88,7 +88,7 @@ def project(tmp_path: Path) -> Path:
 @pytest.fixture
 def compiler() -> None:
     """A compiler and libjpeg-turbo's headers, which CI must have."""
-    if pixels_library.maker().library is None or shutil.which("cc") is None:
+    if pixels_library.maker().missing or shutil.which("cc") is None:
         without("no C compiler, or no headers of libjpeg-turbo")
 
 
@@ -136,9 +136,8 @@ def test_what_is_no_library_is_not_used(project: Path, which: Loaded) -> None:
     path.write_bytes(b"something else")
     message = which.load(path, sources)
     assert message.startswith(f"{path.name} cannot be loaded")
-    if which.library is not PIXELS:
-        for way in (": install Dataplane again", "wheel", "pip install", "make -B setup"):
-            assert way in message
+    for way in (": install Dataplane again", "wheel", "pip install", "make -B setup"):
+        assert way in message
 
 
 @pytest.mark.usefixtures("compiler")
@@ -175,16 +174,24 @@ def test_a_build_without_a_compiler_fails_and_says_why(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_build_without_libjpeg_goes_on_and_says_that_pillow_makes_images(
+def test_a_build_without_libjpeg_goes_on_and_says_that_pillow_decodes_jpegs(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CFLAGS", "-O0")
-    (project / PIXELS.sources / "csrc" / "jpeg.h").write_text('#error "no jpeglib.h"\n')
+    header = project / "conda" / "include" / "jpeglib.h"
+    header.parent.mkdir(parents=True)
+    header.write_text('#error "no jpeglib.h"\n')
+    monkeypatch.setenv("CONDA_PREFIX", str(project / "conda"))
     build: dict[str, Any] = {"artifacts": []}
     _hook(project).initialize("standard", build)
-    needed = [str(library.path) for library in LIBRARIES if library is not PIXELS]
-    assert build["artifacts"] == needed
-    assert "Pillowmakesimages" in "".join("".join(capsys.readouterr()).split())
+    assert build["artifacts"] == [str(library.path) for library in LIBRARIES]
+    assert "Pillow decodes JPEGs".replace(" ", "") in "".join("".join(capsys.readouterr()).split())
+    made = pixels_library.load(project / PIXELS.path, project / PIXELS.sources)
+    assert made.missing == "libpixels.so: compiled without the headers of libjpeg-turbo"
+    assert made.name.startswith("kernels ")
+    monkeypatch.setenv("PORTABLE_WHEEL", "1")
+    with pytest.raises(SystemExit):
+        _hook(project).initialize("standard", build)
 
 
 def test_without_a_compiler_the_one_of_ziglang_is_installed_and_taken(
@@ -206,6 +213,9 @@ def test_without_a_compiler_the_one_of_ziglang_is_installed_and_taken(
 
 # A compiler that finds no header of a library, and one that finds a wrong header.
 _NO_HEADER = "#!/bin/sh\necho 'jpeg.h:9:10: fatal error: jpeglib.h: No such file' >&2\nexit 1\n"
+_WITHOUT_LIBJPEG = _NO_HEADER.replace(
+    "echo", 'case "$*" in *WITHOUT_LIBJPEG*) exec cc "$@" -O0;; esac\necho', 1
+)
 _NO_LIBRARY = "#!/bin/sh\necho '/usr/bin/ld: cannot find -ljpeg' >&2\nexit 1\n"
 _OTHER_LIBJPEG = "#!/bin/sh\necho 'jpeg.h:14:2: error: #error \"the headers\"' >&2\nexit 1\n"
 
@@ -264,7 +274,7 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
         ROOT / "dataplane", package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
     compiler = tmp_path / "compiler"
-    compiler.write_text(_NO_HEADER)
+    compiler.write_text(_WITHOUT_LIBJPEG)
     compiler.chmod(0o755)
     environment = os.environ | {"CC": str(compiler), "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(
@@ -272,8 +282,9 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert ran.stderr.count("Dataplane needs it") == 3
-    (line,) = [one for one in ran.stderr.splitlines() if "Pillow makes images instead" in one]
+    lines = ran.stderr.splitlines()
+    assert sum("Dataplane needs it" in line for line in lines) == 3
+    (line,) = [line for line in lines if "Pillow decodes JPEGs" in line]
     assert "libjpeg-dev" in line
-    assert "make -B setup" in line
-    assert not list(package.rglob("*.so"))
+    assert all(line.endswith("; then run make -B setup") for line in lines)
+    assert [path.name for path in package.rglob("*.so")] == ["libpixels.so"]

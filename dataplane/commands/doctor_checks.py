@@ -131,8 +131,8 @@ def huge_pages(mode: str) -> Check:
 
 def _images() -> Check:
     made = maker()
-    advice = f"Pillow, several times slower: {INSTALL_LIBJPEG}" if made.missing else ""
-    return Check("images in C, with libjpeg", made.missing or made.name, advice)
+    slow = f"Pillow decodes JPEGs, several times slower: {INSTALL_LIBJPEG}"
+    return Check("JPEGs by libjpeg-turbo", made.missing or made.name, slow if made.missing else "")
 
 
 def _descriptors(manifest: Manifest) -> Check:

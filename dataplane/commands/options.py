@@ -337,6 +337,6 @@ def show(settings: Settings, *, as_json: bool) -> None:
     from dataplane.transforms.pixels_library import maker
 
     if missing := maker().missing:
-        warn(f"images are made by Pillow, several times slower: {missing}; {INSTALL_LIBJPEG}")
+        warn(f"Pillow decodes JPEGs, several times slower: {missing}; {INSTALL_LIBJPEG}")
     for name in unknown_variables(os.environ):
         warn(f"{name} is set in the environment, but is not a setting; it is ignored")

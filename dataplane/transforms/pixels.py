@@ -7,8 +7,8 @@ only inside its box, and at 1/2, 1/4 or 1/8 scale if it may be reduced and that 
 pixels. Every other image is decoded whole, by Pillow.
 
 A result depends on image, box, flip, view and `may_reduce`, not on the processor. It differs by at
-most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced. Without
-the compiled library Pillow and numpy make all pixels, within `TOLERANCE` of the library's.
+most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced. Where
+the library was compiled without libjpeg-turbo, Pillow decodes JPEGs, too, within `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
     images = np.ascontiguousarray(images, np.int64)
     found = np.empty((len(images), 2), np.int32)
     outcomes = np.full(len(images), _FOR_PILLOW, np.uint8)
-    if by.library is not None:
+    if not by.missing:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         failed = by.library.pixels_sizes(
             images.ctypes.data, len(images), found.ctypes.data, outcomes.ctypes.data, reason
@@ -140,7 +140,7 @@ def render(
         )
         return
     outcomes = np.full(count, _FOR_PILLOW, np.uint8)
-    if by.library is not None:
+    if not by.missing:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         failed = by.library.pixels_render(
             images.ctypes.data, kept.ctypes.data, count, boxes.ctypes.data, flips.ctypes.data,
@@ -186,17 +186,14 @@ def _render_changed(
         for row, pixels in enumerate(made):
             for change in changes:
                 _change(pixels, change, first + row, by)
-            if by.library is None:
-                to[row] = _delivered(pixels, view, is_flipped=False)
-        if by.library is not None:
-            form = ctypes.byref(_form(view))
-            by.library.pixels_form(made.ctypes.data, len(made), form, view.bytes, to.ctypes.data)
+        form = ctypes.byref(_form(view))
+        by.library.pixels_form(made.ctypes.data, len(made), form, view.bytes, to.ctypes.data)
 
 
 def _change(pixels: Bytes, change: PixelChange, row: int, by: Maker) -> None:
     """Change the pixels of one image in place.   Shapes:  pixels: uint8[height, width, 3]."""
     kind, drawn = change.kind, change.drawn[row]
-    if by.library is not None and kind.in_c:
+    if kind.in_c:
         height, width, _ = pixels.shape
         function = getattr(by.library, kind.c_function)
         function(pixels.ctypes.data, height, width, change.numbers.ctypes.data, drawn.ctypes.data)
@@ -211,10 +208,7 @@ def _render_by_pillow(
     with pillow.opened(images, row) as (image, orientation):
         _check(crop.box, *pillow.seen_size(image, orientation), row)
         decoded = pillow.decode(image, orientation, crop.shrink(view))
-        if by.library is None:
-            resized = pillow.resized(decoded, crop.box, view.height, view.width)
-            out[:] = _delivered(resized, view, is_flipped=crop.is_flipped)
-        elif not _resize(by.library, decoded, crop, view, out):
+        if not _resize(by.library, decoded, crop, view, out):
             raise MemoryError("no memory for its resize")
 
 
@@ -257,23 +251,3 @@ def _check(box: Doubles, height: int, width: int, row: int) -> None:
         and top + down <= height + slack and left + right <= width + slack
     ):  # fmt: skip
         raise ImageError(f"its box does not lie within its {height} x {width} pixels", row=row)
-
-
-def _delivered(pixels: NDArray[np.uint8], view: PixelView, *, is_flipped: bool) -> Bytes:
-    """Convert pixels to the form of the view.
-
-    Shapes:  pixels: uint8[height, width, 3].   result: uint8[view.bytes].
-    """
-    values: NDArray[np.generic] = pixels[:, ::-1] if is_flipped else pixels
-    if view.dtype != "uint8":
-        scale, bias = view.factors()
-        floats = values.astype(np.float32) * scale + bias
-        if view.dtype == "bfloat16":
-            bits = floats.view(np.uint32)
-            # Rounds to nearest, ties to even.
-            values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        else:
-            values = floats.astype(view.dtype)
-    if view.layout == "CHW":
-        values = values.transpose(2, 0, 1)
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

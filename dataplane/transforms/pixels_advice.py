@@ -1,8 +1,8 @@
-"""Advice on packages to install so that a host can make pixels, or makes the same pixels as another
-host. Imports nothing.
+"""Advice on packages to install so that a host decodes JPEGs fast, or makes the same pixels as
+another host. Imports nothing.
 
 The maker of pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels
-79c2f673; Pillow 13.0.0 (…)". If Pillow makes all pixels, it is only the part after the semicolon.
+79c2f673; Pillow 13.0.0 (…)". It begins with "kernels" if Pillow decodes JPEGs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ def how_to_agree(expected: str, found: str) -> str:
     """Advise how to change a host whose maker is `found` so that it agrees with `expected`."""
     expected_c, _, expected_pillow = expected.rpartition("; ")
     found_c, _, found_pillow = found.rpartition("; ")
+    expected_has, found_has = (name.startswith("libjpeg") for name in (expected_c, found_c))
     steps = []
-    if expected_c and not found_c:
-        steps.append(f"on the host where only Pillow makes images, {INSTALL_LIBJPEG}")
-    elif found_c and not expected_c:
+    if expected_has and not found_has:
+        steps.append(f"on the host where Pillow decodes JPEGs, {INSTALL_LIBJPEG}")
+    elif found_has and not expected_has:
         steps.append(
-            f"on the host where the job started, only Pillow makes images: there, {INSTALL_LIBJPEG}"
+            f"on the host where the job started, Pillow decodes JPEGs: there, {INSTALL_LIBJPEG}"
         )
     elif found_c != expected_c:
         steps.append("install the same Dataplane on both, and the same libjpeg-turbo: one wheel")

@@ -1,4 +1,6 @@
-"""The software that makes pixels, and its name: libpixels.so with libjpeg-turbo, or only Pillow."""
+"""The software that makes pixels, and its name: libpixels.so, with libjpeg-turbo where that was
+there when it was compiled, and Pillow for what the library does not decode.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,12 @@ _CHANGE: compiled.Signature = (None, (_POINTER, _I32, _I32, _POINTER, _POINTER))
 
 
 class Maker(Struct, frozen=True):
-    """`library` is None if Pillow and numpy make all pixels; `missing` says why.
+    """`missing` says why the library decodes no JPEG and Pillow does, "" if it does.
 
     Two makers with the same `name` make the same pixels of the same images.
     """
 
-    library: ctypes.CDLL | None
+    library: ctypes.CDLL
     name: str
     missing: str = ""
 
@@ -67,33 +69,28 @@ class Maker(Struct, frozen=True):
 
 @functools.cache
 def maker() -> Maker:
-    """Return the best maker of this installation, loaded once."""
+    """Return the maker of this installation, loaded once.
+
+    Raises:  ConfigError: as `compiled.load`.
+    """
     return load(LIBRARY, SOURCES)
 
 
-@functools.cache
-def pillow_maker(missing: str = "chosen") -> Maker:
-    """Pillow and numpy, without a compiled library."""
-    return Maker(None, _pillow_name(), missing)
-
-
 def load(path: Path, sources: Path) -> Maker:
-    """Load the library at this path, if it was compiled from these sources and its libjpeg
-    works.
+    """Load the library at this path, which was compiled from these sources.
+
+    Raises:  ConfigError: as `compiled.load`.
     """
     changes = {kind.c_function: _CHANGE for kind in registry.STEPS if kind.in_c}
-    try:
-        library = compiled.load_if_usable(path, sources, "pixels_source_crc", _SIGNATURES | changes)
-    except compiled.Unusable as fault:
-        return pillow_maker(str(fault))
+    library = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES | changes)
+    kernels = f"kernels {compiled.crc_of(sources):08x}; {_pillow_name()}"
     where = ctypes.create_string_buffer(_PATH_BYTES)
     reason = ctypes.create_string_buffer(REASON_BYTES)
     if not library.pixels_open(where, reason):
         said = reason.value.decode(errors="replace")
-        return pillow_maker(f"{where.value.decode(errors='replace')}: {said}")
-    crc = compiled.crc_of(sources)
+        return Maker(library, kernels, f"{where.value.decode(errors='replace')}: {said}")
     turbo = _libjpeg_version(Path(where.value.decode(errors="surrogateescape")))
-    return Maker(library, f"libjpeg-turbo {turbo}, kernels {crc:08x}; {_pillow_name()}")
+    return Maker(library, f"libjpeg-turbo {turbo}, {kernels}")
 
 
 def _libjpeg_version(path: Path) -> str:
@@ -109,7 +106,7 @@ def _libjpeg_version(path: Path) -> str:
 
 
 def _pillow_name() -> str:
-    """The versions of Pillow and of its decoders: of every format but JPEG, or of all."""
+    """The versions of Pillow and of its decoders: of every format but JPEG, or with it."""
     versions = {name: features.version(feature) for feature, name in _CODECS.items()}
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return f"Pillow {PIL.__version__} ({said})"

@@ -1,5 +1,5 @@
-"""Make pixels with Pillow: of every format but JPEG, and of all formats without the compiled
-library.
+"""Decode images with Pillow: every format but JPEG, and JPEG, too, where the library was compiled
+without libjpeg-turbo.
 
 Pillow converts to RGB, by our rules: grey is repeated, CMYK becomes RGB without a colour profile,
 an alpha channel is dropped and the colours under it stay. 16-bit channels keep their upper eight
@@ -33,15 +33,7 @@ FORMATS = (
 PIXELS_MAX = 178_956_970
 """Pillow's own limit, against files that unpack to more than a machine's memory."""
 _ORIENTATION = 0x0112
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_ORIENTATIONS = range(1, 9)
 # Formats of which Pillow opens 16 bits as 32.
 _SIXTEEN_BITS = frozenset({"PNG", "PPM"})
 # TIFF's BitsPerSample.
@@ -123,7 +115,7 @@ def _orientation(image: Image.Image, encoded: bytes) -> int:
     try:
         # Not PNG's own method, which decodes the image.
         turn = Image.Image.getexif(image).get(_ORIENTATION)
-        return int(turn) if turn in _TURNS else 1
+        return 1 if turn is None or turn not in _ORIENTATIONS else int(turn)
     except _FAULTS as fault:
         if is_out_of_memory(fault):
             raise
@@ -163,38 +155,3 @@ def decode(image: Image.Image, orientation: int, shrink: int) -> StoredPixels:
     if shrink > 1 and image.draft(None, (width // shrink, height // shrink)) is None:
         shrink = 1
     return StoredPixels(_rgb(image), orientation, height, width, shrink)
-
-
-def resized(decoded: StoredPixels, box: NDArray[np.float64], height: int, width: int) -> Bytes:
-    """The pixels in the box of an upright image.
-
-    Shapes:  box: float64[4] = top, left, height, width.   result: uint8[height, width, 3].
-    """
-    image = decoded.pixels
-    if decoded.orientation in _TURNS:
-        image = image.transpose(_TURNS[decoded.orientation])
-    top, left, down, right = _box_reduced(box, decoded).tolist()
-    # Pillow allows no box that leaves the image by a rounding error.
-    edges = (
-        max(left, 0.0), max(top, 0.0),
-        min(left + right, float(image.width)), min(top + down, float(image.height)),
-    )  # fmt: skip
-    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, edges))
-
-
-def _box_reduced(box: NDArray[np.float64], decoded: StoredPixels) -> NDArray[np.float64]:
-    """Return the place of a box in the decoded, upright pixels.
-
-    If a side is not a multiple of `shrink`, the last decoded row or column is only partly within
-    the image. In a mirrored image, this last stored row or column is the first one seen.
-    """
-    shrink, orientation = decoded.shrink, decoded.orientation
-    surplus = [-(-side // shrink) - side / shrink for side in (decoded.height, decoded.width)]
-    before = [
-        surplus[0] if orientation in {3, 4, 6, 7} else 0.0,
-        surplus[1] if orientation in {2, 3, 7, 8} else 0.0,
-    ]
-    if orientation >= _TRANSPOSING:
-        before.reverse()
-    moved: NDArray[np.float64] = box / shrink + np.array([*before, 0.0, 0.0])
-    return moved

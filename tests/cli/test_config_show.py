@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from msgspec import structs
 
 from dataplane import settings
 from dataplane.cli import run
 from dataplane.config import VERSION
-from dataplane.transforms.pixels_library import Maker
+from dataplane.transforms.pixels_library import maker
 
 
 def shown(capsys, *arguments: str):
@@ -153,10 +154,10 @@ def test_a_reader_that_stops_reading_is_no_error():
 
 
 def test_a_missing_libjpeg_is_reported_in_one_line_that_says_what_to_install(capsys, monkeypatch):
-    without = Maker(None, "Pillow", "libpixels.so could not be compiled")
+    without = structs.replace(maker(), missing="libpixels.so: compiled without the headers")
     monkeypatch.setattr("dataplane.transforms.pixels_library.maker", lambda: without)
     assert run(["config", "show"]) == 0
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "Pillow" in one]
-    assert "images are made by Pillow, several times slower: libpixels.so" in line
+    assert "Pillow decodes JPEGs, several times slower: libpixels.so" in line
     for package in ("libjpeg-dev", "libjpeg-turbo-devel", "conda-forge"):
         assert package in line

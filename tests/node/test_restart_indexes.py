@@ -65,7 +65,7 @@ def test_images_of_a_block_without_restart_indexes_have_none() -> None:
 
 
 def test_crops_use_restart_indexes_of_other_epochs_and_columns() -> None:
-    if maker().library is None:
+    if maker().missing:
         without(maker().missing)
     rows, specs = 6, [ColumnSpec(name, Kind.BYTES, "") for name in "ab"]
     images = [

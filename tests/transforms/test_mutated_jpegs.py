@@ -15,7 +15,7 @@ SOURCES = Sources.of([encoded(drawn(120, 160), quality=90)])
 
 
 def test_damaged_jpegs_are_refused_or_become_pixels() -> None:
-    if maker().library is None:
+    if maker().missing:
         without(maker().missing)
     outcomes: Outcomes = collections.Counter()
     for number in range(COUNT):

@@ -14,17 +14,17 @@ import odd_jpegs
 import pytest
 import simplejpeg  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from pictures import Encoded, by_torchvision, drawn, encoded, exif, photographs, seen
+from pictures import Encoded, by_torchvision, drawn, encoded, exif, photographs, pillow_maker, seen
 from PIL import Image
 
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import steps_of
 from dataplane.transforms.images import image_spec
-from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.steps.registry import CenterCrop, RandomResizedCrop, Resize, Transform
 
 FOUND = maker()
-MAKERS = (FOUND, pillow_maker()) if FOUND.library is not None else (FOUND,)
+MAKERS = (FOUND, pillow_maker())
 FAR_MAX = 2
 Steps = Sequence[Transform]
 EVALUATION: Steps = (Resize(256), CenterCrop(224))

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import without
 from numpy.typing import NDArray
-from pictures import Encoded, drawn, encoded, exif, made, photographs, sizes
+from pictures import Encoded, drawn, encoded, exif, made, photographs, pillow_maker, sizes
 
 from dataplane.errors import ImageError
 from dataplane.transforms.pixels import render
-from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.view import PixelView
 
 FOUND = maker()
@@ -42,7 +42,7 @@ Box = tuple[float, ...]
 
 @pytest.fixture(autouse=True, scope="module")
 def _libjpeg() -> None:
-    if FOUND.library is None:
+    if FOUND.missing:
         without(FOUND.missing)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import pixels as oracle
 from pictures import Encoded, drawn, encoded
 
 from dataplane.errors import ConfigError
@@ -22,7 +23,6 @@ from dataplane.rpc import codec
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, in_order, kind_of, steps_of
 from dataplane.transforms.images import image_spec
-from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
 from dataplane.transforms.steps.kind import AnyStep, Crops, StepGroup, StepKind
 from dataplane.transforms.steps.registry import (
     STEPS,
@@ -36,7 +36,6 @@ from dataplane.transforms.steps.registry import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-MAKERS = (maker(), pillow_maker())
 SIDES = st.integers(1, 40)
 SIZES = SIDES | st.tuples(SIDES, SIDES)
 COLOURS = st.tuples(*(st.floats(0.1, 0.9),) * 3)
@@ -80,14 +79,16 @@ def draw_from(seed: int, count: int) -> Draw:
     )
 
 
-def made(spec: ImageSpec, images: list[bytes], by: Maker, seed: int = 0) -> np.ndarray[Any, Any]:
+def made(
+    spec: ImageSpec, images: list[bytes], seed: int = 0, render: Any = pixels.render
+) -> np.ndarray[Any, Any]:
     """As a worker makes them.   Shapes:  result: [n, ...] of the dtype; bfloat16 as uint16."""
     steps, there = steps_of(spec), Encoded.of(images)
     view, draw = steps.view(), draw_from(seed, len(images))
-    crops = steps.crops(pixels.sizes(there.places, by), draw)
+    crops = steps.crops(pixels.sizes(there.places), draw)
     out = np.zeros(len(images) * view.bytes, np.uint8)
-    pixels.render(
-        there.places, crops.boxes, crops.flips, view, out, by,
+    render(
+        there.places, crops.boxes, crops.flips, view, out,
         may_reduce=steps.may_reduce, changes=steps.changes(len(images), draw),
     )  # fmt: skip
     dtype = "uint16" if view.dtype == "bfloat16" else view.dtype
@@ -173,13 +174,13 @@ SOURCES = [
 ]
 
 
-@pytest.mark.skipif(MAKERS[0].library is None, reason="the C library is not compiled")
 @pytest.mark.parametrize("kind", STEPS, ids=NAMES)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data(), seed=st.integers(0, 2**63))
-def test_python_and_c_make_the_same_of_every_step(kind, data, seed) -> None:
+def test_c_makes_of_every_step_what_the_oracle_makes(kind, data, seed) -> None:
     spec = image_spec("jpg", data.draw(lists(kind)))
-    found, other = (as_bytes(spec, made(spec, SOURCES, by, seed)) for by in MAKERS)
+    renders = (pixels.render, oracle.render)
+    found, other = (as_bytes(spec, made(spec, SOURCES, seed, render)) for render in renders)
     # What a rounding to the dtype adds, of values that may be far above 1 after Normalize.
     rounding = {"uint8": 0.0, "float32": 0.01, "float16": 0.6, "bfloat16": 5.0}[spec.dtype]
     assert np.abs(found - other).max() <= pixels.TOLERANCE + rounding

@@ -9,7 +9,7 @@
 
 /*
  * CHANGE(Name) is followed by the body of the function. It changes the RGB pixels
- * [height, width, 3] of one image in place, with exactly the bytes of the step's `change` in Python.
+ * [height, width, 3] of one image in place, with exactly the bytes of the step's `change` in Python, if it has one.
  * `numbers` are the step's parameters, and `drawn` its random numbers for this image.
  */
 #define CHANGE(name)                                                                              \

@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifndef WITHOUT_LIBJPEG
+
 #include "../../compiler.h"
 #include "entropy.h"
 #include "memory.h"
@@ -380,3 +382,5 @@ void entropy_free(struct entropy *entropy)
     marks_free(&entropy->marks);
     free(entropy->window);
 }
+
+#endif

@@ -6,7 +6,44 @@
  *
  * A warning from libjpeg means that it guessed missing pixels, so a warning is an error here, except
  * for a few that affect no pixel.
+ *
+ * Compiled WITHOUT_LIBJPEG, where its headers are missing, it decodes nothing: Pillow does.
  */
+
+#ifdef WITHOUT_LIBJPEG
+
+#include <stdio.h>
+
+#include "jpeg.h"
+
+int jpeg_open(char *path, char *reason)
+{
+    snprintf(path, PATH_BYTES, "libpixels.so");
+    snprintf(reason, REASON_BYTES, "compiled without the headers of libjpeg-turbo");
+    return 0;
+}
+
+struct decoder *decoder_new(void)
+{
+    return NULL;
+}
+
+void decoder_free(struct decoder *decoder)
+{
+    (void)decoder;
+}
+
+enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
+                         const struct restart_index *restart_index, const struct header *header,
+                         const struct box *box, const struct view *view, int may_reduce,
+                         uint8_t *out, char *reason)
+{
+    (void)decoder, (void)image, (void)restart_index, (void)header, (void)box, (void)view;
+    (void)may_reduce, (void)out, (void)reason;
+    return FOR_PILLOW;
+}
+
+#else
 
 #define _GNU_SOURCE /* dladdr */
 #include <dlfcn.h>
@@ -424,3 +461,5 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     jpeg_abort_decompress(cinfo);
     return DONE;
 }
+
+#endif

@@ -2,10 +2,9 @@
 
 Each step belongs to a group, which says what code it has:
 
-RESIZE, CUT, MIRROR   `place` computes which part of each image becomes the result. The C code and
-                      Pillow both decode and resize that part.
-PIXELS                `change` changes resized pixels in place; with `in_c`, a C function does too
-FORM                  `view` sets dtype, factors or layout; the C code and numpy both follow it
+RESIZE, CUT, MIRROR   `place` computes which part of each image becomes the result
+PIXELS                `change` or, with `in_c`, a C function changes resized pixels in place
+FORM                  `view` sets dtype, factors or layout
 """
 
 from __future__ import annotations
