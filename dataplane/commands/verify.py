@@ -184,7 +184,7 @@ def _agreeing(
 ) -> tuple[list[Manifest], pa.Schema]:
     """Return the manifests whose schemas fit those before them, and the schema of all of these."""
     from dataplane.commands.datasets import schema_of
-    from dataplane.formats.differing import refuse_differing
+    from dataplane.formats.unsupported import refuse_differing
 
     schema, agreeing = schema_of(manifests[0]), []
     kept: list[tuple[str, pa.Schema]] = []
@@ -213,7 +213,7 @@ def _shared_schema(shards: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
     Raises:  SchemaMismatch: the types of a column differ too much.
     """
-    from dataplane.formats.differing import refuse_differing
+    from dataplane.formats.unsupported import refuse_differing
     from dataplane.index.shared_schema import SharedSchema
 
     def url_of(shard: int) -> str:
@@ -240,8 +240,7 @@ def _has_bytes(kind: pa.DataType) -> bool:
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
     """Note columns that cannot be read: they are not checked, and a job must leave them out."""
-    from dataplane.formats.differing import differing
-    from dataplane.formats.unsupported import refusal, supported_names, unsupported
+    from dataplane.formats.unsupported import differing, refusal, supported_names, unsupported
 
     alike = [field for field in schema if differing(field) is None]
     reasons = {field.name: why for field in alike if (why := unsupported(field))}

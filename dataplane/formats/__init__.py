@@ -1,1 +1,6 @@
-"""Shard formats: bytes to Arrow, one format per file."""
+"""Shard formats: bytes to Arrow, one format per file.
+
+The door: `registry` finds a format, and `base` is its interface. `arrays`, `nulls`, `joint_types`,
+`conform` and `unsupported` compare and convert types; `faults` has the errors of damaged bytes;
+`source` reads a shard; `first_reads` names what is read first.
+"""

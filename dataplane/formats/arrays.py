@@ -1,5 +1,4 @@
-"""Convert Arrow arrays to another type for the same values: without encodings, or with wider
-offsets.
+"""Convert Arrow arrays to another type for the same values, and make columns from pieces of bytes.
 
 Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
 its kernels support only some of them. One array with 32-bit offsets holds at most 2 GiB of text, or
@@ -86,7 +85,7 @@ def read_as(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _read_as_struct(array: pa.Array, kind: pa.DataType, mask: pa.Array | None) -> pa.Array:
     """Convert a struct; its fields may be in another order."""
-    own, names = ([field.name for field in each.fields] for each in (array.type, kind))
+    own, names = ([field.name for field in both.fields] for both in (array.type, kind))
     places = range(len(names)) if own == names else [own.index(name) for name in names]
     fields = list(kind.fields)
     parts = [read_as(array.field(at), field.type) for at, field in zip(places, fields, strict=True)]
@@ -189,3 +188,67 @@ def joined(pieces: Sequence[pa.Array]) -> pa.Array:
         if wide.equals(pieces[0].type):
             raise
         return pa.concat_arrays([read_as(piece, wide) for piece in pieces])
+
+
+# Columns made of pieces of a block: each value is copied once, without a Python object.
+
+_NARROW_BYTES = 4
+
+
+def bytes_column(pieces: Sequence[memoryview | bytes | None], kind: pa.DataType) -> pa.Array:
+    """Make a column with one binary or string value a row; None is null. Beyond 2 GiB the type is
+    wide.
+    """
+    lengths = np.fromiter((-1 if p is None else len(p) for p in pieces), np.int64, len(pieces))
+    valid = lengths >= 0
+    offsets = offsets_of(np.where(valid, lengths, 0))
+    kind = widened(kind) if offsets.itemsize > _NARROW_BYTES else kind
+    values = pa.py_buffer(b"".join(piece for piece in pieces if piece is not None))
+    return pa.Array.from_buffers(
+        kind, len(pieces), [_bitmap(valid), pa.py_buffer(offsets), values], _nulls(valid)
+    )
+
+
+def primitive_column(values: np.ndarray, valid: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """Make a column with one number a row.
+
+    Shapes:  values: dtype of kind [rows].   valid: bool[rows].
+    """
+    buffers = [_bitmap(valid), pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(kind, len(values), buffers, _nulls(valid))
+
+
+def list_column(counts: np.ndarray, valid: np.ndarray, values: pa.Array) -> pa.Array:
+    """Make a column with one list a row; beyond 2^31 values the type is wide.
+
+    Shapes:  counts: int64[rows].   valid: bool[rows].   values: the lists, one after the other.
+    """
+    offsets = offsets_of(counts)
+    make = pa.large_list if offsets.itemsize > _NARROW_BYTES else pa.list_
+    return pa.Array.from_buffers(
+        make(values.type),
+        len(counts),
+        [_bitmap(valid), pa.py_buffer(offsets)],
+        _nulls(valid),
+        children=[values],
+    )
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return Arrow offsets, as narrow as the total allows.
+
+    Shapes:  lengths: int64[rows].   result: int32[rows + 1], or int64[rows + 1].
+    """
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets if offsets[-1] > OFFSET_MAX else offsets.astype(np.int32)
+
+
+def _bitmap(valid: np.ndarray) -> pa.Buffer | None:
+    if valid.all():
+        return None
+    return pa.py_buffer(np.packbits(valid, bitorder="little"))
+
+
+def _nulls(valid: np.ndarray) -> int:
+    return int(len(valid) - np.count_nonzero(valid))

@@ -20,7 +20,12 @@ from msgspec.structs import replace
 
 from dataplane.formats import nulls
 from dataplane.formats.arrays import joined
-from dataplane.formats.arrow_columns import column_places
+from dataplane.formats.arrow_columns import (
+    PartialBatch,
+    column_places,
+    decoded_estimate,
+    partial_batch,
+)
 from dataplane.formats.arrow_messages import (
     CONTINUATION,
     MAGIC,
@@ -34,8 +39,6 @@ from dataplane.formats.arrow_messages import (
     read_together,
     whole_messages,
 )
-from dataplane.formats.arrow_partial import PartialBatch, partial_batch
-from dataplane.formats.arrow_size import decoded_estimate
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
@@ -48,8 +51,7 @@ from dataplane.formats.conform import (
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.first_reads import of_arrow
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_offset
-from dataplane.formats.source import ByteSource, Memory, Window
-from dataplane.formats.splice import spliced
+from dataplane.formats.source import ByteSource, Memory, Window, spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
 from dataplane.plan.null_counts import NEVER, UNKNOWN
@@ -93,8 +95,10 @@ def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
 
 
 def _is_possible(head: Head, node_count: int) -> bool:
-    found, lengths = np.array(head.nulls, np.int64), np.array(head.nodes, np.int64)
-    return len(found) == node_count and bool(((found >= 0) & (found <= lengths)).all())
+    null_counts, lengths = np.array(head.nulls, np.int64), np.array(head.nodes, np.int64)
+    return len(null_counts) == node_count and bool(
+        ((null_counts >= 0) & (null_counts <= lengths)).all()
+    )
 
 
 def _settle(
@@ -159,16 +163,16 @@ class ArrowIpc:
                 expected="ARROW1",
             )
         if footer is None:
-            found = messages_of(source, 0, shard.size_bytes, file=False)
+            arriving = messages_of(source, 0, shard.size_bytes, file=False)
         else:
-            found = file_messages(source, footer.first, footer.start)
-        first = next(found, None)
-        # Now, since it would have to be read again later.
+            arriving = file_messages(source, footer.first, footer.start)
+        first = next(arriving, None)
+        # Taken now: the source reads forward, and would have to read it again.
         schema = b""
         if first is not None:
             metadata = source.view(first.offset, first.metadata_length)
             schema = bytes(_with_length(shard.url, metadata))
-        messages = [first, *found] if first is not None else []
+        messages = [first, *arriving] if first is not None else []
         return _shard_index(schema, shard, messages, footer)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -347,11 +351,11 @@ def _read(
     open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream
     opened = open_(source, options=pa.ipc.IpcReadOptions(use_threads=False))
     if not is_as_stored(opened.schema, schema, columns):
-        found = opened.schema
-        check_shard(dataset_schema(found, block.url), schema, columns, block.url)
-        fields = sorted(found.get_field_index(name) for name in columns)
+        stored = opened.schema
+        check_shard(dataset_schema(stored, block.url), schema, columns, block.url)
+        fields = sorted(stored.get_field_index(name) for name in columns)
         options = pa.ipc.IpcReadOptions(
-            included_fields=fields or [0][: len(found)], use_threads=False
+            included_fields=fields or [0][: len(stored)], use_threads=False
         )
         source.seek(0)
         opened = open_(source, options=options)

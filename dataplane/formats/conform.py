@@ -58,15 +58,15 @@ def _relaxed(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def mismatch(url: str, field: str, expected: str, found: str, advice: str = "") -> SchemaMismatch:
+def mismatch(url: str, field: str, expected: str, stored: str, advice: str = "") -> SchemaMismatch:
     """Return the error for a shard whose column differs from the dataset's."""
     advice = advice or "rewrite the shard, or leave it out of the dataset"
     return SchemaMismatch(
-        f"{url}: column {field!r}: the dataset has {expected}, this shard has {found}; {advice}",
+        f"{url}: column {field!r}: the dataset has {expected}, this shard has {stored}; {advice}",
         shard=url,
         field=field,
         expected=expected,
-        found=found,
+        found=stored,
     )
 
 
@@ -84,7 +84,7 @@ def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
             raise ConfigError(f"the dataset has no column {name!r}; it has {have}", field=name)
 
 
-def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url: str) -> None:
+def check_shard(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str], url: str) -> None:
     """Refuse a shard that lacks one of `columns` or has it with another type.
 
     Raises:  SchemaMismatch: shard, field, expected, found.  ConfigError: no such column.
@@ -92,19 +92,19 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
     check_columns(schema, columns)
     for name in columns:
         expected = schema.field(name).type
-        at = found.get_field_index(name)
+        at = stored.get_field_index(name)
         if at < 0:
             raise mismatch(url, name, str(expected), "no such column")
-        if not is_readable_as(found.field(at).type, expected):
-            raise mismatch(url, name, str(expected), str(found.field(at).type))
+        if not is_readable_as(stored.field(at).type, expected):
+            raise mismatch(url, name, str(expected), str(stored.field(at).type))
 
 
-def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
+def is_as_stored(stored: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
     """Whether all columns of a shard are wanted, in order and with their types. If so, the caller
     skips the check of each column, which takes seconds for 100,000 columns.
     """
     return (
-        0 < len(columns) == len(schema) and found.equals(schema) and list(columns) == schema.names
+        0 < len(columns) == len(schema) and stored.equals(schema) and list(columns) == schema.names
     )
 
 
@@ -131,14 +131,14 @@ def _typed(array: pa.Array, kind: pa.DataType) -> pa.Array:
         raise
 
 
-def check_rows(url: str, offset: int, expected: int, found: int) -> None:
+def check_rows(url: str, offset: int, expected: int, count: int) -> None:
     """Refuse a block whose sample count is not the manifest's.
 
     Raises:  CorruptShard.
     """
-    if expected != found:
+    if expected != count:
         raise corrupt(
-            url, offset, "the block has another number of samples", expected=expected, found=found
+            url, offset, "the block has another number of samples", expected=expected, found=count
         )
 
 

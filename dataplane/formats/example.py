@@ -17,7 +17,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataplane.formats.columns import bytes_column, list_column, primitive_column
+from dataplane.formats.arrays import bytes_column, list_column, primitive_column
 from dataplane.formats.known_names import WORD_BYTES, KnownNames
 
 # The kinds of a feature are the numbers of its fields in feature.proto.
@@ -119,7 +119,7 @@ def _only(buffer: memoryview, at: int, tag: int, stop: int) -> Span:
 
 
 def _usual_features(buffer: memoryview, start: int, end: int) -> dict[bytes, Feature]:
-    found: dict[bytes, Feature] = {}
+    by_name: dict[bytes, Feature] = {}
     at, stop = _only(buffer, start, 0x0A, end)
     if stop != end:
         raise _Unusual
@@ -138,12 +138,12 @@ def _usual_features(buffer: memoryview, start: int, end: int) -> dict[bytes, Fea
                 spans.append((value_at, at))
                 if kind == FLOATS and (at - value_at) % 4:
                     raise _Unusual
-        found[bytes(buffer[name_at:name_end])] = Feature(kind, spans)
-    return found
+        by_name[bytes(buffer[name_at:name_end])] = Feature(kind, spans)
+    return by_name
 
 
 def _any_features(buffer: memoryview, start: int, end: int) -> dict[bytes, Feature]:
-    found: dict[bytes, Feature] = {}
+    by_name: dict[bytes, Feature] = {}
     for number, wire, at, stop in _fields(buffer, start, end):
         if (number, wire) != (1, _LEN):
             continue
@@ -156,8 +156,8 @@ def _any_features(buffer: memoryview, start: int, end: int) -> dict[bytes, Featu
                     name = bytes(buffer[part_at:part_end])
                 elif part_wire == _LEN and part == 2:
                     value = _feature(buffer, part_at, part_end)
-            found[name] = value
-    return found
+            by_name[name] = value
+    return by_name
 
 
 def _feature(buffer: memoryview, start: int, end: int) -> Feature:
@@ -309,16 +309,16 @@ def _varints(joined: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     return values.view(np.int64), per_span
 
 
-def column_of(found: Values, kind: pa.DataType) -> pa.Array:
+def column_of(feature: Values, kind: pa.DataType) -> pa.Array:
     """Return a feature's values as a column: a list a record, or one value a record.
 
     For a scalar column every count must be 0 (null) or 1.
     """
     if pa.types.is_list(kind):
-        return list_column(found.counts, found.present, found.values)
-    valid = found.counts == 1
-    places = np.where(valid, np.cumsum(found.counts) - 1, 0)
-    return found.values.take(pa.array(places, mask=~valid))
+        return list_column(feature.counts, feature.present, feature.values)
+    valid = feature.counts == 1
+    places = np.where(valid, np.cumsum(feature.counts) - 1, 0)
+    return feature.values.take(pa.array(places, mask=~valid))
 
 
 def gather(records: Sequence[Mapping[bytes, Feature]], name: bytes) -> FeatureSpans:

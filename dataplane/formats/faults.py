@@ -93,24 +93,18 @@ def is_out_of_memory(fault: BaseException) -> bool:
     """Whether this error means that memory ran out, in any library."""
     if isinstance(fault, MemoryError | DataplaneError):
         return isinstance(fault, MemoryError)
-    said = text_of(fault).lower()
-    return any(words in said for words in _MEMORY_WORDS)
+    text = text_of(fault).lower()
+    return any(words in text for words in _MEMORY_WORDS)
 
 
-def corrupt(
-    url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
-) -> CorruptShard:
-    """Return the error for bytes of `url` at `offset` that violate the format."""
-    said = {"expected": expected, "found": found}
-    nouns = ", ".join(f"{name} {value}" for name, value in said.items() if value != "")
-    detail = f": {nouns}" if nouns else ""
-    return CorruptShard(
-        f"{url}: byte {offset}: {what}{detail}",
-        shard=url,
-        offset=offset,
-        expected=expected,
-        found=found,
-    )
+def corrupt(url: str, offset: int, what: str, **nouns: str | int) -> CorruptShard:
+    """Return the error for bytes of `url` at `offset` that violate the format. `nouns` are
+    `expected` and `found`, where they are known.
+    """
+    known = {"expected": "", "found": ""} | nouns
+    shown = ", ".join(f"{name} {value}" for name, value in known.items() if value != "")
+    detail = f": {shown}" if shown else ""
+    return CorruptShard(f"{url}: byte {offset}: {what}{detail}", shard=url, offset=offset, **known)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataplane import suffixes
 from dataplane.model import Region
 
 PROBE_BYTES = 64 << 10
-"""Read at once where little is asked for."""
+"""The size of a read where few bytes are requested."""
 
 
 def of_arrow(size_bytes: int) -> tuple[Region, ...]:

@@ -31,8 +31,8 @@ class Table(Struct, frozen=True):
     def _unpack(self, form: str, at: int) -> int:
         if at < 0 or at + struct.calcsize(form) > len(self.buffer):
             raise ValueError(f"flatbuffer offset {at} lies outside of {len(self.buffer)} bytes")
-        found: int = struct.unpack_from(form, self.buffer, at)[0]
-        return found
+        number: int = struct.unpack_from(form, self.buffer, at)[0]
+        return number
 
     def place(self, field: int) -> int:
         """Return the place of a field, 0 if it is absent."""
@@ -58,9 +58,9 @@ class Table(Struct, frozen=True):
 
     def numbers(self, field: int) -> Sequence[int]:
         """Return a vector of 64-bit numbers, empty if it is absent."""
-        found = array("q")
-        found.frombytes(self.vector(field, _NUMBER.size))
-        return found
+        numbers = array("q")
+        numbers.frombytes(self.vector(field, _NUMBER.size))
+        return numbers
 
     def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return a vector of structs of two 64-bit numbers, as a sequence of first numbers and one

@@ -2,46 +2,95 @@
 
 Types count as equal if their batches are equal: text of any offset width or encoding is text, and a
 time is the same in every time zone. All other types are different.
+
+Formats that store no schema infer one from a shard's first samples, and mark it as inferred. Two
+inferred schemas may differ only because a sample lacked some values, so a dataset keeps the first
+one unless another contradicts it. Decoding checks the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from dataplane.formats.arrays import ANY_LISTS, BYTES, TEXTS, widened
-from dataplane.formats.inferred import contradicts
+
+INFERRED_MARK = b"dataplane.inferred"
+
+
+def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
+    """Make a schema of nullable columns, marked as inferred. `closed`: decoding refuses a column
+    that the schema lacks.
+    """
+    return pa.schema(
+        list(columns.items()), metadata={INFERRED_MARK: b"closed" if closed else b"open"}
+    )
+
+
+def is_inferred(schema: pa.Schema) -> bool:
+    """Whether a schema was inferred."""
+    return INFERRED_MARK in (schema.metadata or {})
+
+
+def is_closed(schema: pa.Schema) -> bool:
+    """Whether this inferred schema refuses shards with columns that it lacks."""
+    return bool((schema.metadata or {}).get(INFERRED_MARK) == b"closed")
+
+
+def contradicts(expected: pa.DataType, kind: pa.DataType, *, closed: bool) -> bool:
+    """Whether values of an inferred type cannot be read as `expected`. `closed`: a single value
+    does not count as a list.
+    """
+    if expected.equals(kind) or pa.types.is_null(kind):
+        return False
+    if pa.types.is_list(expected):
+        if closed and not pa.types.is_list(kind):
+            return True
+        inner = kind.value_type if pa.types.is_list(kind) else kind
+        return contradicts(expected.value_type, inner, closed=closed)
+    if pa.types.is_struct(expected) and pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in expected.fields}
+        return any(
+            field.name not in fields or contradicts(fields[field.name], field.type, closed=closed)
+            for field in kind.fields
+        )
+    if pa.types.is_uint64(expected):
+        return not pa.types.is_int64(kind)
+    return not (pa.types.is_float64(expected) and pa.types.is_integer(kind))
+
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
-def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
+def same_type(expected: pa.DataType, kind: pa.DataType) -> bool:
     """Whether types are equal, except for nullability, metadata and names of list children. Where a
     plain type is expected, an extension of it is accepted: some writers mark text as JSON, or 16
     bytes as a UUID, and pyarrow shows the mark for a whole Parquet file, but not for a footer
     alone.
     """
-    if expected.equals(found):
+    if expected.equals(kind):
         return True
-    if isinstance(found, pa.BaseExtensionType) and not isinstance(expected, pa.BaseExtensionType):
-        return same_type(expected, found.storage_type)
-    if pa.types.is_struct(expected) and pa.types.is_struct(found):
-        return [f.name for f in expected.fields] == [f.name for f in found.fields] and all(
-            same_type(a.type, b.type) for a, b in zip(expected.fields, found.fields, strict=True)
+    if isinstance(kind, pa.BaseExtensionType) and not isinstance(expected, pa.BaseExtensionType):
+        return same_type(expected, kind.storage_type)
+    if pa.types.is_struct(expected) and pa.types.is_struct(kind):
+        return [f.name for f in expected.fields] == [f.name for f in kind.fields] and all(
+            same_type(a.type, b.type) for a, b in zip(expected.fields, kind.fields, strict=True)
         )
-    if pa.types.is_map(expected) and pa.types.is_map(found):
-        return same_type(expected.key_type, found.key_type) and same_type(
-            expected.item_type, found.item_type
+    if pa.types.is_map(expected) and pa.types.is_map(kind):
+        return same_type(expected.key_type, kind.key_type) and same_type(
+            expected.item_type, kind.item_type
         )
     for is_kind in _LISTS:
-        if is_kind(expected) and is_kind(found):
-            sizes_equal = getattr(expected, "list_size", 0) == getattr(found, "list_size", 0)
-            return sizes_equal and same_type(expected.value_type, found.value_type)
+        if is_kind(expected) and is_kind(kind):
+            sizes_equal = getattr(expected, "list_size", 0) == getattr(kind, "list_size", 0)
+            return sizes_equal and same_type(expected.value_type, kind.value_type)
     return False
 
 
-def is_readable_as(found: pa.DataType, expected: pa.DataType) -> bool:
+def is_readable_as(kind: pa.DataType, expected: pa.DataType) -> bool:
     """Whether values of a shard can be read as those of its dataset."""
-    joint = joint_type(expected, found)
+    joint = joint_type(expected, kind)
     return joint is not None and same_type(expected, joint)
 
 
@@ -115,11 +164,14 @@ def joint_inferred(kind: pa.DataType, other: pa.DataType, *, closed: bool) -> pa
         return other
     if _is_number(kind) and _is_number(other):
         numbers = (pa.float64(), pa.uint64(), pa.int64())
-        return next((each for each in numbers if each in {kind, other}), None)
+        return next((candidate for candidate in numbers if candidate in {kind, other}), None)
     if pa.types.is_struct(kind) and pa.types.is_struct(other):
         return _inferred_struct(kind, other, closed=closed)
     if not closed or (pa.types.is_list(kind) and pa.types.is_list(other)):
-        elements = [each.value_type if pa.types.is_list(each) else each for each in (kind, other)]
+        elements = [
+            candidate.value_type if pa.types.is_list(candidate) else candidate
+            for candidate in (kind, other)
+        ]
         if elements == [kind, other]:
             return None
         element = joint_inferred(*elements, closed=closed)

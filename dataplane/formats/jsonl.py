@@ -27,7 +27,6 @@ from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.arrays import joined
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
-from dataplane.formats.differing import differing
 from dataplane.formats.faults import (
     FOREIGN,
     corrupt,
@@ -36,11 +35,15 @@ from dataplane.formats.faults import (
     is_out_of_memory,
     require_bytes,
 )
-from dataplane.formats.gzipped import is_compressed
-from dataplane.formats.inferred import inferred_schema, is_closed
-from dataplane.formats.joint_types import joint_inferred
-from dataplane.formats.jsonexact import JsonLine, check_exact, exact_types, has_large
-from dataplane.formats.jsonkeys import KnownKeys, unknown_field
+from dataplane.formats.joint_types import inferred_schema, is_closed, joint_inferred
+from dataplane.formats.jsonchecks import (
+    JsonLine,
+    KnownKeys,
+    check_exact,
+    exact_types,
+    has_large,
+    unknown_field,
+)
 from dataplane.formats.nulls import aligned, alignment, counted
 from dataplane.formats.source import (
     BLOCK_BYTES,
@@ -49,7 +52,9 @@ from dataplane.formats.source import (
     Window,
     block_source,
     holds_compressed,
+    is_compressed,
 )
+from dataplane.formats.unsupported import differing
 from dataplane.model import Region
 from dataplane.plan.null_counts import UNKNOWN
 from dataplane.suffixes import BY_FORMAT
@@ -279,7 +284,7 @@ class _FieldSurvey:
         try:
             types = _inferred(self._url, b"".join(pieces), start).types
         except (CorruptShard, SchemaMismatch):
-            return  # decoding says so, if anybody reads it
+            return  # decoding reports it, if the block is ever read
         before = dict(self.types)
         for name, kind in types.items():
             known = self.types.get(name, kind)
@@ -294,8 +299,8 @@ def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
     for column in sample.columns:
         pieces = column.chunks or [pa.array([], column.type)]
         by_piece = [counted([piece]) for piece in pieces]
-        for found in zip(*by_piece, strict=True):
-            total = sum(found)
+        for counts in zip(*by_piece, strict=True):
+            total = sum(counts)
             yield total if total or is_whole else UNKNOWN
 
 
@@ -349,17 +354,19 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
     """Parse lines into a table of this inferred schema, or infer one."""
     # One piece if it fits: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
-    asked = None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
+    explicit = (
+        None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
+    )
     table = pj.read_json(
         pa.BufferReader(pa.py_buffer(body)),
         read_options=pj.ReadOptions(use_threads=False, block_size=size),
         parse_options=pj.ParseOptions(
-            explicit_schema=asked,
+            explicit_schema=explicit,
             newlines_in_values=False,
             unexpected_field_behavior=_of_others(schema),
         ),
     )
-    if schema is None or schema.equals(asked, check_metadata=False):
+    if schema is None or schema.equals(explicit, check_metadata=False):
         return table
     columns = [
         pa.chunked_array([from_parser(piece, field.type) for piece in column.chunks], field.type)

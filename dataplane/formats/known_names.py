@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BYTES = 8
-"""Bytes are compared by words; so many must lie before all places, and twice as many after them."""
+"""Names are compared in words of this many bytes: one word precedes every place, two follow it."""
 _FEW = 16
-"""So many values are compared one by one."""
+"""Up to this many values are compared one by one; more are searched."""
 
 
 class KnownNames:
@@ -83,8 +83,8 @@ class KnownNames:
         are_same = starts >= 0
         for word in range(self._words.shape[1]):
             offsets = np.minimum(WORD_BYTES * word, sizes - WORD_BYTES)
-            found = _word_at(words, np.maximum(starts + offsets, 0))
-            are_same &= found == self._words[names, word]
+            stored = _word_at(words, np.maximum(starts + offsets, 0))
+            are_same &= stored == self._words[names, word]
         return are_same
 
 

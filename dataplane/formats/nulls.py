@@ -70,17 +70,17 @@ def declared(schema: pa.Schema, *, otherwise: int = UNKNOWN) -> list[int]:
 
 def counted(arrays: Sequence[pa.Array]) -> list[int]:
     """Count the nulls of some columns by their values. Values below a null are not counted."""
-    found = []
+    counts = []
     for array in arrays:
-        found.append(array.null_count)
+        counts.append(array.null_count)
         kind = array.type
         if pa.types.is_struct(kind):
-            found += counted(array.flatten())
+            counts += counted(array.flatten())
         elif pa.types.is_list(kind) and not _has_null_type(kind.value_type):
-            found += counted([array.flatten()])
+            counts += counted([array.flatten()])
         else:
-            found += [UNKNOWN] * node_count(children(kind))
-    return found
+            counts += [UNKNOWN] * node_count(children(kind))
+    return counts
 
 
 def _has_null_type(kind: pa.DataType) -> bool:
@@ -88,12 +88,12 @@ def _has_null_type(kind: pa.DataType) -> bool:
     return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
 
 
-def alignment(expected: pa.Schema, found: pa.Schema) -> list[int]:
+def alignment(expected: pa.Schema, stored: pa.Schema) -> list[int]:
     """Map each field node of the dataset's schema to a count of a shard whose own schema differs:
     its index, or ROWS, NONE or NOT_KNOWN. A column that the shard lacks is null in all of its rows.
     """
     starts, at = {}, 0
-    for field in found:
+    for field in stored:
         starts[field.name] = at
         at += node_count([field])
     out: list[int] = []
@@ -102,13 +102,13 @@ def alignment(expected: pa.Schema, found: pa.Schema) -> list[int]:
         if start is None:
             out += [ROWS] + [NONE] * node_count(children(field.type))
         else:
-            out += _alignment(field.type, found.field(field.name).type, start)
+            out += _alignment(field.type, stored.field(field.name).type, start)
     return out
 
 
-def _alignment(expected: pa.DataType, found: pa.DataType, at: int) -> list[int]:
-    below, others = children(expected), children(found)
-    if pa.types.is_run_end_encoded(found) and not pa.types.is_run_end_encoded(expected):
+def _alignment(expected: pa.DataType, stored: pa.DataType, at: int) -> list[int]:
+    below, others = children(expected), children(stored)
+    if pa.types.is_run_end_encoded(stored) and not pa.types.is_run_end_encoded(expected):
         return [NOT_KNOWN] * (1 + node_count(below))  # the nulls are in the values
     out, at = [at], at + 1
     if [child.name for child in below] == [other.name for other in others] or (

@@ -32,7 +32,7 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.first_reads import of_parquet
-from dataplane.formats.parquet_bounds import bounds_of
+from dataplane.formats.parquet_columns import NullCounter, SchemaTree, bounds_of, schema_tree
 from dataplane.formats.parquet_facts import (
     BYTES,
     COLUMN_COUNT,
@@ -46,16 +46,14 @@ from dataplane.formats.parquet_facts import (
     LONGEST_BOUND,
     METADATA,
     OTHER_FILE,
-    TOLD,
+    PRESENT,
     VALUES,
     FooterFacts,
     Int64,
     read_footer,
 )
 from dataplane.formats.parquet_footers import MAGIC, Footers, parsed
-from dataplane.formats.parquet_nulls import NullCounter
-from dataplane.formats.parquet_schema import SchemaTree, schema_tree
-from dataplane.formats.splice import spliced
+from dataplane.formats.source import spliced
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
@@ -91,9 +89,9 @@ class Parquet:
             metadata = parsed(raw).metadata
             slack = _slack_bytes(metadata.created_by)
             blocks = tuple(_blocks(facts, tree, counter, shard.url, footer, slack))
-            found = sum(block.rows for block in blocks)
-            if facts.rows > found:  # early writers in Rust state fewer
-                raise ValueError(f"{facts.rows} rows, and {found} in its row groups")
+            row_count = sum(block.rows for block in blocks)
+            if facts.rows > row_count:  # early writers in Rust state fewer
+                raise ValueError(f"{facts.rows} rows, and {row_count} in its row groups")
             schema = metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema).tobytes())
         relaxed = dataset_schema(schema, shard.url)
@@ -113,11 +111,11 @@ class Parquet:
             metadata, group = _footers.group_of(block)
         with foreign_faults(url, start, f"row group {group} cannot be decoded"):
             opened = _opened(block, metadata)
-            found = opened.schema_arrow
-            as_stored, leaves = is_as_stored(found, schema, columns), None
+            stored = opened.schema_arrow
+            as_stored, leaves = is_as_stored(stored, schema, columns), None
             if not as_stored:
-                check_shard(found, schema, columns, url)
-                leaves = _leaves(found, columns, metadata.num_columns)
+                check_shard(stored, schema, columns, url)
+                leaves = _leaves(stored, columns, metadata.num_columns)
             table = _read_group(opened.reader, group, leaves, block.rows)
             for name, own in _int96_columns(block.preamble, opened, columns):
                 again = _opened(block, metadata, int96_unit="s").reader
@@ -248,12 +246,12 @@ def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
     values = np.maximum(columns[:, VALUES], 0)
     decoded = np.maximum(columns[:, DECODED_BYTES], 0)
     has_dictionary = is_open & (columns[:, DICTIONARY] != 0)
-    each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9.0, 9.0)
-    each = np.where(is_open, each, np.abs(widths + 1.0))
-    if (values * each + np.where(is_open, decoded, 0.0) + 9.0 * rows).sum() > _ESTIMATE_MAX:
+    value_bytes = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9.0, 9.0)
+    value_bytes = np.where(is_open, value_bytes, np.abs(widths + 1.0))
+    if (values * value_bytes + np.where(is_open, decoded, 0.0) + 9.0 * rows).sum() > _ESTIMATE_MAX:
         raise ValueError("its row groups cannot be as large as they claim")
-    each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9, 9)
-    sizes = np.where(is_open, values * each + decoded, values * (widths + 1))
+    value_bytes = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9, 9)
+    sizes = np.where(is_open, values * value_bytes + decoded, values * (widths + 1))
     return 9 * rows + sizes
 
 
@@ -269,7 +267,7 @@ def _columns_at(tree: SchemaTree, first: Int64, last: Int64, sizes: Int64) -> In
 
 
 def _require(columns: Int64, number: int) -> None:
-    if not (columns[:, FLAGS] & TOLD[number]).all():
+    if not (columns[:, FLAGS] & PRESENT[number]).all():
         raise ValueError(f"field {FIELDS[number]} of a structure is missing")
 
 
@@ -320,16 +318,16 @@ def _check_int96(
         row = next(
             i for i in range(len(read)) if any(_wrapped_times(read.take([i]), true.take([i])))
         )
-        found = next(_wrapped_times(read.take([row]), true.take([row])))
+        time = next(_wrapped_times(read.take([row]), true.take([row])))
         raise SchemaMismatch(
-            f"{block.url}: row {before + row} of block {block.index}: column {name!r} has {found}, "
+            f"{block.url}: row {before + row} of block {block.index}: column {name!r} has {time}, "
             "and INT96 is read as nanoseconds, from 1677 to 2262: choose other columns with "
             "columns=[…], or write the shard again from "
             'pyarrow.parquet.read_table(path, coerce_int96_timestamp_unit="us")',
             shard=block.url,
             field=name,
             expected="a time from 1677-09-21 to 2262-04-11",
-            found=found,
+            found=time,
         )
 
 
@@ -339,7 +337,7 @@ def _wrapped_times(read: pa.Array, true: pa.Array) -> Iterator[str]:
         return
     if not pa.types.is_nested(read.type):
         nanoseconds, seconds = (
-            each.drop_null().view(pa.int64()).to_numpy() for each in (read, true)
+            times.drop_null().view(pa.int64()).to_numpy() for times in (read, true)
         )
         if not len(seconds) or (seconds.min() > -_SECONDS_MAX and seconds.max() < _SECONDS_MAX):
             return
@@ -379,11 +377,11 @@ def _read_group(reader: Any, group: int, leaves: Sequence[int] | None, rows: int
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
     """Return the fetched pieces of the shard, each with its offset."""
-    at, found = 0, []
+    at, pieces = 0, []
     for piece in block.pieces or (block.place,):
-        found.append((piece.offset, block.body[at : at + piece.length]))
+        pieces.append((piece.offset, block.body[at : at + piece.length]))
         at += piece.length
-    return found
+    return pieces
 
 
 def _leaf_count(kind: pa.DataType) -> int:

@@ -34,7 +34,7 @@ ROWS, COLUMN_COUNT = range(2)
 ) = range(9)  # fmt: skip
 # FLAGS: a column is in another file, has metadata, is encrypted; and which numbers are present.
 OTHER_FILE, METADATA, ENCRYPTED = 1, 2, 4
-TOLD = {VALUES: 8, DECODED_BYTES: 16, BYTES: 32, FIRST_PAGE: 64}
+PRESENT = {VALUES: 8, DECODED_BYTES: 16, BYTES: 32, FIRST_PAGE: 64}
 FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
 """The numeric fields of ColumnMetaData, by their field ids in parquet.thrift."""
 

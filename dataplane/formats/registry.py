@@ -14,15 +14,105 @@ import contextlib
 import functools
 import importlib
 import os
+import posixpath
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import MappingProxyType
+from typing import Final
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
-from dataplane.formats import not_shards
 from dataplane.formats.base import Format
+from dataplane.suffixes import names_a_shard, path_of, suffix_of
+
+# Identifies files that no format reads, by their names, and says what to do with them.
+
+_CONVERT = "write it as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"
+_AS_DATASET = "pass a torch Dataset that reads it as the first argument"
+# By ending: the kind of file, and the advice.
+_BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
+    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl",
+     ".jp2", ".ppm"): (
+        "an image",
+        ("load a folder of them with DataLoader(torchvision.datasets.ImageFolder(folder, "
+        "transform)), since any torch Dataset works; or pack them into tar files of a few "
+        'hundred MB (name.jpg beside name.cls) and pass those with transforms={"jpg": [...]}'),
+    ),
+    (".mds", ".mds.zstd", ".mds.zst"): (
+        "one of MosaicML's MDS files",
+        ("pass a streaming.StreamingDataset over the folder as the first argument, or write the "
+        "samples as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"),
+    ),
+    (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wav", ".mp3", ".flac", ".ogg", ".m4a"): (
+        "audio or video", f"{_AS_DATASET}, or pack such files into tar files of a few hundred MB"
+    ),
+    (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst"): (
+        "a text table, which has neither types nor blocks",
+        ("convert it once, as with "
+        'pyarrow.parquet.write_table(pyarrow.csv.read_csv("a.csv"), "a.parquet")'),
+    ),
+    (".npy", ".npz", ".h5", ".hdf5", ".mat"): ("an array", f"{_AS_DATASET}, or {_CONVERT}"),
+    (".pt", ".pth", ".pkl", ".pickle", ".safetensors"): (
+        "Python objects, which nodes do not unpickle", f"{_AS_DATASET}, or {_CONVERT}"
+    ),
+    (".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".ndjson.zst", ".json.zst"): (
+        "JSON in an unsupported compression", "use gzip (.jsonl.gz), or none"
+    ),
+    (".tar.zst", ".tar.xz", ".tar.bz2", ".tzst"): (
+        "a tar file in an unsupported compression",
+        "use none (images are compressed already), or gzip (.tar.gz)",
+    ),
+    (".json",): (
+        "JSON, which must have one object per line",
+        'write one object per line; if it has that, rename it to .jsonl or pass format="jsonl"',
+    ),
+    (".zip", ".7z", ".rar"): ("an archive of an unsupported kind", "pack its files into tar files"),
+    (".beton",): ("one of FFCV's files", "write its samples from their source as tar or Parquet"),
+    (".mdb", ".lmdb", ".sqlite", ".db"): ("a database", f"{_AS_DATASET}, or {_CONVERT}"),
+    (".orc", ".avro", ".lance", ".vortex", ".rec", ".bin", ".txt", ".txt.gz", ".xml"): (
+        "of an unsupported format", _CONVERT
+    ),
+}  # fmt: skip
+_INDEXES: Final = {"index.json", "dataset_info.json", "state.json"}
+_NEIGHBOURS_MAX = 1000
+
+
+def advice_of(url: str, urls: Sequence[str]) -> str:
+    """Describe the file at `url`, which has no ending of a format, with advice; "" if unknown.
+
+    The rest of the dataset matters, too: an index.json alone says nothing, and if there are shards
+    beside a README, the user meant the shards.
+    """
+    near = urls[:_NEIGHBOURS_MAX]
+    shard = next((neighbour for neighbour in near if names_a_shard(neighbour)), None)
+    if shard is not None:
+        ending, folder = suffix_of(shard), posixpath.dirname(shard)
+        return (
+            f"this is not a shard, but {posixpath.basename(shard)} in the same dataset is: list "
+            f"only the shards, for example {folder}/*{ending}"
+        )
+    kind, is_it = _known_kind(url), True
+    if posixpath.basename(path_of(url)) in _INDEXES or kind is None:
+        others = (_known_kind(neighbour) for neighbour in near if neighbour != url)
+        other = next((neighbour for neighbour in others if neighbour is not None), None)
+        kind, is_it = (kind, True) if other is None else (other, False)
+    if kind is None:
+        return ""
+    what, to_do = kind
+    return f"this is {what}: {to_do}" if is_it else f"beside it is {what}: {to_do}"
+
+
+def _known_kind(url: str) -> tuple[str, str] | None:
+    path = path_of(url)
+    fitting = {
+        len(ending): said
+        for endings, said in _BY_ENDING.items()
+        for ending in endings
+        if path.endswith(ending)
+    }
+    return fitting[max(fitting)] if fitting else None
+
 
 GROUP = "dataplane.formats"
 # Grows when what `index` returns changes, so that remembered indexes are made again.
@@ -45,7 +135,11 @@ def _is_declared(group: str) -> bool:
     node takes until its first batch. If packages may lie elsewhere than in folders of `sys.path`,
     only importlib.metadata knows.
     """
-    if any(hasattr(each, "find_distributions") for each in sys.meta_path if each is not PathFinder):
+    if any(
+        hasattr(finder, "find_distributions")
+        for finder in sys.meta_path
+        if finder is not PathFinder
+    ):
         return True
     for folder in sys.path:
         try:
@@ -73,7 +167,7 @@ def _others() -> Mapping[str, Format]:
         return MappingProxyType({})
     from importlib.metadata import entry_points
 
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for point in entry_points(group=GROUP):
         try:
             loaded = point.load()
@@ -83,10 +177,10 @@ def _others() -> Mapping[str, Format]:
             raise ConfigError(
                 f"the format {point.name!r} ({point.value}) cannot be loaded: {fault}"
             ) from fault
-        if name in found or name in BUILT_IN:
+        if name in formats or name in BUILT_IN:
             raise ConfigError(f"two formats are named {name!r}; the second is {point.value}")
-        found[name] = format_
-    return MappingProxyType(found)
+        formats[name] = format_
+    return MappingProxyType(formats)
 
 
 @functools.cache
@@ -136,10 +230,10 @@ def _by_suffix() -> tuple[tuple[str, str], ...]:
 @functools.cache
 def _by_end() -> Mapping[str, tuple[tuple[str, str], ...]]:
     """The suffixes that end in each letter, the longest first, each with its format."""
-    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    by_end: dict[str, tuple[tuple[str, str], ...]] = {}
     for suffix, name in sorted(_by_suffix(), key=lambda pair: -len(pair[0])):
-        found[suffix[-1:]] = (*found.get(suffix[-1:], ()), (suffix, name))
-    return found
+        by_end[suffix[-1:]] = (*by_end.get(suffix[-1:], ()), (suffix, name))
+    return by_end
 
 
 def dataset_format(urls: Iterable[str]) -> Format:
@@ -152,9 +246,8 @@ def dataset_format(urls: Iterable[str]) -> Format:
     for url in urls:
         format_ = format_of_url(url)
         if format_ is None:
-            why = not_shards.said_of(url, urls) or (
-                "the format cannot be told from the name; known suffixes are "
-                f"{', '.join(shard_suffixes())}"
+            why = advice_of(url, urls) or (
+                f"its name shows no format; known suffixes are {', '.join(shard_suffixes())}"
             )
             raise ConfigError(
                 f'{url}: {why}. If it is a shard, pass its format="…" (or --format)',

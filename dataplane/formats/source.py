@@ -1,24 +1,116 @@
-"""Bytes of a shard by offset, read forward, with read-ahead: the input of record formats' parsers.
+"""Bytes of a shard by offset: read forward with read-ahead, inflated, or in a file for pyarrow.
 
 Invariants:
-1. `view` returns fewer bytes than asked for only at the end of the data.
+1. `view` returns fewer bytes than were requested only at the end of the data.
 2. The bytes held never exceed the larger of one read-ahead and one request.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Protocol
 
+import pyarrow as pa
 from typing_extensions import Buffer
 
+from dataplane.errors import CorruptShard
 from dataplane.formats.base import RawBlock, ShardReader
+from dataplane.formats.faults import corrupt
 from dataplane.formats.first_reads import PROBE_BYTES
-from dataplane.formats.gzipped import inflate, is_compressed
 from dataplane.model import Region
+
+# Gzip and zlib shards: inflated piece by piece, bounded, with errors that name the place.
+#
+# A compressed shard has no random access, so each is one block: it is fetched and decoded whole.
+#
+# Source:  RFC 1950, RFC 1952 (a gzip file may hold several members, one after the other).
+
+PIECE_BYTES = 1 << 20
+FEED_BYTES = 256 << 10
+# A few kilobytes can inflate to gigabytes. Real text and tensors stay below 100:1; a higher ratio
+# beyond the floor counts as a bomb, and no block may be larger than the ceiling.
+RATIO_MAX = 256
+RATIO_FLOOR_BYTES = 256 << 20
+INFLATED_BYTES_MAX = 16 << 30
+
+_GZIP = b"\x1f\x8b\x08"
+_ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+
+
+def is_compressed(head: bytes) -> bool:
+    """Whether data that starts like this is gzip or zlib data."""
+    return head.startswith(_GZIP) or head.startswith(_ZLIB)
+
+
+def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
+    """Yield the inflated data of a gzip or zlib shard, in pieces of at most 1 MiB.
+
+    Raises:  CorruptShard: damaged, truncated, followed by garbage, or a decompression bomb.
+    """
+    engine = None
+    fed = made = members = 0
+    for feed in _slices(pieces):
+        rest: bytes | memoryview = feed
+        while rest or engine is not None:
+            if engine is None:
+                # Zeros may pad the members to a device's block size; nothing else may follow.
+                rest = bytes(rest).lstrip(b"\0") if members else rest
+                if not rest:
+                    break
+                engine = zlib.decompressobj(wbits=47)
+                members += 1
+            try:
+                out = engine.decompress(rest, PIECE_BYTES)
+            except zlib.error as fault:
+                raise corrupt(url, fed, f"damaged compressed data ({fault})") from fault
+            made += len(out)
+            left = len(engine.unused_data if engine.eof else engine.unconsumed_tail)
+            _check_bomb(url, fed + len(feed) - left, made)
+            if out:
+                yield out
+            if engine.eof:
+                rest, engine = engine.unused_data, None
+            elif not engine.unconsumed_tail and len(out) < PIECE_BYTES:
+                break
+            else:
+                rest = engine.unconsumed_tail
+        fed += len(feed)
+    if engine is not None or fed == 0:
+        raise corrupt(
+            url,
+            fed,
+            "the compressed data is truncated; upload the shard again",
+            expected="the end of the gzip stream",
+            found="the end of the shard",
+        )
+
+
+def _slices(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        for at in range(0, len(view), FEED_BYTES):
+            yield view[at : at + FEED_BYTES]
+
+
+def _check_bomb(url: str, fed: int, made: int) -> None:
+    if made <= RATIO_FLOOR_BYTES:
+        return
+    if made > INFLATED_BYTES_MAX or made > RATIO_MAX * fed:
+        raise CorruptShard(
+            f"{url}: {fed} compressed bytes inflate to more than {made} bytes. A compressed shard "
+            f"is decoded whole, so at most {INFLATED_BYTES_MAX >> 30} GiB and {RATIO_MAX}:1 are "
+            "accepted; write smaller shards, or uncompressed ones",
+            shard=url,
+            offset=fed,
+            expected=f"at most {min(INFLATED_BYTES_MAX, RATIO_MAX * fed)} bytes",
+            found=made,
+        )
+
 
 # A block of records aims at this size: large enough for one ranged read to be worth its latency,
 # small enough that a shuffle window of many open blocks fits in memory.
@@ -183,3 +275,68 @@ def holds_compressed(block: RawBlock) -> bool:
     """Whether a fetched block is a whole shard that starts like gzip or zlib data."""
     whole = block.place.offset == 0 and block.place.length == block.shard_bytes
     return whole and is_compressed(bytes(block.body[:4]))
+
+
+class SpliceFile:
+    """A read-only file of `size_bytes` bytes that has only some pieces of its content.
+
+    `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them. A
+    read outside of the pieces is an error, never zeros.
+    """
+
+    closed = False
+
+    def __init__(self, size_bytes: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        self._size_bytes = size_bytes
+        self._pieces = tuple(piece for piece in pieces if len(piece[1]))
+        self._at = 0
+
+    def read(self, length: int = -1) -> memoryview:
+        """Read up to `length` bytes at the current place."""
+        left = max(0, self._size_bytes - self._at)
+        length = left if length < 0 else min(length, left)
+        view = self._view(self._at, length)
+        self._at += len(view)
+        return view
+
+    def _view(self, at: int, length: int) -> memoryview:
+        if length == 0:
+            return memoryview(b"")
+        for offset, piece in self._pieces:
+            if offset <= at < offset + len(piece):
+                view = piece[at - offset : at - offset + length]
+                if len(view) == length:
+                    return view
+                rest = self._view(at + len(view), length - len(view))
+                return memoryview(b"".join((view, rest)))
+        raise OSError(f"the shard's metadata points to byte {at}, outside of the block")
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to another place; see io.IOBase.seek."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return the current place."""
+        return self._at
+
+    def close(self) -> None:
+        """Do nothing: the pieces belong to the caller."""
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def writable(self) -> bool:
+        """Never."""
+        return False
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+
+def spliced(size_bytes: int, pieces: Sequence[tuple[int, memoryview]]) -> pa.PythonFile:
+    """The pieces as a pyarrow file."""
+    return pa.PythonFile(SpliceFile(size_bytes, pieces), mode="r")

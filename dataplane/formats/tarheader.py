@@ -167,7 +167,7 @@ def _extended(source: ByteSource, header: _Header, body: int) -> dict[str, bytes
         raise corrupt(source.url, body, "the tar archive is truncated in an extended header")
     if header.kind == b"L":
         return {"path": payload.split(b"\0", 1)[0]}
-    found: dict[str, bytes] = {}
+    entries: dict[str, bytes] = {}
     at = 0
     while at < len(payload):
         digits = payload[at : payload.find(b" ", at)]
@@ -176,13 +176,13 @@ def _extended(source: ByteSource, header: _Header, body: int) -> dict[str, bytes
         if length < 5 or at + length > len(payload) or not equals or not value.endswith(b"\n"):
             raise corrupt(source.url, body + at, "a pax header is damaged")
         if key in {b"path", b"size"}:
-            found[key.decode()] = value[:-1]
+            entries[key.decode()] = value[:-1]
         if key.startswith(b"GNU.sparse"):
             raise corrupt(source.url, body + at, "sparse files are not supported in a tar shard")
         at += length
-    if not found.get("size", b"0").isdigit():
+    if not entries.get("size", b"0").isdigit():
         raise corrupt(source.url, body, "the size in a pax header is wrong")
-    return found
+    return entries
 
 
 def _text(url: str, at: int, name: bytes) -> str:

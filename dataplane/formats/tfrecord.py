@@ -31,8 +31,7 @@ from dataplane.formats import example
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import corrupt, describe, require_bytes
-from dataplane.formats.gzipped import is_compressed
-from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.joint_types import inferred_schema
 from dataplane.formats.known_names import KnownNames
 from dataplane.formats.source import (
     BLOCK_BYTES,
@@ -43,6 +42,7 @@ from dataplane.formats.source import (
     Window,
     block_source,
     holds_compressed,
+    is_compressed,
 )
 from dataplane.model import Region
 from dataplane.plan.null_counts import NEVER, UNKNOWN
@@ -200,15 +200,15 @@ def _cut_off(url: str, start: int, length: int, number: int) -> CorruptShard:
 
 def _check_payload(source: ByteSource, at: int, stop: int) -> None:
     record = source.view(at, stop - at + TRAILER_BYTES)
-    found = int.from_bytes(record[-TRAILER_BYTES:], "little")
+    stored = int.from_bytes(record[-TRAILER_BYTES:], "little")
     computed = _masked_crc(record[:-TRAILER_BYTES])
-    if found != computed:
+    if stored != computed:
         raise corrupt(
             source.url,
             at,
             f"the payload of the record at byte {at - HEADER_BYTES} is damaged (checksum)",
             expected=f"{computed:#010x}",
-            found=f"{found:#010x}",
+            found=f"{stored:#010x}",
         )
 
 
@@ -352,7 +352,7 @@ class _Survey:
                 _check_payload(Memory(url, record, at), at, stop)
                 parsed = _parsed(record, url, at, at, stop)
             except CorruptShard:
-                continue  # decoding says so, if anybody reads it
+                continue  # decoding reports it, if the block is ever read
             late = {
                 name: feature
                 for name, feature in parsed.items()
@@ -370,16 +370,16 @@ def _name(url: str, name: bytes) -> str:
         raise corrupt(url, 0, f"the feature name {name!r} is not UTF-8") from fault
 
 
-def _other_kind(url: str, offset: int, name: bytes, expected: int, found: int) -> SchemaMismatch:
+def _other_kind(url: str, offset: int, name: bytes, expected: int, kind: int) -> SchemaMismatch:
     field = name.decode("utf-8", "replace")
     return SchemaMismatch(
-        f"{url}: the record at byte {offset} has {field!r} as {example.KIND_NAMES[found]}, records "
+        f"{url}: the record at byte {offset} has {field!r} as {example.KIND_NAMES[kind]}, records "
         f"before it as {example.KIND_NAMES[expected]}; write one kind for each feature",
         shard=url,
         offset=offset,
         field=field,
         expected=example.KIND_NAMES[expected],
-        found=example.KIND_NAMES[found],
+        found=example.KIND_NAMES[kind],
     )
 
 
@@ -398,7 +398,12 @@ def _refuse_unknown(
         if record.keys() <= known:
             continue
         name = next(
-            (n for n, each in record.items() if n not in known and each.kind != example.EMPTY), None
+            (
+                n
+                for n, feature in record.items()
+                if n not in known and feature.kind != example.EMPTY
+            ),
+            None,
         )
         if name is not None:
             field = name.decode("utf-8", "replace")
@@ -427,9 +432,9 @@ def _column(
     value_type = field.type.value_type if pa.types.is_list(field.type) else field.type
     kind = next(k for k, t in example.KIND_TYPES.items() if t.equals(value_type))
     for number, record in enumerate(records):
-        found = record.get(name)
-        if found is not None and found.kind not in {kind, example.EMPTY}:
-            raise _other_kind(url, starts[number], name, kind, found.kind)
+        feature = record.get(name)
+        if feature is not None and feature.kind not in {kind, example.EMPTY}:
+            raise _other_kind(url, starts[number], name, kind, feature.kind)
     try:
         values = example.convert(body, value_type, example.gather(records, name))
     except example.MalformedExample as fault:

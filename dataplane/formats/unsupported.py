@@ -1,20 +1,91 @@
 """Refuse columns that cannot be in a batch, with advice, when a dataset is opened.
 
 Some types are never possible. Facts that only the file has (encrypted pages, an unknown codec) are
-marks in the field's metadata, written by the format's `index`.
+marks in the field's metadata, written by the format's `index`. Columns that differ from shard to
+shard have such a mark in the dataset's schema. It names shards by number, not by url, so that
+copies of a dataset have the same schema.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import pyarrow as pa
+from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.formats.differing import differing
+from dataplane.errors import ConfigError, SchemaMismatch
+from dataplane.typed import complete
 
-MARK = b"dataplane.unsupported"
+DIFFERS_MARK = b"dataplane.differs"
+
+
+class Difference(Struct, frozen=True):
+    """Two shards of the dataset, by number, and the column's type in each; "" where a shard lacks
+    it.
+    """
+
+    shards: tuple[int, int]
+    types: tuple[str, str]
+
+    @property
+    def nouns(self) -> tuple[str, str]:
+        """The types, in the words of an error message."""
+        first, second = (kind or "no such column" for kind in self.types)
+        return first, second
+
+
+def with_difference(field: pa.Field, difference: Difference) -> pa.Field:
+    """Return the field with a mark for this difference."""
+    noted = dict(field.metadata or {}) | {DIFFERS_MARK: msgspec.json.encode(difference)}
+    return field.with_metadata(noted)
+
+
+def differing(field: pa.Field) -> Difference | None:
+    """Return how the shards of a dataset differ in this column; None if they agree."""
+    mark = (field.metadata or {}).get(DIFFERS_MARK)
+    return None if mark is None else msgspec.json.decode(mark, type=complete(Difference))
+
+
+def mismatch_of(
+    name: str,
+    difference: Difference,
+    url_of: Callable[[int], str],
+    others: Sequence[str] = (),
+) -> SchemaMismatch:
+    """Return the error for a request of a differing column. `others` are the columns that can be
+    read.
+    """
+    (first, second), (expected, second_type) = map(url_of, difference.shards), difference.nouns
+    way = f", or select the others with columns=[…]: {_some(others)}" if others else ""
+    return SchemaMismatch(
+        f"{second}: column {name!r}: {first} has {expected}, this shard has {second_type}; "
+        f"rewrite one of them, or leave it out of the dataset{way}",
+        shard=second,
+        field=name,
+        expected=expected,
+        found=second_type,
+    )
+
+
+def refuse_differing(schema: pa.Schema, names: Sequence[str], url_of: Callable[[int], str]) -> None:
+    """Refuse to read columns that differ from shard to shard.
+
+    Raises:  SchemaMismatch: shard, field, expected, found; names both shards.
+    """
+    marked = {
+        field.name: difference
+        for field in schema
+        if field.metadata and (difference := differing(field)) is not None
+    }
+    for name in names if marked else ():
+        if name in marked:
+            others = [other for other in schema.names if other not in marked]
+            raise mismatch_of(name, marked[name], url_of, others)
+
+
+UNSUPPORTED_MARK = b"dataplane.unsupported"
 # Months, and days with milliseconds, by Arrow's ids, which pyarrow names from 22 on. It has
 # no arrays of them, unlike month_day_nano_interval.
 _INTERVALS = frozenset({21, 22})
@@ -26,7 +97,7 @@ def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
     for name, reason in reasons.items():
         at = schema.get_field_index(name)
         field = schema.field(at)
-        noted = dict(field.metadata or {}) | {MARK: reason.encode()}
+        noted = dict(field.metadata or {}) | {UNSUPPORTED_MARK: reason.encode()}
         schema = schema.set(at, field.with_metadata(noted))
     return schema
 
@@ -38,7 +109,7 @@ def unsupported(field: pa.Field) -> str:
 
 def unsupported_mark(field: pa.Field) -> str:
     """Return the reason given by the file's mark alone; see `unsupported`."""
-    return str((field.metadata or {}).get(MARK, b""), "utf-8")
+    return str((field.metadata or {}).get(UNSUPPORTED_MARK, b""), "utf-8")
 
 
 def _differing(field: pa.Field) -> str:
@@ -78,13 +149,16 @@ def refusal(
     """Return the error for requested columns: name -> reason. `others` are the columns that batches
     can have, if known.
     """
-    told = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
+    refused = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
     way = "select the others with columns=[…]"
     if others is not None:
-        some = ", ".join(others[:_NAMES_SHOWN]) + (", …" if len(others) > _NAMES_SHOWN else "")
-        way = f"{way}: {some}" if others else "there are no others"
+        way = f"{way}: {_some(others)}" if others else "there are no others"
     return ConfigError(
-        f"{url}{': ' if url else ''}not supported: {told}; {way}",
+        f"{url}{': ' if url else ''}not supported: {refused}; {way}",
         shard=url or None,
         field=next(iter(reasons)),
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")

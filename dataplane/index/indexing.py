@@ -12,7 +12,7 @@ from functools import partial
 
 from dataplane import collector, suffixes
 from dataplane.errors import ConfigError, ShardNotFound
-from dataplane.formats import not_shards, registry
+from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.found import FoundDataset
 from dataplane.index.journal import (
@@ -189,7 +189,7 @@ def choose_shards(
         return asked, shards
     if not shards:
         urls = [s.url for s in listed]
-        why = not_shards.said_of(urls[0], urls) or (
+        why = registry.advice_of(urls[0], urls) or (
             f"known suffixes are {', '.join(registry.shard_suffixes())}; pass the format if your "
             "files have others"
         )

@@ -27,8 +27,7 @@ from typing_extensions import Buffer
 
 from dataplane.errors import ClosedError, DatasetChangedError, ShardNotFound
 from dataplane.formats.base import Block, Format, ShardIndex
-from dataplane.formats.inferred import is_inferred
-from dataplane.formats.joint_types import same_type
+from dataplane.formats.joint_types import is_inferred, same_type
 from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.formats.differing import Difference, differing, mismatch_of, with_difference
-from dataplane.formats.inferred import is_closed, is_inferred
-from dataplane.formats.joint_types import joint_inferred, joint_type
+from dataplane.formats.joint_types import is_closed, is_inferred, joint_inferred, joint_type
 from dataplane.formats.tar import is_new_field
+from dataplane.formats.unsupported import Difference, differing, mismatch_of, with_difference
 
 _AT_HAND = 8
 """So many schemas, the first ones, are recognised as objects, without being serialised."""

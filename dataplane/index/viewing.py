@@ -10,7 +10,7 @@ from msgspec import structs
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError
-from dataplane.formats.differing import refuse_differing
+from dataplane.formats.unsupported import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
 from dataplane.index.folders import explaining_folders
 from dataplane.index.processes import IndexProcesses

@@ -7,8 +7,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.config import JobSpec
-from dataplane.formats.differing import refuse_differing
-from dataplane.formats.unsupported import supported_names
+from dataplane.formats.unsupported import refuse_differing, supported_names
 from dataplane.model import ColumnOptions, Kind
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER, NullCounts

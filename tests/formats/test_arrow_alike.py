@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataplane.formats.arrow_alike import is_told_by_size
+from dataplane.formats.arrow_messages import is_implied_by_size
 from dataplane.formats.flatbuf import Head, message_head
 
 ROWS_MAX = 160
@@ -69,7 +69,7 @@ def test_a_size_tells_the_rows_only_if_no_other_batch_has_it(schema: pa.Schema) 
     for rows, head in plain.items():
         is_alone = by_size[head.body_length] == {(rows, (False,) * nodes)}
         if rows < ROWS_MAX // 2:  # of larger ones, a batch of the same size may not be here
-            assert is_told_by_size(schema, head) == is_alone, rows
+            assert is_implied_by_size(schema, head) == is_alone, rows
             told += is_alone
     assert told or schema.types[0] in {pa.bool_(), pa.int32()}
 
@@ -77,13 +77,13 @@ def test_a_size_tells_the_rows_only_if_no_other_batch_has_it(schema: pa.Schema) 
 @pytest.mark.parametrize("kind", NEVER_TOLD, ids=str)
 def test_sizes_of_other_types_tell_nothing(kind: pa.DataType) -> None:
     schema = pa.schema({"x": kind})
-    assert not is_told_by_size(schema, Head(3, 64, 8, [8], [0, 0], [0, 64], nulls=[0]))
+    assert not is_implied_by_size(schema, Head(3, 64, 8, [8], [0, 0], [0, 64], nulls=[0]))
 
 
 def test_a_batch_with_nulls_tells_nothing() -> None:
     schema = SCHEMAS[2]
-    assert is_told_by_size(schema, _head(schema, 10, (False, False)))
-    assert not is_told_by_size(schema, _head(schema, 10, (False, True)))
+    assert is_implied_by_size(schema, _head(schema, 10, (False, False)))
+    assert not is_implied_by_size(schema, _head(schema, 10, (False, True)))
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int8(), 0), pa.struct([])], ids=str)
@@ -95,5 +95,5 @@ def test_a_head_that_claims_impossible_rows_tells_nothing(kind: pa.DataType) -> 
     )
     for size in (0, 64):
         head = Head(3, size, rows, [rows], [0] * buffers, [0] * buffers, nulls=[0])
-        assert not is_told_by_size(schema, head)
-    assert not is_told_by_size(SCHEMAS[0], Head(3, 64, 8, [8], [], [0, 32], nulls=[0]))
+        assert not is_implied_by_size(schema, head)
+    assert not is_implied_by_size(SCHEMAS[0], Head(3, 64, 8, [8], [], [0, 32], nulls=[0]))

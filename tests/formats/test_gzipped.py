@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import CorruptShard
-from dataplane.formats import gzipped
-from dataplane.formats.gzipped import inflate
+from dataplane.formats import source
+from dataplane.formats.source import inflate
 
 
 def whole(content: bytes, piece: int = 1000) -> bytes:
@@ -39,7 +39,7 @@ def test_large_data_comes_in_bounded_pieces() -> None:
     content = gzip.compress(bytes(20 << 20), mtime=0)
     sizes = [len(piece) for piece in inflate("u", [content])]
     assert sum(sizes) == 20 << 20
-    assert max(sizes) <= gzipped.PIECE_BYTES
+    assert max(sizes) <= source.PIECE_BYTES
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8, 9, 20])
@@ -57,7 +57,7 @@ def test_damage_and_garbage_are_named() -> None:
 
 
 def test_a_bomb_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gzipped, "RATIO_FLOOR_BYTES", 4 << 20)
+    monkeypatch.setattr(source, "RATIO_FLOOR_BYTES", 4 << 20)
     content = gzip.compress(bytes(64 << 20), mtime=0)
     made: list[int] = []
     with pytest.raises(CorruptShard, match=r"inflate to more than .* write smaller shards"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shards import MemoryShard, decoded, json_lines, read_rows, zipped
 
 from dataplane.errors import CorruptShard, SchemaMismatch
-from dataplane.formats.inferred import contradicts
+from dataplane.formats.joint_types import contradicts
 from dataplane.formats.jsonl import JsonLines
 
 JSONL = JsonLines()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import shards
 
-from dataplane.formats import arrays, columns, parquet
+from dataplane.formats import arrays, parquet
 from dataplane.formats.arrays import joined, read_as, widened
 from dataplane.formats.conform import batch_of
 from dataplane.formats.jsonl import JsonLines
@@ -105,12 +105,12 @@ def test_texts_of_a_dictionary_get_room_when_they_are_written_out(
 
 
 def test_columns_of_compressed_shards_get_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "OFFSET_MAX", 5)
+    monkeypatch.setattr(arrays, "OFFSET_MAX", 5)
     pieces = [b"abc", None, b"def"]
-    found = columns.bytes_column(pieces, pa.binary())
+    found = arrays.bytes_column(pieces, pa.binary())
     assert found.type == pa.large_binary()
     assert found.to_pylist() == pieces
-    lists = columns.list_column(
+    lists = arrays.list_column(
         np.array([3, 0, 4]), np.array([True, False, True]), pa.array(range(7))
     )
     assert lists.type == pa.large_list(pa.int64())

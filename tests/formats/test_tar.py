@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shards import MemoryShard, decoded, read_rows, tar_bytes, zipped
 
 from dataplane.errors import CorruptShard, SchemaMismatch
-from dataplane.formats.tar import Tar
-from dataplane.formats.tarfields import FieldSurvey, Sample
+from dataplane.formats.tar import FieldSurvey, Sample, Tar
 from dataplane.formats.tarheader import TarMember
 
 TAR = Tar()

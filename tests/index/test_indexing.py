@@ -19,7 +19,7 @@ from dataplane.errors import (
     ShardNotFound,
 )
 from dataplane.formats import registry
-from dataplane.formats.differing import Difference, differing, refuse_differing
+from dataplane.formats.unsupported import Difference, differing, refuse_differing
 from dataplane.index import journal
 from dataplane.index.indexing import index_dataset, open_dataset
 from dataplane.index.run import IndexProgress

@@ -28,9 +28,9 @@ from shards import (
 from dataplane.commands.datasets import read_block
 from dataplane.errors import SchemaMismatch
 from dataplane.formats import registry
-from dataplane.formats.differing import Difference, differing, refuse_differing
 from dataplane.formats.joint_types import is_readable_as, joint_type, same_type
 from dataplane.formats.tar import Tar
+from dataplane.formats.unsupported import Difference, differing, refuse_differing
 from dataplane.index.indexing import index_dataset
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model import ColumnOptions, NullPolicy

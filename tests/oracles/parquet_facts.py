@@ -13,7 +13,7 @@ from dataplane.formats.parquet_facts import (
     FIELDS,
     METADATA,
     OTHER_FILE,
-    TOLD,
+    PRESENT,
     FooterFacts,
 )
 
@@ -62,7 +62,7 @@ def _column(column: Mapping[int, Any], levels: list[int]) -> tuple[int, ...]:
     levels += counted
     flags = (OTHER_FILE if _length(column, 1) else 0) | (METADATA if 3 in column else 0)
     flags |= ENCRYPTED if 8 in column else 0
-    flags |= sum(flag for at, flag in TOLD.items() if FIELDS[at] in metadata)
+    flags |= sum(flag for at, flag in PRESENT.items() if FIELDS[at] in metadata)
     numbers = (_whole(metadata, field) for field in FIELDS.values())
     longest = max(_length(statistics, bound) for bound in _BOUNDS)
     return (flags, *numbers, longest, _whole(statistics, 3, -1), len(counted))
