@@ -44,7 +44,7 @@ class JobSpec(Struct, frozen=True):
     `column_options` decide the form of all columns. `ramp` follows from the manifest, lanes and
     window. `view` decides which rows it has, and what functions make of them. With a `mixture`, the
     job reads several datasets, each with its own window, ramp and view, and `fingerprint` covers
-    all of theirs.
+    all of theirs. A loader sends it to its node as it is, and the node fills in the defaults.
     """
 
     fingerprint: str

@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
+from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.changes import EpochSteps
-from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
+from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
+from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local, sockets
 from dataplane.rpc.codec import encode
@@ -39,7 +41,6 @@ from dataplane.rpc.messages import (
     CloseJob,
     CloseStream,
     Column,
-    DatasetSource,
     EndOfStream,
     FromNode,
     Hello,
@@ -222,7 +223,7 @@ class FakeNode:
             may_be_killed(self.script, "stream")
             ranks = peer.job.topology
             whole = EpochSteps(
-                self.script.sample_count, body.cursor, peer.job.global_batch, peer.job.end,
+                self.script.sample_count, body.cursor, peer.job.spec.global_batch, peer.job.spec.end,
                 ranks.dp_size,
             )  # fmt: skip
             place = Slice(whole, ranks.dp_rank)
@@ -246,9 +247,10 @@ class FakeNode:
     def _open_job(self, peer: _Peer, request_id: int, body: OpenJob) -> None:
         if self.script.open_error:
             raise ConfigError(self.script.open_error)
-        spec = JobSpec(
-            f"fake{self.script.salt}", body.seed, body.shuffle, body.lanes or 1, body.window or 1,
-            body.global_batch, body.end, column_options=body.column_options)  # fmt: skip
+        given, name = body.spec, f"fake{self.script.salt}"
+        spec = structs.replace(
+            given, fingerprint=name, lanes=given.lanes or 1, window=given.window or 1
+        )
         peer.job = body
         layout = self.slots.layout
         opened = JobOpened(
@@ -360,8 +362,9 @@ def write(memory: Any, batches: list[list[int]], epoch: int) -> tuple[Column, ..
 
 def open_job(**given: Any) -> OpenJob:
     """What a session asks for."""
-    fields: dict[str, Any] = {"global_batch": 4, "topology": Topology()} | given
-    return OpenJob("job", "launch", "", DatasetSource(("s3://bucket/shards",)), **fields)
+    fields: dict[str, Any] = {"global_batch": 4} | given
+    place = fields.pop("topology", None)
+    return opening("s3://bucket/shards", place, job="job", launch="launch", member="", **fields)
 
 
 @contextlib.contextmanager

@@ -40,13 +40,13 @@ import psutil
 import pyarrow as pa
 from fleet import Service
 from msgspec import structs
+from openings import opening
 from raw_trainer import Node, Trainer
 from warm import SERVICE, warm_python
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import PeerLost
 from dataplane.log_limits import LINES_A_MINUTE
-from dataplane.model import Topology
 from dataplane.neighbours.handshake import LineOpening, pack_opening
 from dataplane.rpc import convert, local, messages, names, sockets
 from dataplane.rpc.bounds import VALUES_MAX
@@ -83,8 +83,7 @@ def greeted(name: str) -> Iterator[socket.socket]:
 
 
 def open_job(job: str, url: str) -> messages.OpenJob:
-    source = messages.DatasetSource((url,))
-    return messages.OpenJob(job, "i", f"m-{job}", source, Topology(), global_batch=4)
+    return opening(url, job=job, member=f"m-{job}", global_batch=4)
 
 
 def opens_what_is_not_there(name: str, _: str, deadline: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 from msgspec.structs import replace
+from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import pieces
@@ -21,7 +22,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import DataplaneError
 from dataplane.index.indexing import open_dataset
-from dataplane.model import BlockForm, ColumnSpec, Region, Stream, Topology, View
+from dataplane.model import BlockForm, ColumnSpec, Region, Stream, View
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -313,8 +314,7 @@ async def maker_node(
     engine = Engine(scheduler, arena, fetcher, pool, trace)
     pool.start()
     fields = {"global_batch": 4, "shuffle": True, "seed": 3} | request
-    opening = OpenJob(JOB, "first", "m", DatasetSource((url,)), Topology(), **fields)
-    node = MakerNode(url, config, engine, opening)
+    node = MakerNode(url, config, engine, opening(url, job=JOB, launch="first", **fields))
     try:
         yield node
         node.making.close()

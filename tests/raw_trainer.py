@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 from fleet import WARM_SERVICES, worker_processes
+from openings import opening
 from slabs import batch_values
 
 from dataplane.arena.memfd import Arena
@@ -125,9 +126,8 @@ class Trainer:
     ) -> messages.JobOpened:
         place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=dp_rank, world_size=dp_size)
         member = request.pop("member", f"{job}-{dp_rank}")
-        source = messages.DatasetSource((url,))
         request = {"global_batch": 4} | request
-        self.ask(messages.OpenJob(job, "first", member, source, place, **request))
+        self.ask(opening(url, place, job=job, launch="first", member=member, **request))
         found, descriptors = self.answer()
         assert isinstance(found.body, messages.JobOpened)
         if job in self.arenas:

@@ -215,6 +215,7 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
     """
     from dataplane.client import identity
     from dataplane.commands.doctor_run import stacks_of, transforms_of
+    from dataplane.config import JobSpec
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
@@ -227,16 +228,19 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
         "",
         DatasetSource(urls, format_name),
         Topology(),
-        seed=job.seed,
-        shuffle=job.shuffle,
-        lanes=job.lanes,
-        window=job.window,
-        global_batch=job.batch_size,
-        transforms=image_specs(transforms_of(job.transform)),
-        column_options=column_options(
-            columns=job.columns.split(",") if job.columns else None,
-            lists=job.lists,
-            stack=stacks_of(job.stack),
+        JobSpec(
+            "",
+            job.seed,
+            job.shuffle,
+            job.lanes or 0,
+            job.window or 0,
+            job.batch_size,
+            transforms=image_specs(transforms_of(job.transform)),
+            column_options=column_options(
+                columns=job.columns.split(",") if job.columns else None,
+                lists=job.lists,
+                stack=stacks_of(job.stack),
+            ),
         ),
     )
 
@@ -307,7 +311,7 @@ def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
     """Approximate bytes of all batches of one epoch, including pixels."""
     stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
-    pixels = sum(image.height * image.width * 3 for image in request.transforms)
+    pixels = sum(image.height * image.width * 3 for image in request.spec.transforms)
     return stored + manifest.sample_count * pixels
 
 

@@ -69,6 +69,7 @@ def opened_again(
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """
     from dataplane.client import identity
+    from dataplane.config import JobSpec
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
@@ -79,9 +80,7 @@ def opened_again(
         "",
         DatasetSource(manifest.urls, format_name),
         Topology(),
-        seed=seed,
-        column_options=options,
-        view=view,
+        JobSpec("", seed, column_options=options, view=view),
     )
     session = own_session(request, settings)
     try:

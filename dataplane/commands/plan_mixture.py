@@ -195,8 +195,7 @@ def _opened(
         replace(
             job,
             source=DatasetSource(tuple(url for one in urls.values() for url in one), format_name),
-            column_options=only(columns),
-            view=view,
+            spec=replace(job.spec, column_options=only(columns), view=view),
             mixture=asked.mixture.asked(urls, views, format_name),
         ),
         settings,
@@ -273,6 +272,7 @@ def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
 def _job(question: Question) -> OpenJob:
     """Return the options of the order, in the form that the first rank's loader sends."""
     from dataplane.client import identity
+    from dataplane.config import JobSpec
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
@@ -287,10 +287,13 @@ def _job(question: Question) -> OpenJob:
             world_size=question.dp_size,
             local_world_size=min(question.ranks_per_host, question.dp_size),
         ),
-        seed=question.seed,
-        shuffle=question.shuffle,
-        lanes=question.lanes,
-        window=question.window,
-        global_batch=question.global_batch,
-        end=question.end,
+        JobSpec(
+            "",
+            question.seed,
+            question.shuffle,
+            question.lanes or 0,
+            question.window or 0,
+            question.global_batch,
+            question.end,
+        ),
     )

@@ -38,18 +38,20 @@ def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
     """Return, for each source, a request for a job over it alone."""
     assert request.mixture is not None
     return tuple(
-        replace(request, source=each.source, view=each.view, mixture=None)
+        replace(
+            request, source=each.source, spec=replace(request.spec, view=each.view), mixture=None
+        )
         for each in request.mixture.sources
     )
 
 
-def check_mixture(asked: MixtureAsked, lanes: int | None) -> None:
+def check_mixture(asked: MixtureAsked, lanes: int) -> None:
     """Check the limits of a mixture.
 
     Raises:  ConfigError: too many sources or lanes, or two sources of one name.
     """
     names = [source.name for source in asked.sources]
-    if lanes is not None and lanes > LANES_MAX:
+    if lanes > LANES_MAX:
         raise ConfigError(
             f"lanes={lanes}: {LANES_MAX} are possible in a mixture, whose rounds have a"
             " place for each lane; leave it out, or choose a multiple of the number of ranks",
@@ -64,13 +66,15 @@ def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob
     """Return the requests of sources with the mixture's lanes, and a window for each. A source's
     window gets a part of the memory for open windows in proportion to its bytes.
     """
-    requests = requests_of(request)
-    if not request.shuffle:
+    requests, given = requests_of(request), request.spec
+    if not given.shuffle:
         return requests
-    lanes = request.lanes or mixed_lanes(sizes)
-    windows = [request.window or source_window(each, lanes, sizes) for each in sizes]
-    pairs = zip(requests, windows, strict=True)
-    return tuple(replace(each, lanes=lanes, window=window) for each, window in pairs)
+    lanes = given.lanes or mixed_lanes(sizes)
+    windows = [given.window or source_window(each, lanes, sizes) for each in sizes]
+    return tuple(
+        replace(each, spec=replace(each.spec, lanes=lanes, window=window))
+        for each, window in zip(requests, windows, strict=True)
+    )
 
 
 def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Dataset]) -> JobSpec:
@@ -88,23 +92,18 @@ def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Da
         )
         for source, spec, share in zip(asked.sources, specs, shares, strict=True)
     )  # fmt: skip
-    batch = request.global_batch if asked.unit is MixUnit.BATCH else 1
+    batch = first.global_batch if asked.unit is MixUnit.BATCH else 1
     tokens = asked.length if asked.unit is MixUnit.TOKENS else 0
     length = _in_samples(asked, shares) if tokens else asked.length * batch
     schedule = tuple(
         ScheduledShares(one.step, shares_of(asked, one.weights, datasets)) for one in asked.schedule
     )
-    return JobSpec(
+    return replace(
+        first,
         fingerprint=_joined(spec.fingerprint for spec in specs),
-        seed=first.seed,
-        shuffle=first.shuffle,
-        lanes=first.lanes,
         window=max(spec.window for spec in specs),
-        global_batch=first.global_batch,
-        end=first.end,
-        transforms=first.transforms,
-        column_options=first.column_options,
-        view=request.view,
+        ramp=0,
+        view=request.spec.view,
         mixture=MixtureSpec(
             sources, asked.exhausted, length, batch, asked.source_column, tokens, schedule
         ),

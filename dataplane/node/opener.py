@@ -182,7 +182,7 @@ class DatasetOpener:
 
         Raises:  DataplaneError: it cannot be opened; the next call tries again.
         """
-        view, seed = samples_of(canonical_view(request.view), request.seed)
+        view, seed = samples_of(canonical_view(request.spec.view), request.spec.seed)
         key = Wanted(request.source, view, seed, request.job_id, request.incarnation)
         future = self._manifests.get(key)
         if future is None:
@@ -239,8 +239,8 @@ class DatasetOpener:
 
     async def _mixture(self, request: messages.OpenJob, digest: str) -> OpenedJob:
         assert request.mixture is not None
-        check_mixture(request.mixture, request.lanes)
-        if coded_columns(request.column_options):
+        check_mixture(request.mixture, request.spec.lanes)
+        if coded_columns(request.spec.column_options):
             raise ConfigError(
                 "codes=[…] are numbered within one dataset, and this is a mixture: leave it out",
                 field="codes",
@@ -395,22 +395,20 @@ def check_blocks(dataset: Dataset, budget: int) -> None:
 
 
 def spec_of(opened: Opened, request: messages.OpenJob) -> JobSpec:
-    """Return the spec with every default filled in."""
-    shuffle = Shuffle(1, 1, 0)
-    if request.shuffle:
-        shuffle = shuffle_of(opened.sizes, request.lanes, request.window)
-    return JobSpec(
+    """Return the spec that was asked for, with every default filled in."""
+    given, shuffle = request.spec, Shuffle(1, 1, 0)
+    if given.shuffle:
+        shuffle = shuffle_of(opened.sizes, given.lanes, given.window)
+    return replace(
+        given,
         fingerprint=opened.manifest.fingerprint,
-        seed=request.seed,
-        shuffle=request.shuffle,
         lanes=shuffle.lanes,
         window=shuffle.window,
-        global_batch=request.global_batch,
-        end=request.end,
-        transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
-        column_options=in_order(request.column_options),
         ramp=shuffle.ramp,
-        view=canonical_view(request.view),
+        transforms=tuple(sorted(given.transforms, key=lambda image: image.column)),
+        column_options=in_order(given.column_options),
+        view=canonical_view(given.view),
+        mixture=None,
     )
 
 

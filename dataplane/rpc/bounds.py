@@ -5,6 +5,7 @@ since others connect to them.
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Sized
 
 from dataplane.errors import ConfigError
@@ -19,6 +20,15 @@ VALUES_MAX = 2 * ELEMENTS_MAX
 URLS_MAX = 64
 """URLs of a dataset, as a node names them to the coordinator."""
 _SHOWN_LENGTH = 40
+_VALUES_A_TURN, _TURN_PAUSE_S = 500, 0.001
+_FIXED = dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), 0)
+"""How many bytes follow the first one of numbers, None and bools."""
+_FIXED |= {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_FIXED |= {0xA0 + length: length for length in range(32)}
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""How many bytes have the length of a text, or of bytes."""
+_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""How many bytes have the length of an array or a map, and how many items each entry is."""
 
 
 def check_name(field: str, name: str, *, needed: bool = True, most: int = NAME_LENGTH_MAX) -> None:
@@ -85,3 +95,36 @@ def check_data_address(address: str) -> None:
         raise ConfigError(
             f"{address!r} is never the address of a node", field="data_address", found=address
         )
+
+
+def check_values(name: str, wire: bytes, most: float) -> None:
+    """Count the values of a message of codec.py, also those in its lists, before it is decoded,
+    since msgspec holds the interpreter lock meanwhile. In a thread: it lets others run. A message
+    that ends too early is left to the decoder; one of `most` bytes cannot have more values.
+
+    Source:  github.com/msgpack/msgpack/blob/master/spec.md.
+    Raises:  ConfigError: there are more than `most`, or something that no message has.
+    """
+    at, count, left, end = 0, 0, 1 if len(wire) > most else 0, len(wire)
+    while left and at < end:
+        kind = wire[at]
+        at, left, count = at + 1, left - 1, count + 1
+        if (follow := _FIXED.get(kind)) is not None:
+            at += follow
+        elif (size := _SIZED.get(kind)) is not None:
+            at += size + int.from_bytes(wire[at : at + size])
+        elif kind < 0xA0:
+            left += (kind & 15) * (1 if kind & 16 else 2)
+        elif kind in _COUNTED:
+            size, each = _COUNTED[kind]
+            left += each * int.from_bytes(wire[at : at + size])
+            at += size
+        else:
+            raise ConfigError(f"not a {name} message: no value begins with the byte {kind}")
+        if count + left > most:
+            raise ConfigError(
+                f"a {name} message has more than {most} values in its lists: name fewer urls, "
+                "sources or columns"
+            )
+        if not count % _VALUES_A_TURN:
+            time.sleep(_TURN_PAUSE_S)  # others need the interpreter lock

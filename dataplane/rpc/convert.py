@@ -22,8 +22,9 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from dataplane import changes, config, errors, ledger, mixture, model, weights
+from dataplane import changes, config, errors, ledger, model, weights
 from dataplane.rpc import codec, held, membership, sharing
+from dataplane.rpc.bounds import VALUES_MAX, check_values
 from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
 
 T = TypeVar("T")
@@ -39,19 +40,9 @@ _FIELDS_AN_ELEMENT = 16
 _FIELDS_A_TURN, _PARTS_A_TURN, _TURN_PAUSE_S = 500, 50, 0.001
 
 _SHARED: dict[str, type] = {
-    "JobSpec": config.JobSpec,
     "Topology": model.Topology,
     "DatasetIdentity": model.DatasetIdentity,
-    "ImageSpec": model.ImageSpec,
-    "StackSpec": model.StackSpec,
-    "StepSpec": model.StepSpec,
-    "ColumnOptions": model.ColumnOptions,
-    "View": model.View,
-    "PackSpec": model.PackSpec,
-    "MixtureSpec": mixture.MixtureSpec,
-    "SourceSpec": mixture.SourceSpec,
     "MixHistory": weights.MixHistory,
-    "ScheduledShares": weights.ScheduledShares,
     "ShareChange": weights.ShareChange,
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerMark": ledger.LedgerMark,
@@ -59,8 +50,8 @@ _SHARED: dict[str, type] = {
     "ReplacedRow": changes.ReplacedRow,
     "Tombstone": changes.Tombstone,
 }
-# Messages that are pairs: a column's name, and its value in this field.
-_PAIRS = {"ColumnValue": "value", "ColumnLength": "length", "ColumnDtype": "dtype"}
+# Values that the proto files have as bytes, which codec.py makes: a new option is no change here.
+_OPAQUE = {"JobSpec": config.JobSpec}
 # Large messages that many receivers get: made once for all who get the same value.
 _FOR_MANY = {"JobNodes"}
 _FOR_MANY_MAX = 64
@@ -212,7 +203,10 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
     None is left out.
     """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
-    converts = [(name, _field_writer(by_name[name])) for name in _field_names(cls)]
+    converts = [
+        (name, _field_writer(by_name[name], cls.__annotations__[name]))
+        for name in _field_names(cls)
+    ]
     plain = [name for name, convert in converts if convert is _same]
     others = [(name, convert) for name, convert in converts if convert is not _same]
 
@@ -226,7 +220,9 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
     return write
 
 
-def _field_writer(field: FieldDescriptor) -> _Convert:
+def _field_writer(field: FieldDescriptor, annotation: str) -> _Convert:
+    if annotation in _OPAQUE:
+        return codec.encode
     convert = _part_writer(field)
     if field.is_repeated and convert is not _same:
         return lambda values: [convert(value) for value in values]
@@ -235,8 +231,6 @@ def _field_writer(field: FieldDescriptor) -> _Convert:
 
 def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if second := _PAIRS.get(field.message_type.name):
-            return lambda pair: {"column": pair[0], second: pair[1]}
         if field.message_type.name == "Error":
             return error_to_proto
         cls = value_class(field.message_type)
@@ -280,26 +274,32 @@ def _reader(cls: _Class) -> Callable[[Any], Any]:
         return error_from_proto
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     names = _field_names(cls)
-    reads = [
-        _field_reader(by_name[name], cls.__annotations__[name].endswith("| None")) for name in names
-    ]
+    reads = [_field_reader(by_name[name], cls.__annotations__[name]) for name in names]
     if len(names) > 1 and all(isinstance(read, operator.attrgetter) for read in reads):
         together = operator.attrgetter(*names)
         return lambda message: cls(*together(message))
     return lambda message: cls(*[read(message) for read in reads])
 
 
-def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any]:
-    name, convert = field.name, _part_reader(field)
+def _field_reader(field: FieldDescriptor, annotation: str) -> Callable[[Any], Any]:
+    name = field.name
+    if annotation in _OPAQUE:
+        return lambda message: _decoded(_OPAQUE[annotation], getattr(message, name))
+    convert = _part_reader(field)
     if field.is_repeated:
         if convert is _same:
             return lambda message: tuple(getattr(message, name))
         return lambda message: tuple(_converted(convert, getattr(message, name)))
-    if optional:
+    if annotation.endswith("| None"):
         return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
     if convert is _same:
         return operator.attrgetter(name)
     return lambda message: convert(getattr(message, name))
+
+
+def _decoded(cls: _Class, wire: bytes) -> Any:
+    check_values(cls.__name__, wire, VALUES_MAX)
+    return codec.decode(cls, wire)
 
 
 def _converted(convert: _Convert, parts: Sequence[Any]) -> list[Any]:
@@ -315,8 +315,6 @@ def _converted(convert: _Convert, parts: Sequence[Any]) -> list[Any]:
 
 def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if second := _PAIRS.get(field.message_type.name):
-            return operator.attrgetter("column", second)
         return _reader(value_class(field.message_type))
     if field.enum_type is not None:
         members: Mapping[int, enum.Enum] = _enum_members(field)
@@ -326,7 +324,7 @@ def _part_reader(field: FieldDescriptor) -> _Convert:
 
 def _enum_members(field: FieldDescriptor) -> Mapping[int, enum.Enum]:
     enum_type = field.enum_type
-    cls: type[enum.Enum] = getattr(model, enum_type.name, None) or value_class(enum_type)
+    cls: type[enum.Enum] = value_class(enum_type)
     values = enum_type.values_by_name
     prefix = _enum_prefix(field)
     members = {values[prefix + member.name].number: member for member in cls}

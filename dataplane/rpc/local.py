@@ -17,11 +17,11 @@ import math
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from typing import TypeVar
 
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.rpc.bounds import check_values
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.sockets import PACKET_BYTES_MAX
 
@@ -35,15 +35,6 @@ _LARGE_PACKET = struct.Struct("<BQ")
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE
-_VALUES_A_TURN, _TURN_PAUSE_S = 500, 0.001
-_FIXED = dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), 0)
-"""How many bytes follow the first one of numbers, None and bools."""
-_FIXED |= {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_FIXED |= {0xA0 + length: length for length in range(32)}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""How many bytes have the length of a text, or of bytes."""
-_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""How many bytes have the length of an array or a map, and how many items each entry is."""
 
 
 def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) -> None:
@@ -122,8 +113,7 @@ class Packet:
         fds, self._fds = self._fds, array.array("i")
         try:
             wire = _large(self._wire, fds) if self._wire[0] == _LARGE else self._wire
-            if len(wire) > values_max:
-                _check_values(cls.__name__, wire, values_max)
+            check_values(cls.__name__, wire, values_max)
             return decode(cls, wire), tuple(fds)
         except DataplaneError:
             for fd in fds:
@@ -216,36 +206,3 @@ def _large(packet: bytes, fds: array.array[int]) -> bytes:
             return file.read()
     finally:
         os.close(fd)
-
-
-def _check_values(name: str, wire: bytes, most: float) -> None:
-    """Count the values of a message, those in its lists too, before it is decoded, since msgspec
-    holds the interpreter lock meanwhile. In a thread: it lets others run. A message that ends too
-    early is left to the decoder.
-
-    Source:  github.com/msgpack/msgpack/blob/master/spec.md.
-    Raises:  ConfigError: there are more than `most`, or something that no message has.
-    """
-    at, count, left, end = 0, 0, 1, len(wire)
-    while left and at < end:
-        kind = wire[at]
-        at, left, count = at + 1, left - 1, count + 1
-        if (follow := _FIXED.get(kind)) is not None:
-            at += follow
-        elif (size := _SIZED.get(kind)) is not None:
-            at += size + int.from_bytes(wire[at : at + size])
-        elif kind < 0xA0:
-            left += (kind & 15) * (1 if kind & 16 else 2)
-        elif kind in _COUNTED:
-            size, each = _COUNTED[kind]
-            left += each * int.from_bytes(wire[at : at + size])
-            at += size
-        else:
-            raise ConfigError(f"not a {name} message: no value begins with the byte {kind}")
-        if count + left > most:
-            raise ConfigError(
-                f"a {name} message has more than {most} values in its lists: name fewer urls, "
-                "sources or columns"
-            )
-        if not count % _VALUES_A_TURN:
-            time.sleep(_TURN_PAUSE_S)  # others need the interpreter lock

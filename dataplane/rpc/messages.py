@@ -13,12 +13,9 @@ from msgspec import field
 from dataplane.config import JobSpec
 from dataplane.ledger import LedgerEntry, LedgerMark
 from dataplane.model import (
-    ColumnOptions,
     ColumnSpec,
     DatasetIdentity,
-    End,
     Exhausted,
-    ImageSpec,
     MixUnit,
     Region,
     Topology,
@@ -101,9 +98,11 @@ class MixtureAsked(Message, frozen=True):
 
 
 class OpenJob(Message, frozen=True):
-    """A rank asks its node to open a job. With a `mixture`, `source` names the urls of all of its
-    datasets. `entries` are the changes of the launch, which a node tells a maker. `follows`: the
-    rank acts on other weights that people ask for while it reads.
+    """A rank asks its node to open a job. `spec` has the options as they were given: it names no
+    dataset, lanes and a window of 0 follow from the manifest, and the node fills in the rest
+    (`spec_of`). With a `mixture`, `source` names the urls of all of its datasets. `entries` are the
+    changes of the launch, which a node tells a maker. `follows`: the rank acts on other weights
+    that people ask for while it reads.
     """
 
     job_id: str
@@ -111,16 +110,8 @@ class OpenJob(Message, frozen=True):
     member_id: str
     source: DatasetSource
     topology: Topology
-    seed: Unsigned = 0
-    shuffle: bool = False
-    lanes: Unsigned | None = None  # absent: from the manifest
-    window: Unsigned | None = None  # absent: from the manifest
-    global_batch: Unsigned = 1
-    end: End = End.RAGGED
-    transforms: tuple[ImageSpec, ...] = ()
+    spec: JobSpec
     sharing: str = ""  # jobs with the same name share slabs; "": no sharing
-    column_options: ColumnOptions = field(default_factory=ColumnOptions)
-    view: View = field(default_factory=View)
     mixture: MixtureAsked | None = None  # absent: one dataset. With it, `source` names all of them
     entries: tuple[LedgerEntry, ...] = ()
     follows: bool = False  # it understands WeightsAsked, and acts on it

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from dataplane.client import identity
 from dataplane.client.begun import BegunNode
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
+from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.ledger import PLACE_MAX
 from dataplane.model import (
@@ -176,16 +177,19 @@ def job_of(given: Arguments) -> JobToOpen:
         member_id="",
         source=DatasetSource(urls, options["format"] or ""),
         topology=topology,
-        seed=_count("seed", options["seed"], 0, _SEED_MAX),
-        shuffle=bool(given.shuffle),
-        lanes=_optional_count("lanes", options["lanes"]),
-        window=_optional_count("window", options["window"]),
-        global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
-        end=_end(given),
-        transforms=_transforms(options),
+        spec=JobSpec(
+            "",
+            seed=_count("seed", options["seed"], 0, _SEED_MAX),
+            shuffle=bool(given.shuffle),
+            lanes=_count_or_zero("lanes", options["lanes"]),
+            window=_count_or_zero("window", options["window"]),
+            global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
+            end=_end(given),
+            transforms=_transforms(options),
+            column_options=_column_options(options),
+            view=view,
+        ),
         sharing=options["sharing"] or "",
-        column_options=_column_options(options),
-        view=view,
         mixture=mixture_asked,
     )
     service = options["service"] or named_service()
@@ -414,8 +418,8 @@ def _end(given: Arguments) -> End:
     return ends[end]
 
 
-def _optional_count(name: str, value: int | None) -> int | None:
-    return None if value is None else _count(name, value, 1)
+def _count_or_zero(name: str, value: int | None) -> int:
+    return 0 if value is None else _count(name, value, 1)
 
 
 def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> int:

@@ -109,7 +109,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def schema(self) -> Schema:
         """The columns of batches: see DataLoader.schema."""
         job, columns = self._job, describe_columns(self._session_of_process())
-        is_collated = bool(job.request.view.collate)
+        is_collated = bool(job.request.spec.view.collate)
         return schema_of(columns, job.parts, is_collated=is_collated)
 
     def categories(self, column: str) -> tuple[Any, ...]:

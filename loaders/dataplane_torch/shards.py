@@ -152,7 +152,7 @@ class UrlJob:
         """The columns of batches."""
         if self._schema is None:
             job, columns = self._job, describe_columns(self._session)
-            is_collated = bool(job.request.view.collate)
+            is_collated = bool(job.request.spec.view.collate)
             self._schema = schema_of(columns, job.parts, is_collated=is_collated)
         return self._schema
 
@@ -213,7 +213,7 @@ class UrlJob:
             return MixStep(found.epoch, 0)
         if found.position >= sample_count(self._session, epoch):
             return MixStep(epoch + 1, 0)
-        batch = self._job.request.global_batch
+        batch = self._job.request.spec.global_batch
         return MixStep(epoch, -(-start // batch) + (found.position - start) // batch)
 
     def statistics(self) -> Statistics:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_node import Script, open_job, serving
+from fake_node import Script, serving
+from openings import opening
 
 from dataplane.client import endpoint, waiting
 from dataplane.client.session import Session
@@ -112,7 +113,7 @@ def test_advice_is_told_when_a_job_is_first_opened_and_not_again(name, session) 
         mount = mine.mount()
     assert [str(one.message) for one in told] == ["first", "second"]
     while not mount.wire.is_lost:
-        mount.wire.tell_nowait(OpenJob("", "", "", open_job().source, open_job().topology))
+        mount.wire.tell_nowait(opening("", job="", launch="", member=""))
     with serving(Script(advice=("first",)), name):
         assert mine.mount() is not mount
         mine.close()
@@ -127,7 +128,7 @@ def test_a_rank_that_finds_the_service_gone_between_two_steps_waits_for_it(
         stream.batches_from(0)
         mount = mine.mount()
     while not mount.wire.is_lost:
-        mount.wire.tell_nowait(OpenJob("", "", "", open_job().source, open_job().topology))
+        mount.wire.tell_nowait(opening("", job="", launch="", member=""))
     second = beside.submit(stream.batches_from, 1)
     said("waiting for a node of service host:1", 1)
     with serving(Script(), name):

@@ -15,6 +15,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import pytest
+from openings import opening
 from raw_trainer import Node, Trainer
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
@@ -86,7 +87,7 @@ def test_a_trainer_with_many_requests_under_way_is_not_read_and_others_are() -> 
         with peers.connect() as flood, peers.connect() as other:
             assert await greeted(flood)
             source, place = messages.DatasetSource(("x",)), Topology()
-            body = messages.OpenJob("j", "i", "m", source, place, global_batch=1)
+            body = opening(source, place)
             flood.settimeout(60)
 
             def send() -> None:
@@ -152,7 +153,7 @@ def test_a_process_that_opens_job_after_job_is_slowed_down_also_on_new_connectio
             with peers.connect() as sock:
                 assert await greeted(sock)
                 source, place = messages.DatasetSource(("x",)), Topology()
-                body = messages.OpenJob(f"j{n}", "i", "m", source, place, global_batch=1)
+                body = opening(source, place, job=f"j{n}")
                 local.send(sock, messages.ToNode(2, body))
                 for _ in range(100):
                     await asyncio.sleep(0)
@@ -175,7 +176,7 @@ def test_the_next_long_message_of_a_process_waits_and_short_ones_do_not(
     for name in ("_PARSE_PAUSES", "_PARSE_PAUSE_S_MAX"):
         monkeypatch.setattr(f"dataplane.node.server.{name}", 1e6)
     source = messages.DatasetSource(tuple(f"/data/{n}" for n in range(1000)))
-    long = messages.OpenJob("j", "i", "m", source, Topology(), global_batch=1)
+    long = opening(source)
 
     async def sent() -> None:
         server, process = fake_server(asyncio.Event()), _Process()
@@ -219,7 +220,7 @@ def test_many_connections_of_a_process_have_the_turns_of_one(
         for n, sock in enumerate(sockets):
             assert await greeted(sock)
             source, place = messages.DatasetSource(("x",)), Topology()
-            body = messages.OpenJob(f"j{n}", "i", "m", source, place, global_batch=1)
+            body = opening(source, place, job=f"j{n}")
             local.send(sock, messages.ToNode(2, body))
         async with asyncio.timeout(60):
             while len(started) < 2:  # noqa: ASYNC110 - as its messages come
@@ -322,7 +323,7 @@ def test_a_connection_that_is_gone_is_closed_although_its_requests_wait() -> Non
             with sockets.connect(name, 60.0) as theirs:
                 assert await greeted(theirs)
                 source = messages.DatasetSource(("x",))
-                body = messages.OpenJob("j", "i", "m", source, Topology(), global_batch=1)
+                body = opening(source)
                 for number in range(2, 100):  # more than are read
                     local.send(theirs, messages.ToNode(number, body))
                 await waits.wait()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from openings import opening
 from scheduler_world import PAGE, World
 
 from dataplane.arena.memfd import Arena
@@ -68,8 +69,8 @@ class Delegated:
         self.delegating = Delegating(self.reads, neighbours, self.told.append, self._made)
         self.made = list[object]()
         source = messages.DatasetSource(("s3://bucket/data",))
-        opening = messages.OpenJob("job", "launch", "member", source, PLACE)
-        delivery.job = DelegatedJob(opening, DIGEST, "")
+        request = opening(source, PLACE, job="job", launch="launch", member="member")
+        delivery.job = DelegatedJob(request, DIGEST, "")
         self.delivery = delivery
         self.delegating.open(delivery)
 

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from membership import node
 from msgspec import structs
+from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import ConfigError
 from dataplane.index.indexing import open_dataset
-from dataplane.model import Topology
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -37,7 +37,7 @@ from dataplane.rpc.membership import (
     NodeReads,
     StatusRequest,
 )
-from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.settings import default_node_config
@@ -84,7 +84,7 @@ async def running(
         tables,
     )
     try:
-        yield found, OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)
+        yield found, opening(url, global_batch=2)
     finally:
         await coordinator.close()
         engine.close()
@@ -185,7 +185,7 @@ def test_the_nodes_of_a_job_are_known_from_its_first_member_to_its_last(tmp_path
 
 
 def test_names_that_are_too_long_are_refused_before_any_work() -> None:
-    whole = OpenJob("j", "i", "m", DatasetSource(("file:///x.parquet",)), Topology())
+    whole = opening("file:///x.parquet")
     check_names(whole)
     for field in ("job_id", "incarnation", "member_id", "sharing"):
         with pytest.raises(ConfigError, match=f"{field} has 300 characters"):

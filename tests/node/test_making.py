@@ -75,7 +75,9 @@ def test_batches_of_a_function_are_made_as_for_a_trainer(parquet: str, tmp_path:
         for first, count in ((0, 1), (3, 4)):
             wanted = node.wanted(first, count, **place)
             assert node.check(wanted, await node.slab(wanted), expected) == count
-        refused = replace(node.request, view=View(collate="mine:f"))
+        refused = replace(
+            node.request, spec=replace(node.request.spec, view=View(collate="mine:f"))
+        )
         with pytest.raises(ConfigError, match="collate='mine:f': this node runs only those that"):
             await node.opener.job(refused)
 
@@ -99,7 +101,10 @@ def test_slabs_of_a_mixture_are_those_of_the_weights_that_the_asker_names(
     async def rows(node: MakerNode, **wanted: Any) -> list[list[int]]:
         given = await node.slab(node.wanted(0, 2, **wanted))
         assert isinstance(given.result, tasks.Assembled)
-        column, count = decode(Layout, given.result.layout).columns[0], node.request.global_batch
+        column, count = (
+            decode(Layout, given.result.layout).columns[0],
+            node.request.spec.global_batch,
+        )
         ids = [np.frombuffer(given.content, np.int32, count, at) for at in column.values]
         return [batch.tolist() for batch in ids]
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from openings import opening
 from small_engine import SmallEngine
 
 from dataplane.model import Region, Stream, Topology, View
@@ -31,7 +32,7 @@ def ignored(_request_id: int, _body: messages.FromNodeBody) -> None:
 def play(scene: Scene) -> None:
     async def whole() -> None:
         small = SmallEngine(5)
-        request = messages.OpenJob("j", "i", "m", messages.DatasetSource(("u",)), Topology())
+        request = opening("u")
         manifest = small.dataset.manifest
         sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
         identity = identity_of(manifest)

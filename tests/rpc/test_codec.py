@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openings import opening
 
 from dataplane import config, errors, model
 from dataplane.changes import TakenDocument
 from dataplane.rpc import (
+    bounds,
     codec,
     convert,
     fetches,
@@ -27,6 +29,7 @@ from dataplane.rpc import (
     lending,
     local,
     making,
+    membership,
     messages,
     sockets,
     tasks,
@@ -86,17 +89,16 @@ specs = st.builds(
 
 @given(spec=specs)
 def test_a_spec_survives_both_wires_with_its_digest(spec):
-    for wire in (codec, convert):
-        copy = wire.decode(config.JobSpec, wire.encode(spec))
+    job = membership.JoinRequest("j", "d", spec, model.Topology(), "i", "m", "n", 1)
+    call = convert.decode(membership.JoinRequest, convert.encode(job))
+    for copy in (codec.decode(config.JobSpec, codec.encode(spec)), call.spec):
         assert copy == spec
         assert copy.digest() == spec.digest()
 
 
-@given(lanes=st.none() | u63, steps=st.lists(u63), request_id=u63)
-def test_envelopes_keep_their_bodies_and_absent_fields_stay_absent(lanes, steps, request_id):
-    job = messages.OpenJob(
-        "j", "i", "m", messages.DatasetSource(("u",)), model.Topology(), lanes=lanes
-    )
+@given(mixture=st.none() | st.just(messages.MixtureAsked(())), steps=st.lists(u63), request_id=u63)
+def test_envelopes_keep_their_bodies_and_absent_fields_stay_absent(mixture, steps, request_id):
+    job = opening("u", mixture=mixture)
     release = messages.Release("j", tuple(steps))
     for body in (job, release):
         sent = messages.ToNode(request_id, body)
@@ -280,7 +282,7 @@ def test_numbers_texts_and_counts_that_no_message_has_are_refused(wire):
 
 def test_whatever_a_message_becomes_on_its_way_is_a_message_or_an_error_of_ours():
     chance = random.Random(3)
-    job = messages.OpenJob("j", "i", "m", messages.DatasetSource(("u",)), model.Topology())
+    job = opening("u")
     failed = messages.FromNode(1, errors.TruncatedRead("short", shard="s", expected=7))
     valid = [messages.ToNode(1, job), failed, messages.ToNode(2, messages.Release("j", (1, 2**40)))]
     for _ in range(3000):
@@ -306,12 +308,12 @@ def _packet(wire):
 def test_values_are_counted_before_a_message_is_decoded(monkeypatch):
     """Counting lets other threads run; decoding does not."""
     pauses = []
-    monkeypatch.setattr(local.time, "sleep", pauses.append)
+    monkeypatch.setattr(bounds.time, "sleep", pauses.append)
     columns = messages.DatasetSource(tuple("u" * (n % 40) for n in range(2000)), "x" * 300)
     wire = codec.encode(columns)
     values = 1 + 3 + 2000
     assert _packet(wire).read(messages.DatasetSource, values) == (columns, ())
-    assert len(pauses) == values // local._VALUES_A_TURN
+    assert len(pauses) == values // bounds._VALUES_A_TURN
     with pytest.raises(errors.ConfigError, match="more than 2003 values in its lists"):
         _packet(wire).read(messages.DatasetSource, values - 1)
     few = codec.encode(messages.OpenStream("j" * 70_000, 2**63, 2**15, 2**7, 2**31))

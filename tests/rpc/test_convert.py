@@ -3,10 +3,13 @@
 import threading
 
 import msgspec
+import pytest
 
 from dataplane.config import JobSpec
-from dataplane.model import Topology
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, Topology
 from dataplane.rpc import convert, held, membership, sharing
+from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
 
 VALUES = [
@@ -23,10 +26,18 @@ def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
     for module in (types_pb2, coordinator_pb2, sharing_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
-            if name in {"Error", "ColumnValue", "ColumnLength", "ColumnDtype"}:
+            if name == "Error":
                 continue
             expected = {field.name for field in descriptor.fields}
             assert set(convert._field_names(values[name])) == expected, name
+
+
+def test_a_spec_of_too_many_values_is_refused_before_it_is_made():
+    columns = ColumnOptions(("",) * (VALUES_MAX + 1))
+    spec = JobSpec("f", column_options=columns)
+    job = membership.JoinRequest("j", "d", spec, Topology(), "i", "m", "n", 1)
+    with pytest.raises(ConfigError, match="a JobSpec message has more than 262144 values"):
+        convert.decode(membership.JoinRequest, convert.encode(job))
 
 
 def test_the_nodes_of_a_job_survive_the_wire_and_show_no_key():

@@ -129,7 +129,7 @@ def test_a_loader_takes_its_place_from_the_mesh(world, fake) -> None:
     assert (place.dp_rank, place.dp_size, place.rank, place.world_size) == (1, 2, 6, 8)
     assert (place.cp_rank, place.cp_size) == (1, 2)
     assert place.source == "DeviceMesh(dp=2, cp=2, tp=2), batch axes: dp"
-    assert request.global_batch == 10
+    assert request.spec.global_batch == 10
 
 
 def test_arguments_that_contradict_each_other_are_refused(world) -> None:

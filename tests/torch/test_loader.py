@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from dataplane import errors
 from dataplane.changes import EpochSteps
 from dataplane.client.state import RunState
+from dataplane.config import JobSpec
 from dataplane.errors import ClosedError, ConfigError, DataStallError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, End, ListPolicy
 from dataplane.rpc.messages import OpenJob
@@ -467,10 +468,9 @@ def test_the_job_has_all_options_of_the_user(fake, monkeypatch) -> None:
     assert job.source.urls[0].startswith("/")
     assert job.source.urls[0].endswith("a.parquet")
     assert (job.source.urls[1], job.source.format) == ("s3://b/*", "parquet")
-    assert (job.topology.dp_rank, job.topology.dp_size, job.global_batch) == (1, 2, 16)
-    assert (job.seed, job.shuffle, job.lanes, job.window, job.end) == (3, True, 4, 64, End.DROP)
-    wanted = ColumnOptions(("x",), ListPolicy.RAGGED, (("x", 1.0),))
-    assert job.column_options == wanted
+    assert (job.topology.dp_rank, job.topology.dp_size) == (1, 2)
+    columns = ColumnOptions(("x",), ListPolicy.RAGGED, (("x", 1.0),))
+    assert job.spec == JobSpec("", 3, True, 4, 64, 16, End.DROP, column_options=columns)
     assert job.job_id.startswith("elastic-carried/")
 
 

@@ -58,7 +58,7 @@ class JoinRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
-    spec: _types_pb2.JobSpec
+    spec: bytes
     topology: _types_pb2.Topology
     incarnation: str
     member_id: str
@@ -68,7 +68,7 @@ class JoinRequest(_message.Message):
     urls: _containers.RepeatedScalarFieldContainer[str]
     format: str
     identity: _types_pb2.DatasetIdentity
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[bytes] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("generation", "lease_s", "nodes", "entries", "mark", "marks", "is_complete")
@@ -350,7 +350,7 @@ class JobStatus(_message.Message):
     JOINED_DP_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
-    spec: _types_pb2.JobSpec
+    spec: bytes
     digest: str
     generation: int
     state: str
@@ -366,7 +366,7 @@ class JobStatus(_message.Message):
     member_count: int
     node_count: int
     joined_dp_rank_count: int
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ..., missing_count: _Optional[int] = ..., member_count: _Optional[int] = ..., node_count: _Optional[int] = ..., joined_dp_rank_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[bytes] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NeighbourNode, _Mapping]]] = ..., nodes_version: _Optional[int] = ..., missing_count: _Optional[int] = ..., member_count: _Optional[int] = ..., node_count: _Optional[int] = ..., joined_dp_rank_count: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads", "data_address", "known", "worker_count", "is_short", "held", "work")
@@ -439,14 +439,14 @@ class LedgerResponse(_message.Message):
     job_id: str
     urls: _containers.RepeatedScalarFieldContainer[str]
     format: str
-    spec: _types_pb2.JobSpec
+    spec: bytes
     sample_count: int
     dp_size: int
     epoch: int
     cursor: int
     identity: _types_pb2.DatasetIdentity
     entries: _containers.RepeatedCompositeFieldContainer[_types_pb2.LedgerEntry]
-    def __init__(self, job_id: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., spec: _Optional[bytes] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., identity: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., entries: _Optional[_Iterable[_Union[_types_pb2.LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class StepsSkipped(_message.Message):
     __slots__ = ("first", "stop", "epoch")
