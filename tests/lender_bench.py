@@ -22,6 +22,7 @@ from dataplane.neighbours.lender import Lender
 from dataplane.neighbours.limits import Limits
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.rpc import lending, local, sockets
+from dataplane.security.admission import AdmissionRules
 from dataplane.trace import Trace
 
 ARENA_BYTES = 256 << 20
@@ -30,7 +31,7 @@ OF_NEIGHBOUR = 8 << 20
 TIMEOUT_S = 60.0
 KEY, OLD_KEY = secrets.token_bytes(32), secrets.token_bytes(32)
 LIMITS = Limits(
-    connections=40, opening_of_host=8, handshake_s=0.5, frame_s=0.5, send_s=0.5, idle_s=60.0,
+    AdmissionRules(40, silent_of_source_max=8), handshake_s=0.5, frame_s=0.5, send_s=0.5, idle_s=60.0,
     turn_s=0.5, slowest_bytes=1 << 40,
 )  # fmt: skip
 HONEST, HOSTILE = "127.0.0.2", "127.0.0.3"
@@ -143,7 +144,7 @@ def is_closed(sock: socket.socket) -> bool:
 @pytest.fixture(autouse=True)
 def every_line_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many the tests before have caused."""
-    monkeypatch.setattr("dataplane.neighbours.audit.trace", Trace("security"))
+    monkeypatch.setattr("dataplane.neighbours.entrance.trace", Trace("security"))
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from dataplane.errors import ClosedError, DataplaneError, NeighbourGone
 from dataplane.fetcher.hedging import Hedging, HedgingRule
 from dataplane.fetcher.limits import SLABS_MAX
 from dataplane.model import Region
-from dataplane.neighbours.asking import Lines
-from dataplane.neighbours.asking_slabs import Place, SlabAsk
+from dataplane.neighbours.asking import Lines, Place, SlabAsk
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches

@@ -12,7 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import ipaddress
 import secrets
 import socket
 import ssl
@@ -27,10 +29,8 @@ from msgspec import Struct
 
 from dataplane.errors import ConfigError, NeighbourGone
 from dataplane.neighbours import handshake, wire
-from dataplane.neighbours.asking_slabs import Place, SlabAsk, SlabExchange
 from dataplane.neighbours.handshake import HANDSHAKE_S
 from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
-from dataplane.neighbours.names import Names
 from dataplane.neighbours.receiving import (
     Arriving,
     left_s,
@@ -40,7 +40,7 @@ from dataplane.neighbours.receiving import (
     send,
 )
 from dataplane.neighbours.wire import Answer, Outcome, Request
-from dataplane.rpc.address import TcpAddress, parse
+from dataplane.rpc.address import TcpAddress, parse, resolve
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 
 _IDLE_S = 30.0
@@ -48,6 +48,14 @@ _IDLE_MAX = 16
 """Connections with one neighbour that wait."""
 _ANSWER_S = 10.0
 """The neighbour may have to read the block first."""
+_SLAB_ANSWER_S = 30.0
+"""The maker may have to read blocks, and has other slabs to make."""
+KEPT_S = 30.0
+"""How long the address of a name is used."""
+OPENINGS_MAX = 4
+"""Connections with one address that a process opens at the same time. A lender closes those of a
+host that has many without a proof, 32, since it cannot know yet who asks.
+"""
 
 _Key = tuple[str, str, int, str, str]
 _Peer = Neighbour | SlabMaker
@@ -57,15 +65,9 @@ Claim = Callable[[], None]
 """Called when all bytes have arrived. May raise: then they do not count."""
 _Ask = Callable[["_Line"], Answer]
 _Take = Callable[[socket.socket, Answer], None]
-
-
-# Limit how many connections with one neighbour are opened at the same time.
-#
-# A lender closes connections of a host that has many of them without a proof, since it cannot know
-# yet who asks. A fetcher with many reads must not look like an attack.
-
-OPENINGS_MAX = 4
-"""For one process and address; a lender allows 32 for a host."""
+Place = Callable[[int], memoryview]
+"""Called with the length of the slab, as soon as that is known: the memory for it. May raise."""
+Found = concurrent.futures.Future[TcpAddress]
 
 
 class Openings:
@@ -93,6 +95,95 @@ class Openings:
                 if not self._of[address]:
                     del self._of[address]
                 self._changed.notify_all()
+
+
+class Names:
+    """The addresses of neighbours that are known by a name only. `look_up` finds one, and takes as
+    long as the system's resolver does, which has no deadline: one thread at a time does it for a
+    name, however many wait for it, and none waits longer than it wants to. Thread-safe.
+    """
+
+    def __init__(self, look_up: Callable[[TcpAddress], TcpAddress] = resolve) -> None:
+        self._look_up = look_up
+        self._lock = threading.Lock()
+        self._known: dict[TcpAddress, tuple[float, Found]] = {}
+
+    def find(
+        self, address: TcpAddress, timeout_s: float
+    ) -> tuple[socket.AddressFamily, tuple[str, int]]:
+        """Return where to connect to.
+
+        Raises:  ConfigError: it has no address.  TimeoutError.
+        """
+        found = address if _is_number(address.host) else self._named(address, timeout_s)
+        family = socket.AF_INET6 if ":" in found.host else socket.AF_INET
+        return family, (found.host, found.port)
+
+    def _named(self, address: TcpAddress, timeout_s: float) -> TcpAddress:
+        now = time.monotonic()
+        with self._lock:
+            since, found = self._known.get(address, (now, None))
+            if found is None or (found.done() and (found.exception() or now - since > KEPT_S)):
+                found = concurrent.futures.Future()
+                self._known[address] = now, found
+                thread = threading.Thread(target=self._find, args=(address, found), daemon=True)
+                thread.start()
+        try:
+            return found.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError from None
+
+    def _find(self, address: TcpAddress, found: Found) -> None:
+        try:
+            found.set_result(self._look_up(address))
+        except ConfigError as error:
+            found.set_exception(error)
+
+
+class SlabAsk(Struct, frozen=True):
+    """Encoded MakeSlabs, without and with what it takes to open the job (b"" if there is none), and
+    the room for the slab in bytes.
+    """
+
+    request: bytes
+    opening: bytes
+    room: int
+
+
+class SlabExchange:
+    """One requested slab; if a connection fails, it is requested again over another one."""
+
+    def __init__(self, ask: SlabAsk, place: Place) -> None:
+        self._ask = ask
+        self._place = place
+        self._deadline = time.monotonic() + _SLAB_ANSWER_S
+        self.note = b""
+
+    def ask(self, sock: socket.socket, next_number: Callable[[], int]) -> Answer:
+        """Return the answer; the note and the slab follow if they are sent. A maker that does not
+        know the job gets what it needs to open it.
+
+        Raises:  OSError, WrongFrameError.  ConfigError: it is too long to be sent.
+        """
+        for body in filter(None, (self._ask.request, self._ask.opening)):
+            if len(body) > wire.BODY_BYTES_MAX:
+                raise ConfigError(
+                    f"a request of {len(body)} bytes is over the limit of {wire.BODY_BYTES_MAX}: "
+                    "name fewer urls (a prefix, a glob or a manifest) or fewer columns"
+                )
+            request = wire.slab_request(next_number(), self._ask.room, body)
+            send(sock, wire.pack_request(request) + body, self._deadline)
+            frame = receive_frame(sock, wire.ANSWER_BYTES, self._deadline)
+            answer = wire.unpack_answer(frame, request)
+            if answer.outcome is not Outcome.UNKNOWN:
+                return answer
+        return Answer(answer.number, Outcome.REFUSED)
+
+    def take(self, sock: socket.socket, answer: Answer) -> None:
+        """Receive what is given.   Raises:  OSError, WrongFrameError, and what `place` raises."""
+        note, into = memoryview(bytearray(answer.note_bytes)), self._place(answer.length)
+        receive_payload(sock, answer, payload_deadline(answer), note, into)
+        self.note = bytes(note)
 
 
 class _Line(Struct, eq=False):
@@ -371,3 +462,11 @@ def _close_all(idle: dict[_Key, list[_Line]]) -> None:
         for line in waiting:
             line.sock.close()
     idle.clear()
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -18,25 +18,32 @@ Invariants:
 
 from __future__ import annotations
 
+import faulthandler
+import heapq
+import itertools
 import math
+import os
 import select
+import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from dataplane.arena.borrowed import BorrowedArenas
-from dataplane.errors import ClosedError
+from dataplane.errors import ClosedError, PeerLost
+from dataplane.machine import collect_rarely, raise_descriptor_limit
 from dataplane.model import BlockForm
-from dataplane.neighbours import audit, wire
+from dataplane.neighbours import entrance, wire
 from dataplane.neighbours.connection import Connection, LoanStage
-from dataplane.neighbours.doors import Doors
-from dataplane.neighbours.entrance import Entrance
+from dataplane.neighbours.entrance import Entrance, Keys, LeftJobError
 from dataplane.neighbours.handshake import ONE_SIDE, TLS_ALERT
-from dataplane.neighbours.keys import Keys, LeftJobError
 from dataplane.neighbours.limits import BodyBytes, InFlight, Limits
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.payload import SentPayload, fits
 from dataplane.rpc import lending, local, tasks
+from dataplane.security.admission import Admission, Reason
+from dataplane.trace import configure, tell_suppressed
 
 _MESSAGES_A_TURN = 64
 
@@ -103,7 +110,11 @@ class Lender:
         self._keys = Keys(start.node_id)
         for key in start.keys:
             self._keys.learn(key)
-        self._doors = Doors(limits)
+        self._connections: dict[int, Connection] = {}
+        self._admission: Admission[Connection] = Admission(limits.admission)
+        self._due: list[tuple[float, int, Connection]] = []
+        """When to look at the deadline of which connection: until then it costs nothing."""
+        self._order = itertools.count()
         self._in_flight: InFlight[_Turn] = InFlight(block_arena.size_bytes)
         self._asked: dict[int, Connection | None] = {}
         self._checking: deque[Connection] = deque()
@@ -126,42 +137,42 @@ class Lender:
                     self._hear_node()
             elif fd == self._entrance.fileno():
                 self._accept()
-            elif (connection := self._doors.by_descriptor(fd)) is not None:
+            elif (connection := self._connections.get(fd)) is not None:
                 self._serve(connection, event)
         for _ in range(len(self._checking)):
             self._send(self._checking.popleft())
         now = time.monotonic()
-        for connection in self._doors.late(now):
+        for connection in self._overdue(now):
             self._late(connection)
         self._entrance.resume(now)
         self._node.flush()
-        audit.trace.tell_suppressed()
+        entrance.trace.tell_suppressed()
 
     def close(self) -> None:
         """Close all connections; the node's own is the caller's."""
         self._epoll.close()
-        for connection in list(self._doors):
+        for connection in self._connections.values():
             connection.sock.close()
         self._arenas.close()
 
     def _wait_s(self) -> float | None:
         if self._checking:
             return 0.0
-        due = [self._doors.next_deadline(), self._entrance.open_at, audit.trace.due_at]
+        next_deadline = self._due[0][0] if self._due else None
+        due = [next_deadline, self._entrance.open_at, entrance.trace.due_at]
         at = min(one for one in due if one is not None)
         return max(0.0, at - time.monotonic()) if at < math.inf else None
 
     def _accept(self) -> None:
         for connection in self._entrance.accept():
-            if self._doors.is_full():
-                audit.refused(connection, f"{len(self._doors)} connections are open")
-                connection.sock.close()
-                continue
-            older, why = self._doors.in_the_way(connection.host)
-            if older is not None:
-                self._refuse(older, why)
-            self._doors.add(connection)
+            self._connections[connection.fd] = connection
+            self._watch(connection)
             self._epoll.register(connection.fd, select.EPOLLIN)
+            now = time.monotonic()
+            self._admission.came(connection, connection.host, now)
+            for older, _, reason in self._admission.makes_way(now):
+                whose = "of its host " if reason is Reason.SILENT_OF_SOURCE else ""
+                self._refuse(older, f"too many others {whose}came without a proof")
 
     def _serve(self, connection: Connection, event: int) -> None:
         if event & select.EPOLLOUT and connection.stage is LoanStage.SENDING:
@@ -206,7 +217,7 @@ class Lender:
             self._say(connection, self._keys.challenge(connection, frame))
         elif connection.stage is LoanStage.PROOF:
             self._keys.check(connection, frame)
-            if not self._doors.opened(connection):
+            if not self._admission.greeted(connection, connection.node_id):
                 raise wire.WrongFrameError("this node has too many connections")
             self._set(connection, LoanStage.READY, self._limits.idle_s)
         elif connection.stage is LoanStage.READY:
@@ -276,13 +287,15 @@ class Lender:
         try:
             self._arenas.attach(arena_id, fd)
         except ClosedError as error:
-            audit.trace.failed("no arena to lend", why=str(error))
+            entrance.trace.failed("no arena to lend", why=str(error))
 
     def _learn(self, key: lending.LendingKeys) -> None:
         self._keys.learn(key)
-        for connection in self._doors.of_job(key.job_id):
-            assert connection.opening is not None
-            if not self._keys.are_of(connection.opening):
+        for connection in [*self._connections.values()]:
+            opening, is_silent = connection.opening, connection.nonce
+            if opening is None or is_silent or opening.job_id != key.job_id:
+                continue
+            if not self._keys.are_of(opening):
                 self._close(connection)
 
     def _answer(self, body: _Answered) -> None:
@@ -308,7 +321,7 @@ class Lender:
         if borrowed is None or not fits(request, body, borrowed.arena.size_bytes):
             if borrowed is not None:
                 self._arenas.done(borrowed)
-            audit.trace.failed(
+            entrance.trace.failed(
                 "wrong region to lend", length=body.region.length, arena=body.arena_id
             )
             self._node.tell(lending.Given(body.number))
@@ -380,13 +393,31 @@ class Lender:
     def _set(self, connection: Connection, stage: LoanStage, due_in_s: float) -> None:
         connection.stage = stage
         connection.deadline = time.monotonic() + due_in_s
-        self._doors.due(connection)
+        self._watch(connection)
 
     def _hurry(self, connection: Connection) -> None:
         """Set the deadline of a request that has begun to arrive; later bytes do not move it."""
         due = time.monotonic() + self._limits.frame_s
         connection.deadline = min(connection.deadline, due)
-        self._doors.due(connection)
+        self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Note that the deadline of a connection has changed."""
+        if connection.deadline < connection.looked_at:
+            connection.looked_at = connection.deadline
+            heapq.heappush(self._due, (connection.deadline, next(self._order), connection))
+
+    def _overdue(self, now: float) -> Iterator[Connection]:
+        """Yield the connections whose deadline has passed."""
+        while self._due and self._due[0][0] <= now:
+            looked_at, _, connection = heapq.heappop(self._due)
+            if connection.stage is LoanStage.CLOSED or connection.looked_at != looked_at:
+                continue
+            connection.looked_at = math.inf
+            if connection.deadline <= now:
+                yield connection
+            else:
+                self._watch(connection)
 
     def _late(self, connection: Connection) -> None:
         stage = connection.stage
@@ -399,7 +430,7 @@ class Lender:
         else:
             if stage in {LoanStage.SENDING, LoanStage.RECEIPT}:
                 why = "it does not read what it asked for"
-                audit.trace.failed("neighbour cut off", **connection.about, why=why)
+                entrance.trace.failed("neighbour cut off", **connection.about, why=why)
             self._close(connection)
 
     def _lost(self, connection: Connection) -> None:
@@ -412,7 +443,7 @@ class Lender:
             self._close(connection)
 
     def _refuse(self, connection: Connection, why: str, *, is_late: bool = False) -> None:
-        audit.refused(connection, why, is_late=is_late)
+        entrance.refused(connection, why, is_late=is_late)
         if why == ONE_SIDE:
             connection.say(TLS_ALERT)
         self._close(connection)
@@ -422,7 +453,8 @@ class Lender:
         stage, request = connection.stage, connection.request
         if stage is LoanStage.CLOSED:
             return
-        self._doors.remove(connection)
+        del self._connections[connection.fd]
+        self._admission.left(connection)
         connection.sock.close()
         connection.stage = LoanStage.CLOSED
         self._drop_payload(connection)
@@ -433,3 +465,28 @@ class Lender:
         elif stage in {LoanStage.TURN, LoanStage.SENDING, LoanStage.RECEIPT}:
             self._node.tell(lending.Given(connection.number))
         self._leave_flight(connection)
+
+
+def run(sock: socket.socket) -> None:
+    """Lend until the node goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    collect_rarely()
+    raise_descriptor_limit()
+    try:
+        first, descriptors = local.receive(sock, lending.ToLender)
+        start = first.body
+        assert isinstance(start, lending.StartLending)
+        configure(start.log_level, start.log_format)
+        arena_fd, listener_fd = descriptors
+        with socket.socket(fileno=listener_fd) as listener:
+            Lender(sock, arena_fd, listener, start, Limits()).serve()
+    except PeerLost:
+        tell_suppressed(is_last=True)
+
+
+def main(descriptor: int, _memory_bytes: int) -> None:
+    """The process: its socket is an inherited descriptor."""
+    with socket.socket(fileno=descriptor) as sock:
+        run(sock)
+    os._exit(0)

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from dataplane.neighbours.handshake import HANDSHAKE_S
+from dataplane.security.admission import AdmissionRules
 
 T = TypeVar("T")
 
@@ -25,14 +26,13 @@ _SHARE_OF_NEIGHBOUR = 4
 class Limits(Struct, frozen=True):
     """The limits of one lender. Times are in seconds."""
 
-    connections: int = 4096
+    admission: AdmissionRules = AdmissionRules(
+        4096, silent_max=1024, silent_of_source_max=32, peer_max=512
+    )
+    """Connections; they are silent until they have proved that they have a key."""
     body_bytes: int = 128 << 20
     """Bytes of requests for slabs, which are in memory until the node has read them."""
     body_bytes_of_neighbour: int = 32 << 20
-    connections_of_neighbour: int = 512
-    opening: int = 1024
-    """Connections that have not proved yet that they have a key; the oldest one makes room."""
-    opening_of_host: int = 32
     handshake_s: float = HANDSHAKE_S
     frame_s: float = 2.0
     """From the first byte of a request to the last."""

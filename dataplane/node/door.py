@@ -1,4 +1,4 @@
-"""The node's listening socket: which connections are accepted, and how many at once.
+"""The node's listening socket: accepts the connections of trainers.
 
 Invariants:
 1. Connections never use up the descriptors that logs, imports, workers and shards need: there are
@@ -13,18 +13,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import select
 import socket
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 from dataplane.errors import ConfigError
 from dataplane.machine import connections_max
 from dataplane.rpc import sockets
+from dataplane.security.admission import Admission, AdmissionRules
 from dataplane.trace import Trace, tell_suppressed
 
 _HELLO_S = 15.0
@@ -32,7 +31,6 @@ _SILENT_MAX = 16
 """Silent connections allowed per process; a trainer says Hello at once."""
 _OF_PROCESS_MAX = 512
 _PAUSE_S = 1.0
-_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
 
 
 class Visitor(Protocol):
@@ -60,11 +58,15 @@ class Door:
     ) -> None:
         listener.setblocking(False)
         self._listener, self._admit, self._trace = listener, admit, trace
-        self._count_max = connections_max() if count_max is None else count_max
-        self._pids: dict[Visitor, int] = {}
-        self._silent: OrderedDict[Visitor, float] = OrderedDict()
-        self._silent_of: Counter[int] = Counter()
-        self._greeted_of: Counter[int] = Counter()
+        count_max = connections_max() if count_max is None else count_max
+        self._admission: Admission[Visitor] = Admission(
+            AdmissionRules(
+                count_max,
+                silent_of_source_max=_SILENT_MAX,
+                peer_max=min(max(1, count_max // 2), _OF_PROCESS_MAX),
+                greeting_s=_HELLO_S,
+            )
+        )
         self._pausing: asyncio.TimerHandle | None = None
         self._ends = select.epoll()
         """Watches all connections for nothing but their end, which the kernel always reports."""
@@ -96,24 +98,17 @@ class Door:
         refused ones, and others, are not in the log.
         """
         tell_suppressed()
-        now = time.monotonic() if now is None else now
-        while self._silent and now - next(iter(self._silent.values())) > _HELLO_S:
-            visitor = next(iter(self._silent))
-            pid = self._pids[visitor]
-            by, why = f"process {pid}", f"silent for {_HELLO_S:g} s"
-            self._trace.refused("connection closed", by=by, pid=pid, why=why)
-            visitor.close()
+        for visitor in self._admission.late(time.monotonic() if now is None else now):
+            self._close(visitor, self._admission.source_of(visitor), f"silent for {_HELLO_S:g} s")
 
     def greeted(self, visitor: Visitor) -> None:
-        """The visitor has said Hello.
+        """Note that the visitor has said Hello.
 
         Raises:  ConfigError: its process has too many connections.
         """
-        if visitor not in self._silent:
-            return  # it said Hello before
-        pid, most = self._pids[visitor], min(max(1, self._count_max // 2), _OF_PROCESS_MAX)
         # For processes in other pid namespaces, the kernel reports pid 0.
-        if pid and self._greeted_of[pid] >= most:
+        pid, most = self._admission.source_of(visitor), self._admission.rules.peer_max
+        if not self._admission.greeted(visitor, pid):
             files = ", or allow the node more open files (ulimit -n, LimitNOFILE=)"
             more = files if most < _OF_PROCESS_MAX else ""
             raise ConfigError(
@@ -121,76 +116,52 @@ class Door:
                 f"close() loaders that are no longer used{more}",
                 field="connections",
             )
-        self._forget_silence(visitor, pid)
-        self._greeted_of[pid] += 1
 
     def left(self, visitor: Visitor) -> None:
-        """The visitor is gone. Its socket must still be open."""
-        pid = self._pids.pop(visitor, None)
-        if pid is None:
-            return
-        del self._visitor_of[visitor.fileno()]
-        if not self._ends.closed:
+        """Forget a visitor that is gone. Its socket must still be open."""
+        self._admission.left(visitor)
+        if self._visitor_of.pop(visitor.fileno(), None) is not None and not self._ends.closed:
             self._ends.unregister(visitor.fileno())
-        if visitor in self._silent:
-            self._forget_silence(visitor, pid)
-        else:
-            _one_less(self._greeted_of, pid)
-
-    def _forget_silence(self, visitor: Visitor, pid: int) -> None:
-        del self._silent[visitor]
-        _one_less(self._silent_of, pid)
 
     def _on_connection(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            if error.errno not in _SHORT:
-                raise
             self._pause(error)
             return
         pid, uid, _ = sockets.peer_credentials(sock)
-        why = "another user" if uid != os.getuid() else self._refusal(pid)
+        why = "another user" if uid != os.getuid() else ""
+        if not why and self._admission.has_enough_silent(pid):
+            why = f"{_SILENT_MAX} other connections of this process have sent nothing yet"
         if why:
             by = f"process {pid}" if uid == os.getuid() else f"user {uid}"
             self._trace.refused("connection refused", by=by, pid=pid, uid=uid, why=why)
             sock.close()
             return
         sock.setblocking(False)
-        visitor = self._admit(sock)
-        self._pids[visitor], self._silent[visitor] = pid, time.monotonic()
-        self._silent_of[pid] += 1
+        visitor, now = self._admit(sock), time.monotonic()
         self._visitor_of[visitor.fileno()] = visitor
         self._ends.register(visitor.fileno(), 0)
+        self._admission.came(visitor, pid, now)
+        for older, source, _ in self._admission.makes_way(now):
+            count = self._admission.rules.count_max
+            self._close(older, source, f"there are {count}, as many as open files allow")
 
     def _on_end(self) -> None:
         """Close one connection that has ended. There may be more, each with many last messages."""
         for fd, _ in self._ends.poll(0, 1):
             self._visitor_of[fd].hung_up()
 
-    def _refusal(self, pid: int) -> str:
-        """Why another connection of this process is refused, or ""."""
-        if pid and self._silent_of[pid] >= _SILENT_MAX:
-            return f"{_SILENT_MAX} other connections of this process have sent nothing yet"
-        if len(self._pids) < self._count_max:
-            return ""
-        if not self._silent:
-            return f"there are {self._count_max} already, as many as open files allow"
-        next(iter(self._silent)).close()
-        return ""
+    def _close(self, visitor: Visitor, pid: int | str, why: str) -> None:
+        self._trace.refused("connection refused", by=f"process {pid}", pid=pid, why=why)
+        visitor.close()
 
     def _pause(self, error: OSError) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.fileno())
         self._pausing = loop.call_later(_PAUSE_S, self.open)
-        self._trace.failed("nobody is let in", error=error, connections=len(self._pids))
-        for visitor in list(self._silent):
+        self._trace.failed("nobody is let in", error=error, connections=len(self._admission))
+        for visitor in self._admission.late(float("inf")):
             visitor.close()
-
-
-def _one_less(counts: Counter[int], pid: int) -> None:
-    counts[pid] -= 1
-    if not counts[pid]:
-        del counts[pid]

@@ -60,9 +60,9 @@ def _index_reader() -> _Main:
 
 def _lender() -> _Main:
     # A late import, too: only nodes with neighbours have a lender.
-    from dataplane.neighbours import process
+    from dataplane.neighbours import lender
 
-    return process.main
+    return lender.main
 
 
 _ROLES: dict[str, Callable[[], _Main]] = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -36,12 +39,12 @@ from dataplane.rpc.membership import (
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
-from dataplane.rpc.squatters import check_own
 from dataplane.rpc.status import error_of
 from dataplane.security.node_identity import NodeIdentity
 from dataplane.security.security import NODE_PROOF, Security
 from dataplane.trace import Trace
 
+_LISTENS, _ROOT = "0A", 0
 CHANNEL_OPTIONS = (
     # A peer whose machine vanished is noticed within 15 s, also between calls.
     ("grpc.keepalive_time_ms", 10_000),
@@ -180,7 +183,7 @@ class CoordinatorClient:
     async def _call(self, name: str, request: object) -> object:
         await self._renew()
         if self._on_host is not None:
-            await asyncio.to_thread(check_own, self._on_host)
+            await asyncio.to_thread(_check_own, self._on_host)
         call = self._calls.get(name) or self._open(name)
         try:
             metadata = () if self._security is None else self._security.metadata() + self._shown
@@ -233,3 +236,26 @@ class CoordinatorClient:
         )
         self._calls[name] = call
         return call
+
+
+def _check_own(address: TcpAddress) -> None:
+    """Check that all processes that listen at this port are of this user or root: while a
+    coordinator is down, anybody may listen in its place, and would be sent the token. Blocks: the
+    kernel's tables are as long as the host has connections.
+
+    Source:  proc_pid_net(5); Documentation/networking/proc_net_tcp.rst.
+    Raises:  PeerLost: one is another user's. It may go away, and the coordinator come back.
+    """
+    sockets = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            sockets += Path(table).read_text(encoding="ascii").splitlines()[1:]
+    listening = [words for words in map(str.split, sockets) if words[3] == _LISTENS]
+    at_port = [words for words in listening if words[1].endswith(f":{address.port:04X}")]
+    if strangers := {int(words[7]) for words in at_port} - {os.geteuid(), _ROOT}:
+        raise PeerLost(
+            f"what listens at port {address.port} is of user {min(strangers)}, and not of user "
+            f"{os.geteuid()}, whose token is in the state directory: it was not sent. If it is "
+            "your coordinator, give both the same token (DATAPLANE_TOKEN, --token-file)",
+            peer=address.target,
+        )

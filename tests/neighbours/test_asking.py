@@ -68,7 +68,7 @@ def test_many_reads_at_once_are_no_attack() -> None:
     async def play() -> None:
         async with lending_node() as node:
             node.answer = lambda _: None
-            count = 3 * Limits().opening_of_host
+            count = 3 * Limits().admission.silent_of_source_max
 
             def read() -> None:
                 while True:

@@ -28,6 +28,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc import lending, local
+from dataplane.security.admission import AdmissionRules
 
 __all__ = ["bench", "every_line_is_written"]
 
@@ -207,7 +208,7 @@ def test_bodies_take_no_more_memory_than_the_limits_allow(
 
 def test_hundreds_that_wait_for_slabs_keep_nobody_waiting(run_mark: str) -> None:
     """They count no bytes in flight, though they have room for more than is allowed."""
-    bench = Bench(replace(LIMITS, connections=1000, opening_of_host=1000))
+    bench = Bench(replace(LIMITS, admission=AdmissionRules(1000)))
     try:
         waiting = [bench.opened(asker=f"node-{number % 7}") for number in range(400)]
         asked = [ask(bench, sock) for sock in waiting]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dataplane.errors import ConfigError
-from dataplane.neighbours.names import Names
+from dataplane.neighbours.asking import Names
 from dataplane.rpc.address import TcpAddress
 
 NAME, HERE = TcpAddress("node-7.invalid", 7), TcpAddress("127.0.0.1", 7)

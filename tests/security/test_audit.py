@@ -24,7 +24,7 @@ from dataplane.errors import AccessDenied, PeerLost
 from dataplane.fetcher.process import Reads
 from dataplane.log_limits import LINES_A_MINUTE
 from dataplane.model import Region
-from dataplane.neighbours import audit
+from dataplane.neighbours import entrance
 from dataplane.node.door import Door
 from dataplane.rpc import fetches, guard, local, sockets, tasks
 from dataplane.rpc.address import network_of
@@ -156,7 +156,7 @@ def test_a_lender_tells_how_many_refusals_it_has_suppressed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, run_mark: str
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(audit, "trace", Trace("security", clock))
+    monkeypatch.setattr(entrance, "trace", Trace("security", clock))
     caplog.set_level(logging.INFO, "dataplane")
     with contextlib.closing(Bench()) as bench:
         for _ in range(NOISE):
@@ -219,7 +219,7 @@ def test_a_node_tells_how_many_connections_it_has_refused_without_a_line(
                 stack.enter_context(sockets.connect(name, 10.0))
                 for _ in range(20):
                     await asyncio.sleep(0)
-            for each in list(door._pids):
+            for each in list(door._visitor_of.values()):
                 stack.callback(each.close)
             door.close()
         clock.go()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import selectors
 import socket
@@ -31,14 +32,16 @@ from dataplane.rpc.connections import (
     _SILENT_S,
     OpenConnections,
     PeerConnection,
-    _near,
+    _is_listening,
     _peer_of,
-    to_close,
+    admission_rules,
+    making_way,
 )
 from dataplane.rpc.membership import StatusRequest
+from dataplane.security.admission import Reason
 
 OPEN_FILES, PLACES = 400, 36
-NEAR = _near(PLACES)
+NEAR = PLACES - PLACES // 4
 FLOOD = 300
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The beginning of a connection with HTTP/2, with empty settings: gRPC waits for calls then."""
@@ -281,12 +284,12 @@ def made(shown: Sequence[tuple[str, float, float]]) -> list[PeerConnection]:
 
 @given(shown_connections, st.integers(1, 40))
 def test_what_is_closed_and_what_stays(shown, places):
-    """Invariants 1 to 3 of `rpc/connections.py`."""
-    found, share = made(shown), max(1, places // 2)
-    gone = [one for those in to_close(found, places, NOW) for one in those]
+    """Invariants 2 and 3 of `security/admission.py`, with the rules of gRPC."""
+    found, share, near = made(shown), max(1, places // 2), places - places // 4
+    gone = [one for one, _ in making_way(found, admission_rules(places), NOW)]
     left = [one for one in found if one not in gone]
     assert len(set(gone)) == len(gone)
-    if len(found) < _near(places):
+    if len(found) < near:
         assert not gone
         return
 
@@ -305,7 +308,7 @@ def test_what_is_closed_and_what_stays(shown, places):
             assert not any(one.is_idle(NOW) for one in of(host, left))
         elif len(of(host, found)) <= share:
             assert all(one.is_idle(NOW) for one in of(host, gone))
-    if len(left) >= _near(places):
+    if len(left) >= near:
         assert not [one for one in left if one.is_idle(NOW) and NOW - one.seen > _SILENT_S]
     if len(left) >= places:
         assert gone or all(len(of(one.host, left)) <= share for one in left)
@@ -314,10 +317,18 @@ def test_what_is_closed_and_what_stays(shown, places):
 def test_busy_connections_go_a_few_at_a_time():
     """A host whose connections all make calls loses as few as give others a place."""
     busy = made([("10.0.0.1", 0.0, NOW - age) for age in range(32)])
-    assert to_close(busy[:-1], 32, NOW) == ([], [])
-    over, silent = to_close(busy, 32, NOW)
-    assert [one.called for one in over] == [NOW - 31, NOW - 30]
-    assert not silent
+    rules = admission_rules(32)
+    assert making_way(busy[:-1], rules, NOW) == []
+    gone = making_way(busy, rules, NOW)
+    assert [(one.called, why) for one, why in gone] == [
+        (NOW - 31, Reason.SHARE), (NOW - 30, Reason.SHARE),
+    ]  # fmt: skip
+
+
+def test_a_socket_that_grpc_closes_meanwhile_does_not_listen() -> None:
+    with socket.socket() as sock:
+        os.close(sock.detach())
+        assert not _is_listening(sock)
 
 
 def test_the_peer_of_a_call_is_that_of_its_socket():
