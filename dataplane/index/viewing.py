@@ -33,7 +33,7 @@ def canonical_view(view: View) -> View:
     if not view.where:
         return structs.replace(view, where="")
     # Late imports, here and below: most views have no condition.
-    from dataplane.transforms.where_parser import canonical_where
+    from dataplane.transforms.where import canonical_where
 
     return structs.replace(view, where=canonical_where(view.where))
 
@@ -74,10 +74,9 @@ def _nulls(manifest: Manifest, view: View) -> NullCounts | None:
     if manifest.nulls is None or not view.where:
         return manifest.nulls
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-    from dataplane.transforms.condition import Outcomes
-    from dataplane.transforms.conditions import Condition
+    from dataplane.transforms.condition import Condition, Outcomes
 
-    known = Condition.of(view.where, schema).test.known(Outcomes.TRUE)
+    known = Condition.of(view.where, schema).known(Outcomes.TRUE)
     nodes = [leaf.row_nodes for leaf in leaves_of(schema) if leaf.name in known]
     return manifest.nulls.without([node for some in nodes for node in some])
 

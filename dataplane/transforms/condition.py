@@ -1,24 +1,34 @@
-"""Evaluate a condition on the rows of a block, and on the known bounds of a block's columns.
+"""A condition on the rows of a dataset. Its columns are looked up and its types are checked once;
+then it is evaluated on blocks, and on the bounds that statistics state for a block's columns.
 
-Null follows SQL: a comparison with null is neither true nor false, and only rows for which the
-condition is true are kept.
+1. A comparison with null is neither true nor false, as in SQL, and only rows for which a condition
+   is true are kept.
+2. Numbers are compared exactly, whatever their types are.
+3. Statistics exclude only a result that no row of the block has.
 """
 
 from __future__ import annotations
 
 import decimal
 import enum
-import operator
+import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from msgspec import Struct
 
+from dataplane.errors import ConfigError
+from dataplane.formats.arrays import decoded
 from dataplane.formats.base import ColumnBounds
-from dataplane.transforms.operands import FieldValue, Operand
-from dataplane.transforms.where import Relation
+from dataplane.transforms.canonical import leaf_array
+from dataplane.transforms.plain import is_any_list
+from dataplane.transforms.typed_condition import COMPARE, COMPUTE, TypedCondition, too_large
+from dataplane.transforms.where import Constant, Field, Node, Operation, Stored, parse
 
 Bounds = Mapping[str, ColumnBounds]
 
@@ -26,281 +36,267 @@ Bounds = Mapping[str, ColumnBounds]
 class Outcomes(enum.Flag):
     """The possible results of a condition on some rows."""
 
+    NONE = 0
     TRUE = 1
     FALSE = 2
     NULL = 4
+    ANY = TRUE | FALSE | NULL
 
 
-ANY = Outcomes.TRUE | Outcomes.FALSE | Outcomes.NULL
-_OPPOSITE = {Outcomes.TRUE: Outcomes.FALSE, Outcomes.FALSE: Outcomes.TRUE}
+class Condition(Struct, frozen=True):
+    """A condition on the rows of a dataset. `columns` are the top-level columns that it reads,
+    `fields` the names of columns, and of fields below them.
+    """
 
+    test: Node
+    columns: tuple[str, ...]
+    fields: tuple[str, ...]
 
-class RowTest(Protocol):
-    """A condition, or a part of one."""
+    @classmethod
+    def of(cls, where: str, schema: pa.Schema) -> Self:
+        """Parse a condition on rows with this schema.
 
-    def values(self, batch: pa.RecordBatch, /) -> pa.Array:
+        Raises:  ConfigError: the text is not a condition, names a column that does not exist, or
+        applies an operation that a column's type does not allow; names the column.
+        """
+        typed = TypedCondition(schema)
+        test = typed.test(parse(where))
+        columns = dict.fromkeys(field.top for field in typed.fields.values())
+        if not columns:
+            raise ConfigError(f"where={where!r:.200}: it names no column", field="where")
+        return cls(test, tuple(columns), tuple(typed.fields))
+
+    def values(self, batch: pa.RecordBatch) -> pa.Array:
         """Evaluate the condition for each row.
 
         Shapes:  result: bool[rows], with nulls.
+        Raises:  ConfigError: a number that the condition computes exceeds 64 bits.
         """
+        return _values(self.test, batch)
 
-    def outcomes(self, bounds: Bounds, /) -> Outcomes:
+    def outcomes(self, bounds: Bounds) -> Outcomes:
         """Return the possible results on rows whose columns have these bounds."""
+        return _outcomes(self.test, bounds)
 
-    def known(self, outcome: Outcomes, /) -> frozenset[str]:
+    def known(self, outcome: Outcomes) -> frozenset[str]:
         """Return the columns that cannot be null in a row with this result, TRUE or FALSE."""
+        return _known(self.test, outcome)
 
 
-class FieldTest(Struct, frozen=True):
-    """A column compared with a constant of its type. If the constant lies outside of its type, the
-    result is `always`.
+# Evaluation on the rows of a block.
+
+
+def _values(node: Node, batch: pa.RecordBatch) -> Any:
+    if isinstance(node, Operation):
+        name, operands = node.operator, node.operands
+        if name not in _JOIN:
+            return _EVALUATE[name](*[_values(operand, batch) for operand in operands])
+        # One after the other: a condition may have thousands of parts.
+        return functools.reduce(_JOIN[name], (_values(operand, batch) for operand in operands))
+    if isinstance(node, Field):
+        return _plain(decoded(leaf_array(batch.column(node.top), node.path)))
+    if isinstance(node, Constant):
+        return pa.repeat(node.value, batch.num_rows)
+    assert isinstance(node, Stored)
+    return node.value
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """Convert values to a type that Arrow's kernels support."""
+    kind = array.type
+    if pa.types.is_float16(kind):
+        return array.cast(pa.float32())
+    if pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind):
+        return array.cast(pa.decimal128(kind.precision, kind.scale))
+    if pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    if pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):
+        return array.cast(pa.large_binary())
+    return array
+
+
+def _length(array: pa.Array) -> pa.Array:
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        return pc.utf8_length(array)
+    is_list = is_any_list(array.type) or pa.types.is_fixed_size_list(array.type)
+    return pc.list_value_length(array) if is_list else pc.binary_length(array)
+
+
+def _computed(sign: str, left: pa.Array, right: pa.Array, text: str) -> pa.Array:
+    """Compute with 64 bits: whole numbers of whole numbers, except for /."""
+    is_whole = sign != "/" and all(map(pa.types.is_integer, (left.type, right.type)))
+    try:
+        target = pa.int64() if is_whole else pa.float64()
+        left, right = (pc.cast(values, target, safe=is_whole) for values in (left, right))
+        if sign == "%":
+            return _remainder(left, right)
+        return getattr(pc, COMPUTE[sign] + ("_checked" if is_whole else ""))(left, right)
+    except pa.ArrowInvalid as fault:
+        raise too_large(f"{text} ({fault})") from fault
+
+
+def _remainder(left: pa.Array, right: pa.Array) -> pa.Array:
+    """Return the remainder with the sign of the divisor, as in Python; null where the
+    divisor is 0.
     """
-
-    field: FieldValue
-    relation: Relation
-    value: pa.Scalar | None
-    always: bool | None = None
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        if self.always is not None:
-            valid = self.field.stored(batch).is_valid()
-            return pc.if_else(valid, self.always, pa.scalar(None, pa.bool_()))
-        return getattr(pc, _KERNELS[self.relation])(self.field.values(batch), self.value)
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        found = bounds.get(self.field.name)
-        nulls = _null_outcomes(found)
-        if found is not None and found.null_count == found.rows:
-            return Outcomes.NULL
-        if self.always is not None:
-            return nulls | (Outcomes.TRUE if self.always else Outcomes.FALSE)
-        if found is None or found.lowest is None or self.value is None:
-            return nulls | Outcomes.TRUE | Outcomes.FALSE
-        return nulls | _compared(self.relation, found, _plain(self.value))
-
-    def known(self, _: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.field.columns
+    values = [array.fill_null(0).to_numpy() for array in (left, right)]
+    nulls = [array.is_null().to_numpy(zero_copy_only=False) for array in (left, right)]
+    is_null = nulls[0] | nulls[1] | (values[1] == 0)
+    with np.errstate(all="ignore"):
+        return pa.array(np.mod(values[0], np.where(is_null, 1, values[1])), mask=is_null)
 
 
-class RelationTest(Struct, frozen=True):
-    """A comparison of two values of one kind."""
-
-    relation: Relation
-    left: Operand
-    right: Operand
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        left, right = self.left.values(batch), self.right.values(batch)
-        is_float = [pa.types.is_floating(one.type) for one in (left, right)]
-        try:
-            if any(is_float) and not all(is_float):
-                # Unless a whole number has no float. Decimals have none in general.
-                left, right = (_as_float(one) for one in (left, right))
-            return _of_rows(getattr(pc, _KERNELS[self.relation])(left, right), batch)
-        except pa.ArrowInvalid:  # Arrow has no type for the values of both
-            both = (_plain_values(_of_rows(one, batch)) for one in (left, right))
-            return _exactly(self.relation, *both)
-
-    def outcomes(self, _: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        return ANY
-
-    def known(self, _: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.left.columns | self.right.columns
+def _related(relation: str, left: pa.Array, right: pa.Array | pa.Scalar) -> pa.Array:
+    """Compare values of one kind, exactly. A scalar has the type of the array."""
+    kernel, compare = _RELATE[relation], COMPARE[relation]
+    if isinstance(right, pa.Scalar):
+        return kernel(left, right)
+    types = left.type, right.type
+    try:
+        if sum(map(pa.types.is_floating, types)) == 1:
+            if any(map(pa.types.is_decimal, types)):
+                raise pa.ArrowInvalid("decimals are no floats")
+            left, right = (values.cast(pa.float64()) for values in (left, right))
+        return kernel(left, right)
+    except pa.ArrowInvalid:  # there is no type for both, or a whole number is no float
+        pairs = zip(_python_values(left), _python_values(right), strict=True)
+    with decimal.localcontext() as context:
+        context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
+        results = [
+            None if value is None or other is None else compare(value, other)
+            for value, other in pairs
+        ]
+    return pa.array(results, pa.bool_())
 
 
-class MemberTest(Struct, frozen=True):
-    """Whether a value is in a list of values of its type."""
-
-    of: Operand
-    members: pa.Array
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        values = self.of.values(batch)
-        members = self.members
-        if pa.types.is_floating(members.type):
-            # As "==" compares them: 32-bit floats as they are stored, and -0.0 with 0.0.
-            values, members = (pc.add(one.cast(pa.float64()), 0.0) for one in (values, members))
-        found = _of_rows(pc.is_in(values, value_set=members.cast(values.type)), batch)
-        valid = _of_rows(pc.is_valid(values), batch)
-        return pc.if_else(valid, found, pa.scalar(None, pa.bool_()))
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
-        nulls = _null_outcomes(found)
-        if found is not None and found.null_count == found.rows:
-            return Outcomes.NULL
-        if found is None or found.lowest is None:
-            return nulls | Outcomes.TRUE | Outcomes.FALSE
-        each = [_compared(Relation.EQ, found, _plain(one)) for one in self.members]
-        is_one = any(Outcomes.FALSE not in one for one in each)
-        is_none = not any(Outcomes.TRUE in one for one in each)
-        nulls |= Outcomes(0) if is_none else Outcomes.TRUE
-        return nulls if is_one else nulls | Outcomes.FALSE
-
-    def known(self, _: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.of.columns
+def _python_values(array: pa.Array) -> list[Any]:
+    """Convert values so that Python compares them with those of other types. Timestamps become
+    whole nanoseconds, since datetime has neither their digits nor their years.
+    """
+    if not pa.types.is_timestamp(array.type):
+        return [*array.to_pylist()]
+    ticks, values = _TICKS_NS[array.type.unit], array.cast(pa.int64()).to_pylist()
+    return [None if value is None else value * ticks for value in values]
 
 
-class LikeTest(Struct, frozen=True):
-    """Whether a text matches a pattern. A backslash escapes %, _ and itself; before other
+def _in(values: pa.Array, members: pa.Array) -> pa.Array:
+    if pa.types.is_floating(members.type):
+        # As "==" compares them: 32-bit floats as they are stored, and -0.0 with 0.0.
+        values, members = (pc.add(both.cast(pa.float64()), 0.0) for both in (values, members))
+    is_member = pc.is_in(values, value_set=members.cast(values.type))
+    return pc.if_else(pc.is_valid(values), is_member, pa.scalar(None, pa.bool_()))
+
+
+def _like(values: pa.Array, pattern: str) -> pa.Array:
+    """Return whether texts match a pattern. A backslash escapes %, _ and itself; before other
     characters it has no special meaning.
     """
-
-    of: FieldValue
-    pattern: str
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        values = self.of.values(batch)
-        if "\\" not in self.pattern:
-            return pc.match_like(values, self.pattern)
-        # What Arrow makes of a backslash depends on where it stands.
-        return pc.match_substring_regex(values, _expression(self.pattern))
-
-    def outcomes(self, _: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        return ANY
-
-    def known(self, _: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.of.columns
+    if "\\" not in pattern:
+        return pc.match_like(values, pattern)
+    # What Arrow makes of a backslash depends on where it stands.
+    parts = (
+        {"%": ".*", "_": "."}.get(other) or re.escape(escaped or other)
+        for escaped, other in _PATTERN_PARTS.findall(pattern)
+    )
+    return pc.match_substring_regex(values, f"(?s)\\A{''.join(parts)}\\z")
 
 
-class NullOf(Struct, frozen=True):
-    """Whether a column is null."""
-
-    of: FieldValue
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        return self.of.stored(batch).is_null()
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        found = bounds.get(self.of.name)
-        if found is None or found.null_count is None:
-            return Outcomes.TRUE | Outcomes.FALSE
-        if not found.null_count:
-            return Outcomes.FALSE
-        return Outcomes.TRUE if found.null_count == found.rows else Outcomes.TRUE | Outcomes.FALSE
-
-    def known(self, outcome: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.of.columns if outcome is Outcomes.FALSE else frozenset()
-
-
-class FlagTest(Struct, frozen=True):
-    """A column of bools, or one bool for all rows."""
-
-    of: Operand
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        return _of_rows(self.of.values(batch), batch)
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        found = bounds.get(self.of.name) if isinstance(self.of, FieldValue) else None
-        if found is None or found.lowest is None:
-            return ANY
-        return _null_outcomes(found) | _compared(Relation.EQ, found, value=True)
-
-    def known(self, _: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.of.columns
-
-
-class Joined(Struct, frozen=True):
-    """Tests joined by "and" or "or"."""
-
-    operator: str
-    parts: Sequence[RowTest]
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        join = pc.and_kleene if self.operator == "and" else pc.or_kleene
-        found = self.parts[0].values(batch)
-        for part in self.parts[1:]:
-            found = join(found, part.values(batch))
-        return found
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        # "or" is "and" of the opposites.
-        decides, other = Outcomes.FALSE, Outcomes.TRUE
-        if self.operator == "or":
-            decides, other = other, decides
-        each = [part.outcomes(bounds) for part in self.parts]
-        found = Outcomes(0)
-        if any(decides in one for one in each):
-            found |= decides
-        if all(other in one for one in each):
-            found |= other
-        if any(Outcomes.NULL in one for one in each) and all(one != decides for one in each):
-            found |= Outcomes.NULL
-        return found
-
-    def known(self, outcome: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        each = [part.known(outcome) for part in self.parts]
-        needs_all = (self.operator == "and") == (outcome is Outcomes.TRUE)
-        return frozenset.union(*each) if needs_all else frozenset.intersection(*each)
-
-
-class Inverse(Struct, frozen=True):
-    """The opposite of a test."""
-
-    of: RowTest
-
-    def values(self, batch: pa.RecordBatch) -> pa.Array:
-        """Implement `RowTest.values`."""
-        import pyarrow.compute as pc
-
-        return pc.invert(self.of.values(batch))
-
-    def outcomes(self, bounds: Bounds) -> Outcomes:
-        """Implement `RowTest.outcomes`."""
-        inner = self.of.outcomes(bounds)
-        found = inner & Outcomes.NULL
-        for one, opposite in _OPPOSITE.items():
-            found |= opposite if one in inner else Outcomes(0)
-        return found
-
-    def known(self, outcome: Outcomes) -> frozenset[str]:
-        """Implement `RowTest.known`."""
-        return self.of.known(_OPPOSITE[outcome])
-
-
-_KERNELS = {
-    Relation.EQ: "equal",
-    Relation.NE: "not_equal",
-    Relation.LT: "less",
-    Relation.LE: "less_equal",
-    Relation.GT: "greater",
-    Relation.GE: "greater_equal",
+_PATTERN_PARTS = re.compile(r"\\([%_\\])|(.)", re.DOTALL)
+_TICKS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+_RELATE = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal,
+           ">": pc.greater, ">=": pc.greater_equal}  # fmt: skip
+_JOIN = {"and": pc.and_kleene, "or": pc.or_kleene}
+_EVALUATE: Mapping[str, Callable[..., pa.Array]] = {
+    "not": pc.invert,
+    "is": pc.is_null,
+    "in": _in,
+    "like": _like,
+    "length": _length,
+    **{sign: functools.partial(_computed, sign) for sign in COMPUTE},
+    **{relation: functools.partial(_related, relation) for relation in _RELATE},
 }
 
 
-def _plain(value: pa.Scalar) -> object:
+# Statistics.
+
+_OPPOSITE = {
+    Outcomes(4 * null + 2 * false + true): Outcomes(4 * null + 2 * true + false)
+    for null, false, true in itertools.product((0, 1), repeat=3)
+}
+_UNKNOWN = ColumnBounds(rows=-1)
+
+
+def _outcomes(node: Node, bounds: Bounds) -> Outcomes:
+    match node:
+        case Constant(value):
+            return Outcomes.TRUE if value else Outcomes.FALSE
+        case Field(name):
+            return _outcomes_within(bounds.get(name, _UNKNOWN), "==", [True])
+        case Operation("is", (Field(name),)):
+            column = bounds.get(name, _UNKNOWN)
+            if column.null_count in {0, column.rows}:
+                return Outcomes.TRUE if column.null_count else Outcomes.FALSE
+            return Outcomes.TRUE | Outcomes.FALSE
+        case Operation("in", (Field(name), Stored(members))):
+            return _outcomes_within(bounds.get(name, _UNKNOWN), "==", list(map(_python, members)))
+        case Operation(relation, (Field(name), Stored(value))) if relation in _RELATE:
+            return _outcomes_within(bounds.get(name, _UNKNOWN), relation, [_python(value)])
+        case Operation("not", (of,)):
+            return _OPPOSITE[_outcomes(of, bounds)]
+        case Operation("and" | "or" as word, parts):
+            return _joined(word, [_outcomes(part, bounds) for part in parts])
+    return Outcomes.ANY
+
+
+def _joined(word: str, parts: Sequence[Outcomes]) -> Outcomes:
+    if word == "or":  # "and" of the opposites
+        return _OPPOSITE[_joined("and", [_OPPOSITE[part] for part in parts])]
+    joined = Outcomes.NONE
+    if any(Outcomes.FALSE in part for part in parts):
+        joined |= Outcomes.FALSE
+    if all(Outcomes.TRUE in part for part in parts):
+        joined |= Outcomes.TRUE
+    if any(Outcomes.NULL in part for part in parts) and Outcomes.FALSE not in list(parts):
+        joined |= Outcomes.NULL
+    return joined
+
+
+def _outcomes_within(column: ColumnBounds, relation: str, values: Sequence[object]) -> Outcomes:
+    """Return the possible results for a column with these bounds that is compared with any of these
+    values.
+    """
+    if column.null_count == column.rows:
+        return Outcomes.NULL
+    outcomes = Outcomes.NONE if column.null_count == 0 else Outcomes.NULL
+    if column.lowest is None:
+        return Outcomes.TRUE | Outcomes.FALSE | outcomes
+    with_each = [_outcomes_compared(column, relation, value) for value in values]
+    if any(may_be_true for may_be_true, _ in with_each):
+        outcomes |= Outcomes.TRUE
+    return outcomes | (Outcomes.FALSE if all(may for _, may in with_each) else Outcomes.NONE)
+
+
+def _outcomes_compared(column: ColumnBounds, relation: str, value: Any) -> tuple[bool, bool]:
+    """Return whether the comparison of values within these bounds may be true, and false. NaN is in
+    no bounds: it differs from every number, and all other comparisons with it are false.
+    """
+    lowest, highest, nan = column.lowest, column.highest, column.may_be_nan
+    try:
+        equal = lowest <= value <= highest
+        differ = nan or not column.is_exact or not lowest == highest == value
+        return {
+            "==": (equal, differ),
+            "!=": (differ, equal),
+            "<": (lowest < value, nan or highest >= value),
+            "<=": (lowest <= value, nan or highest > value),
+            ">": (highest > value, nan or lowest <= value),
+            ">=": (highest >= value, nan or lowest < value),
+        }[relation]
+    except TypeError:  # a type of bounds that this value is not compared with
+        return True, True
+
+
+def _python(value: pa.Scalar) -> object:
     """Return the value in the form that bounds have; None if Python has no type for it."""
     try:
         return value.as_py()
@@ -308,97 +304,16 @@ def _plain(value: pa.Scalar) -> object:
         return None
 
 
-def _null_outcomes(found: ColumnBounds | None) -> Outcomes:
-    return Outcomes(0) if found is not None and found.null_count == 0 else Outcomes.NULL
-
-
-def _compared(relation: Relation, found: ColumnBounds, value: object) -> Outcomes:
-    """Return the possible results for values within these bounds. NaN is in no bounds: it differs
-    from every number, and all other comparisons with it are false.
-    """
-    lowest, highest = found.lowest, found.highest
-    try:
-        may_be = {
-            Relation.EQ: lowest <= value <= highest,
-            Relation.NE: not found.is_exact or not lowest == highest == value,
-            Relation.LT: lowest < value,
-            Relation.LE: lowest <= value,
-            Relation.GT: highest > value,
-            Relation.GE: highest >= value,
-        }
-    except TypeError:  # a type of bounds that this value is not compared with
-        return Outcomes.TRUE | Outcomes.FALSE
-    nan = found.may_be_nan
-    is_true = may_be[relation] or (nan and relation is Relation.NE)
-    is_false = may_be[_NOT[relation]] or (nan and relation is not Relation.NE)
-    outcomes = Outcomes.TRUE if is_true else Outcomes(0)
-    return outcomes | Outcomes.FALSE if is_false else outcomes
-
-
-_PARTS = re.compile(r"\\([%_\\])|(.)", re.DOTALL)
-_OPERATORS: Mapping[Relation, Callable[[Any, Any], bool]] = {
-    Relation.EQ: operator.eq,
-    Relation.NE: operator.ne,
-    Relation.LT: operator.lt,
-    Relation.LE: operator.le,
-    Relation.GT: operator.gt,
-    Relation.GE: operator.ge,
-}
-_NOT = {
-    Relation.EQ: Relation.NE,
-    Relation.NE: Relation.EQ,
-    Relation.LT: Relation.GE,
-    Relation.LE: Relation.GT,
-    Relation.GT: Relation.LE,
-    Relation.GE: Relation.LT,
-}
-
-
-def _as_float(found: pa.Array | pa.Scalar) -> pa.Array | pa.Scalar:
-    """Convert values to floats.
-
-    Raises:  ArrowInvalid: a value is no float.
-    """
-    if pa.types.is_decimal(found.type):
-        raise pa.ArrowInvalid("decimals are no floats")
-    return found.cast(pa.float64())
-
-
-def _exactly(relation: Relation, left: Sequence[Any], right: Sequence[Any]) -> pa.Array:
-    """Compare whole numbers, decimals and floats exactly, one by one, as Python does."""
-    compare = _OPERATORS[relation]
-    with decimal.localcontext() as context:
-        context.traps[decimal.InvalidOperation] = False  # so that NaN is neither less nor greater
-        return pa.array(
-            [
-                None if one is None or other is None else compare(one, other)
-                for one, other in zip(left, right, strict=True)
-            ],
-            pa.bool_(),
-        )
-
-
-_TICKS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-
-
-def _plain_values(found: pa.Array) -> Sequence[Any]:
-    """Convert values so that Python compares them with those of other types. Timestamps become
-    whole nanoseconds, since datetime has neither their digits nor their years.
-    """
-    is_time = pa.types.is_timestamp(found.type)
-    ticks = _TICKS_NS[found.type.unit] if is_time else 1
-    values = (found.cast(pa.int64()) if is_time else found).to_pylist()
-    return [None if one is None else one * ticks for one in values] if is_time else [*values]
-
-
-def _expression(pattern: str) -> str:
-    """Return the regular expression of a pattern."""
-    parts = []
-    for taken, one in _PARTS.findall(pattern):
-        parts.append({"%": ".*", "_": "."}.get(one) or re.escape(taken or one))
-    return f"(?s)\\A{''.join(parts)}\\z"
-
-
-def _of_rows(found: pa.Array | pa.Scalar, batch: pa.RecordBatch) -> pa.Array:
-    """Repeat one value for all rows."""
-    return found if isinstance(found, pa.Array) else pa.repeat(found, batch.num_rows)
+def _known(node: Node, outcome: Outcomes) -> frozenset[str]:
+    match node:
+        case Field(name):
+            return frozenset((name,))
+        case Operation("is", (of,)):
+            return _known(of, outcome) if outcome is Outcomes.FALSE else frozenset()
+        case Operation("not", (of,)):
+            return _known(of, _OPPOSITE[outcome])
+        case Operation(word, parts):
+            columns = [_known(part, outcome) for part in parts]
+            decides = {"and": Outcomes.FALSE, "or": Outcomes.TRUE}.get(word)
+            return (frozenset.intersection if outcome is decides else frozenset.union)(*columns)
+    return frozenset()

@@ -15,8 +15,7 @@ from dataplane.plan.subsets import chosen, has_shares
 from dataplane.transforms.plain import objects
 
 if TYPE_CHECKING:
-    from dataplane.transforms.condition import Bounds
-    from dataplane.transforms.conditions import Condition
+    from dataplane.transforms.condition import Bounds, Condition
 
 Bools = NDArray[np.bool_]
 
@@ -46,7 +45,7 @@ class RowFilter(Struct, frozen=True):
         if not view.where:
             return cls(view, None) if has_shares(view) else None
         # A late import: most views have no condition, and a node starts faster without it.
-        from dataplane.transforms.conditions import Condition
+        from dataplane.transforms.condition import Condition
 
         return cls(view, Condition.of(view.where, schema))
 
@@ -63,7 +62,7 @@ class RowFilter(Struct, frozen=True):
         """
         mask = chosen(self.view, rows.word, rows.first, rows.count)
         if self.condition is not None:
-            found = self.condition.test.values(batch).fill_null(fill_value=False)
+            found = self.condition.values(batch).fill_null(fill_value=False)
             mask &= found.to_numpy(zero_copy_only=False)
         return mask
 
@@ -75,7 +74,7 @@ class RowFilter(Struct, frozen=True):
 
         outcomes = Outcomes.TRUE
         if self.condition is not None:
-            outcomes = self.condition.test.outcomes(bounds)
+            outcomes = self.condition.outcomes(bounds)
         if Outcomes.TRUE not in outcomes:
             return 0
         if outcomes is not Outcomes.TRUE:

@@ -47,7 +47,7 @@ def view_of(
 
 def _canonical(where: str) -> str:
     # A late import: a loader starts its node sooner without it.
-    from dataplane.transforms.where_parser import canonical_where
+    from dataplane.transforms.where import canonical_where
 
     return canonical_where(where)
 

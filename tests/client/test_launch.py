@@ -68,7 +68,7 @@ _HEAVY = {
     *("aiohttp", "click", "fsspec", "grpc", "obstore", "PIL", "torch", "yaml", "zipfile"),
     *("pyarrow.compute", "pyarrow.dataset", "pyarrow.fs", "pyarrow.parquet"),
     *("dataplane.node.fork_server", "dataplane.fetcher.process", "dataplane.worker.worker"),
-    *("dataplane.transforms.condition", "dataplane.transforms.where_parser"),
+    *("dataplane.transforms.condition", "dataplane.transforms.where"),
 }
 
 

@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 
 from dataplane.errors import ConfigError
 from dataplane.formats.parquet import Parquet
-from dataplane.transforms.condition import Outcomes
-from dataplane.transforms.conditions import Condition
+from dataplane.transforms.condition import Condition, Outcomes
 
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
              ">": operator.gt, ">=": operator.ge}  # fmt: skip
@@ -57,14 +56,14 @@ def told(sign: str, one: Any, other: Any) -> bool | None:
 def values(where: str, batch: pa.RecordBatch) -> list[bool | None]:
     """A condition on each row, which the statistics of a Parquet shard do not contradict."""
     condition = Condition.of(where, batch.schema)
-    found = condition.test.values(batch).to_pylist()
+    found = condition.values(batch).to_pylist()
     if not any(pa.types.is_decimal64(field.type) for field in batch.schema):
         sink = io.BytesIO()
         pq.write_table(pa.table(batch), sink)
         content = sink.getvalue()
         footer = memoryview(content)[-int.from_bytes(content[-8:-4], "little") - 8 :]
         (bounds,) = Parquet().column_bounds("x", footer, [0], condition.fields)
-        outcomes = condition.test.outcomes(bounds)
+        outcomes = condition.outcomes(bounds)
         assert all(OUTCOMES[one] in outcomes for one in found), (where, bounds)
     return found
 
@@ -136,7 +135,7 @@ def test_times_of_any_two_units_are_compared_exactly(
     batch = pa.record_batch([pa.array(column, pa.int64()).cast(kind)
                              for column, kind in zip(columns, kinds.values(), strict=True)],
                             names=list(kinds))  # fmt: skip
-    found = Condition.of(f"a {sign} b", batch.schema).test.values(batch).to_pylist()
+    found = Condition.of(f"a {sign} b", batch.schema).values(batch).to_pylist()
     assert found == [told(sign, None if a is None else a * ticks, b) for a, b in pairs]
 
 

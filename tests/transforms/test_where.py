@@ -8,25 +8,16 @@ from hypothesis import given
 
 from dataplane.errors import ConfigError
 from dataplane.transforms.where import (
-    Arithmetic,
-    Compared,
-    Constant,
-    Junction,
-    Length,
-    Matching,
-    Membership,
-    Name,
-    Negation,
-    Node,
-    NullTest,
-    Relation,
-    canonical_text,
-)
-from dataplane.transforms.where_parser import (
     DEPTH_MAX,
     NODES_MAX,
+    RELATIONS,
     SUMS_MAX,
     TEXT_MAX,
+    Constant,
+    Name,
+    Node,
+    Operation,
+    canonical_text,
     canonical_where,
     parse,
 )
@@ -40,32 +31,39 @@ VALUES = NUMBERS | st.booleans() | st.text(max_size=5)
 LISTS = st.one_of(*(st.sets(kind, min_size=1, max_size=3) for kind in (NUMBERS, st.text())))
 
 
+def _operation(operators: list[str], *operands: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    return st.builds(Operation, st.sampled_from(operators), st.tuples(*operands))
+
+
 def _operands(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
-    return st.builds(Arithmetic, st.sampled_from("+-*/%"), inner, inner) | st.builds(Length, inner)
+    return _operation(list("+-*/%"), inner, inner) | _operation(["length"], inner)
 
 
 OPERANDS = st.recursive(NAMES | st.builds(Constant, VALUES), _operands, max_leaves=6)
 TESTS = st.one_of(
     NAMES,
-    st.builds(Compared, st.sampled_from(Relation), OPERANDS, OPERANDS),
-    st.builds(Membership, OPERANDS, LISTS.map(lambda values: tuple(sorted(values)))),
-    st.builds(Matching, OPERANDS, st.text(max_size=5)),
-    st.builds(NullTest, OPERANDS),
+    _operation(sorted(RELATIONS), OPERANDS, OPERANDS),
+    _operation(["in"], OPERANDS, LISTS.map(lambda values: Constant(tuple(sorted(values))))),
+    _operation(["like"], OPERANDS, st.builds(Constant, st.text(max_size=5))),
+    _operation(["is"], OPERANDS, st.just(Constant(None))),
 )
 
 
 def _joined(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
-    return inner.filter(lambda node: not isinstance(node, Negation)).map(Negation) | st.builds(
+    return _operation(["not"], inner.filter(lambda node: not _is(node, "not"))) | st.builds(
         _junction, st.sampled_from(["and", "or"]), st.lists(inner, min_size=2, max_size=3)
     )
+
+
+def _is(node: Node, operator: str) -> bool:
+    return isinstance(node, Operation) and node.operator == operator
 
 
 def _junction(operator: str, parts: list[Node]) -> Node:
     flat: list[Node] = []
     for part in parts:
-        is_same = isinstance(part, Junction) and part.operator == operator
-        flat += part.parts if isinstance(part, Junction) and is_same else (part,)
-    return Junction(operator, tuple(flat))
+        flat += part.operands if isinstance(part, Operation) and _is(part, operator) else (part,)
+    return Operation(operator, tuple(flat))
 
 
 @given(st.recursive(TESTS, _joined, max_leaves=8))
