@@ -80,7 +80,9 @@ def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
         is_too_much = need > arena_bytes and rows_need + task.largest_cost > arena_bytes
         assert (task.phase is SlabPhase.FAILED) == (is_one and is_too_much)
         fits = need <= _MEMORY_SHARE * arena_bytes
-        fits |= scheduler._excerpts.is_needed and rows_need <= _EXCERPTS_SHARE * arena_bytes
+        fits |= (
+            scheduler._blocks.holdings.needs_excerpts and rows_need <= _EXCERPTS_SHARE * arena_bytes
+        )
         assert is_one or fits, "a plan that the arena cannot hold"
     whole = {each.batches for each in event.plans}
     split = [each for each in new if each.plan.batches not in whole]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
@@ -69,10 +69,6 @@ class Delegating:
         self._deliveries: dict[int, _Delegated] = {}
         self._orders: dict[int, int] = {}
         """Their numbers, by those of the slab tasks."""
-
-    def effects(self) -> dict[type, Callable[[Any], None]]:
-        """The effects that are carried out here."""
-        return {events.MakeElsewhere: self.make, GiveUpSlab: self.give_up}
 
     def open(self, delivery: DeliveryArena) -> None:
         """Allow slabs to be made elsewhere for this delivery, which the scheduler knows."""

@@ -105,7 +105,8 @@ class Engine:
             events.DecodeBlock: self._decode,
             events.ClearRestartIndexes: self._clear_restart_indexes,
             events.AssembleSlab: self._assemble,
-            **self.delegating.effects(),
+            events.MakeElsewhere: self.delegating.make,
+            events.GiveUpSlab: self.delegating.give_up,
             events.ExtractRows: self._extract,
             events.CopyKept: self._copy,
             events.Send: self._send,
@@ -116,8 +117,11 @@ class Engine:
             events.DropDelivery: self._drop_delivery,
             events.ResizePool: lambda effect: self._pool.resize(effect.count),
             events.Note: self._note,
-            **self.lent.effects(),
-            **self._kept.effects(),
+            events.LendBlock: self.lent.lend,
+            events.OnlyDecoded: self.lent.say_decoded,
+            events.RefuseAsk: self.lent.say_no,
+            events.KeepBlock: self._kept.keep,
+            events.ScanDisk: self._kept.scan,
         }
 
     def close(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from dataplane.errors import NotKept
 from dataplane.node.dataset import Dataset
@@ -46,11 +45,8 @@ class KeptBlocks:
         self._asked.discard(name)
         return is_read
 
-    def effects(self) -> Mapping[type, Callable[[Any], None]]:
-        """The function that carries out each kind of effect."""
-        return {KeepBlock: self._keep, ScanDisk: lambda _: self._scan()}
-
-    def _keep(self, effect: KeepBlock) -> None:
+    def keep(self, effect: KeepBlock) -> None:
+        """Write a block to the disk, and remove others."""
         going = tuple(fetches.KeptName(one.digest, one.block) for one in effect.instead_of)
         name, number = effect.name, effect.number
         order = fetches.WriteKept(0, name.digest, name.block, effect.region, going)
@@ -58,7 +54,8 @@ class KeptBlocks:
             order, lambda found: self._tell(KeepingEnded(number, _trouble(found)))
         )
 
-    def _scan(self) -> None:
+    def scan(self, _effect: ScanDisk) -> None:
+        """List the blocks on the disk."""
         self._fetcher.origin.read(fetches.ScanKept(0), self._scanned)
 
     def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:

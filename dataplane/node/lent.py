@@ -10,8 +10,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -126,14 +126,6 @@ class LentBlocks:
         for each in self._given.pop(number, (number,)):
             self._tell(events.SendingEnded(each))
 
-    def effects(self) -> Mapping[type, Callable[[Any], None]]:
-        """The function that carries out each kind of effect."""
-        return {
-            events.LendBlock: self._lend,
-            events.OnlyDecoded: self._say_decoded,
-            events.RefuseAsk: self._refuse,
-        }
-
     def _is_expected(self, dataset: Dataset, block: int) -> bool:
         return BlockName(dataset.dataset_id, block) in self._expected
 
@@ -161,7 +153,8 @@ class LentBlocks:
             else:
                 self._ask_scheduler(ask, dataset, number, block, Region(0, length))
 
-    def _lend(self, effect: events.LendBlock) -> None:
+    def lend(self, effect: events.LendBlock) -> None:
+        """Carry out a loan."""
         run = self._runs.get(effect.number)
         if run is None:
             self._neighbours.give(effect.number, (effect.region,))
@@ -169,14 +162,16 @@ class LentBlocks:
         run.regions[effect.number] = effect.region
         self._end(run, effect.number, wire.GIVEN_WHOLE)
 
-    def _say_decoded(self, effect: events.OnlyDecoded) -> None:
+    def say_decoded(self, effect: events.OnlyDecoded) -> None:
+        """Answer with the size of the decoded block, which is all that is here."""
         run = self._runs.get(effect.number)
         if run is None:
             self._neighbours.only_decoded(effect.number, effect.length)
         else:
             self._end(run, effect.number, effect.length)
 
-    def _refuse(self, effect: events.RefuseAsk) -> None:
+    def say_no(self, effect: events.RefuseAsk) -> None:
+        """Answer a request with a refusal."""
         run = self._runs.get(effect.number)
         if run is None:
             self._neighbours.refuse(effect.number)

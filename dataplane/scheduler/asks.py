@@ -100,15 +100,11 @@ class Asks:
         self._blocks, self._do, self._time = blocks, do, time
         self._borrowed = borrowed
         self._waiting: dict[_Name, _Waiting] = {}
-        self._idle: dict[_Name, _Waiting] = {}
-        """Blocks whose read is to begin."""
+        self._idle = tasks.requested
         self._of_runs: set[_Name] = set()
         """Blocks that are requested in runs."""
         self._lent: dict[int, CachedBlock] = {}
         self._count = 0
-        blocks.is_lacked = lambda dataset, index: (
-            tasks.is_lacked(dataset, index) or (dataset.dataset_id, index) in self._idle
-        )
 
     def asked(self, ask: NeighbourAsked) -> None:
         """Handle a neighbour's request for a part of a block."""
@@ -127,7 +123,7 @@ class Asks:
             if waiting is None:
                 waiting = self._waiting[name] = _Waiting(dataset, index, [])
                 if block is None:
-                    self._idle[name] = waiting
+                    self._idle[name] = None
             waiting.asks.append((self._time.now, ask))
             if ask.is_of_run:
                 self._of_runs.add(name)
@@ -143,14 +139,14 @@ class Asks:
     def load(self) -> None:
         """Begin to read requested blocks, and refuse those for which there is no room."""
         while self._idle and self._blocks.fetches.may_begin():
-            name, waiting = next(iter(self._idle.items()))
-            del self._idle[name]
+            waiting = self._waiting[next(iter(self._idle))]
+            del self._idle[waiting.name]
             if not self._blocks.read(waiting.dataset, waiting.index):
                 self._refuse(waiting)
 
     def refuse_unread(self, asked_before: float = math.inf) -> None:
         """Refuse requests for blocks that are not being read."""
-        for waiting in [*self._idle.values()]:
+        for waiting in [self._waiting[name] for name in self._idle]:
             is_read = self._blocks.find(waiting.dataset, waiting.index) is not None
             if not is_read and waiting.asks[0][0] < asked_before:
                 self._refuse(waiting)
@@ -183,7 +179,7 @@ class Asks:
         if changed.error is not None:
             self._refuse(waiting)
         elif block is None:
-            self._idle[waiting.name] = waiting
+            self._idle[waiting.name] = None
         elif block.phase is not BlockPhase.FETCHING:
             self._forget(waiting)
             for _, ask in waiting.asks:

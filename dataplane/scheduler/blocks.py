@@ -30,6 +30,7 @@ from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
@@ -41,7 +42,7 @@ from dataplane.scheduler.events import (
     ForgetBlock,
     Note,
 )
-from dataplane.scheduler.holdings import Holdings
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.in_flight import FetchesInFlight
 from dataplane.scheduler.next_use import EvictionOrders
 from dataplane.scheduler.records import BlockChange, BlockOutcome, BlockPhase, CachedBlock, Moment
@@ -114,12 +115,15 @@ class BlockTable:
         allocator: Allocator,
         fetch_count: int,
         shared: SharedSlabs,
+        waiting: WaitingTasks,
+        disk: DiskTier,
         do: Callable[[Effect], None],
         time: Moment,
     ) -> None:
         self._allocator, self.arena_bytes = allocator, allocator.size_bytes
         self.fetches = FetchesInFlight(fetch_count)
         self._shared, self._do, self._time = shared, do, time
+        self._waiting, self._disk, self.holdings = waiting, disk, waiting.holdings
         self._changes: list[BlockChange] = []
         self._blocks: dict[tuple[int, int], CachedBlock] = {}
         self._by_key: dict[int, CachedBlock] = {}
@@ -131,17 +135,12 @@ class BlockTable:
         self._elsewhere: dict[tuple[int, int], int] = {}
         """Blocks that a neighbour has, but only decoded, and their sizes."""
         self._again = ReadAgain(self.arena_bytes, do)
-        self.holdings = Holdings(allocator.size_bytes)
-        self.room = Room(allocator, shared, self._orders.uses, self.give_way, self.holdings)
+        self.room = Room(allocator, shared, self._orders.uses, self.give_way, waiting)
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
-        self._fetching = self._decoding = self.loaded_bytes = 0
-        """The bytes of all blocks that have become ready, each time that one did."""
+        self._fetching = self._decoding = 0
         self.is_short = False
         """Whether one task needs the whole arena."""
-        self.is_lacked: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False
-        """Whether a task waits for a block to be loaded."""
-        self.is_on_disk: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False
 
     @property
     def in_flight_count(self) -> int:
@@ -294,7 +293,8 @@ class BlockTable:
         if dataset.places is None or self.is_short or self.holdings.is_tight:
             return
         for index in dataset.places.following(first.index):
-            if (dataset.dataset_id, index) in self._blocks or not self.is_lacked(dataset, index):
+            is_known = (dataset.dataset_id, index) in self._blocks
+            if is_known or not self._waiting.is_lacked(dataset, index):
                 return
             block = self._new(dataset, index)
             how = ReadMode(is_lent=not self.room.is_wanted(block), away=away)
@@ -322,8 +322,9 @@ class BlockTable:
         self._fetching += 1
         self.fetches.began(block.key, into.length, dataset.read_count(index), joined_to)
         dataset.account.read_began(self._time.now)
-        told = joined_to is not None, elsewhere > 0, how.is_lent, self.is_on_disk(dataset, index)
-        self._do(Fetch(block.key, dataset.dataset_id, index, into, *told))
+        is_on_disk = self._disk.may_have(dataset, index, self._time.now)
+        places = joined_to is not None, elsewhere > 0, how.is_lent, is_on_disk
+        self._do(Fetch(block.key, dataset.dataset_id, index, into, *places))
         return True
 
     def fetched(self, event: BlockFetched) -> None:
@@ -434,7 +435,7 @@ class BlockTable:
         self.holdings.loaded(block)
         self.holdings.changed(block)
         self.room.became_evictable(block)
-        self.loaded_bytes += block.kept_bytes
+        self.holdings.loaded_bytes += block.kept_bytes
         block.dataset.marks.keys[block.index] = block.key
         self._give_restart_indexes(block)
         self._changed(BlockOutcome.READY, block)

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.events import DiskName
 from dataplane.scheduler.next_use import NEVER, Readings, WalkPosition
 
+PAUSE_S = 60.0
 _HEADER_BYTES = 64
 _LOOKED_AT = 1024
 _REMEMBERED = 32
@@ -38,6 +40,16 @@ _GOING_MAX = 64
 _GOLDEN = 0.618
 _HELD_SHARE = 0.75
 """The part of the arena that blocks for the next epoch take at least, beside open windows."""
+
+
+class Faults(Struct):
+    """Faults of reads, or of writes: until when the disk is left alone, and for how long after the
+    next fault.
+    """
+
+    what: str
+    until: float = -math.inf
+    pause_s: float = PAUSE_S
 
 
 class Change(Struct, frozen=True):
@@ -109,8 +121,9 @@ class DiskTier:
         """Blocks that are needed late, as of when they were written or looked at, the last ones at
         the end."""
         self.used_bytes = 0
-        self.is_known = False
-        """Whether all that earlier runs have left was reported."""
+        self.is_scanned = self.is_known = False
+        """Whether a scan has ended, and whether it has reported all that earlier runs have left."""
+        self.reading = Faults("read")
         self.own_share = 1.0
         """The part of all blocks that this node owns, and keeps for the next epoch."""
 
@@ -124,6 +137,14 @@ class DiskTier:
         if not self.limit_bytes or not dataset.digest:
             return False
         return block in self._shelf(dataset).places
+
+    def may_have(self, dataset: DatasetBlocks, block: int, now: float) -> bool:
+        """Whether to try the disk. Until the scan is over, any block may be there: trying costs
+        less than reading it elsewhere.
+        """
+        if not self.limit_bytes or now < self.reading.until:
+            return False
+        return not self.is_scanned or self.is_kept(dataset, block)
 
     def found(self, name: DiskName, file_bytes: int) -> None:
         """Note a block of an earlier run."""

@@ -39,8 +39,6 @@ from dataplane.scheduler.records import CachedBlock, Excerpt, SlabPhase, SlabTas
 _SPREAD_PARTS = 8
 # Looking for the rows of a block takes time on the event loop.
 _SEARCHED_ROWS_MAX = 1 << 20
-# Losing blocks is worth excerpts from this part of all that is read on.
-_LOST_PARTS = 4
 
 
 class _Part(Struct, frozen=True):
@@ -75,8 +73,6 @@ class Excerpts:
         do: Callable[[Effect], None],
     ) -> None:
         self._blocks, self._arena, self._waiting, self._do = blocks, allocator, waiting, do
-        blocks.room.leaves_rows = self._leaves_rows
-        blocks.room.is_wanted = lambda each: bool(waiting.of_block(each.dataset, each.index))
         self._pool: Allocator | None = None
         self._pool_at = 0
         self._by_key: dict[int, Excerpt] = {}
@@ -84,9 +80,6 @@ class Excerpts:
         self._copying: dict[int, _Copying] = {}
         self._suspects: set[int] = set()
         self._numbers = itertools.count(1)
-        self._lost_bytes = self._loaded_bytes = 0
-        self.is_needed = False
-        """Whether blocks are lost, or a batch needs more of them than fit."""
 
     @property
     def is_open(self) -> bool:
@@ -135,26 +128,7 @@ class Excerpts:
         if self._pool is not None and not self._by_key and not self._copying:
             self._arena.free(self._pool_at)
             self._pool, self._blocks.holdings.is_tight = None, False
-            self.is_needed, self._lost_bytes = False, 0
-
-    def _leaves_rows(self, block: CachedBlock, use: int) -> bool:
-        """Whether rows of a block about to be evicted must be copied first."""
-        is_wanted = any(
-            not task.stream.is_ahead for task in self._waiting.of_block(block.dataset, block.index)
-        )
-        if is_wanted and not self.is_open and not use:
-            self._lose(block)
-        return is_wanted and self.is_open
-
-    def _lose(self, block: CachedBlock) -> None:
-        """Count a block that must be read again because others need its room. Excerpts are not
-        worth it while only a small part of the reads is lost.
-        """
-        loaded_bytes = self._blocks.loaded_bytes
-        borne = (loaded_bytes - self._loaded_bytes) // _LOST_PARTS
-        self._loaded_bytes = loaded_bytes
-        self._lost_bytes = max(0, self._lost_bytes - borne) + block.kept_bytes
-        self.is_needed |= self._lost_bytes > self._blocks.arena_bytes
+            self._blocks.holdings.forget_losses()
 
     # -- making ----------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ LENT_PARTS = 4
 READS_MIN = 2
 """One block arrives while the next one is asked for, even if others are read again for that."""
 _SEEN_MAX = 64
+_LOST_PARTS = 4
+"""Losing blocks is worth excerpts from this part of all that is read on."""
 
 
 class Holdings:
@@ -48,6 +50,11 @@ class Holdings:
         self.is_tight = False
         """Whether blocks are read several times. One is fetched only if it can be decoded, even if
         a task waits for it."""
+        self.loaded_bytes = 0
+        """The bytes of all blocks that have become ready, each time that one did."""
+        self._lost_bytes = self._loaded_before = 0
+        self.needs_excerpts = False
+        """Whether blocks are lost, or a batch needs more of them than fit."""
 
     @property
     def is_idle(self) -> bool:
@@ -109,6 +116,19 @@ class Holdings:
         self._lent.pop(block.key, None)
         self._recent_bytes -= self._recent.pop(block.key, 0)
 
+    def lose(self, block: CachedBlock) -> None:
+        """Count a block that must be read again because others need its room. Excerpts are not
+        worth it while only a small part of the reads is lost.
+        """
+        borne = (self.loaded_bytes - self._loaded_before) // _LOST_PARTS
+        self._loaded_before = self.loaded_bytes
+        self._lost_bytes = max(0, self._lost_bytes - borne) + block.kept_bytes
+        self.needs_excerpts |= self._lost_bytes > self._arena_bytes
+
+    def forget_losses(self) -> None:
+        """Note that the memory for excerpts was returned."""
+        self.needs_excerpts, self._lost_bytes = False, 0
+
     # -- neighbours ------------------------------------------------------------------------------
 
     def sent(self, block: CachedBlock) -> None:
@@ -143,10 +163,12 @@ class Holdings:
 
 
 class WaitingTasks:
-    """Every slab task that waits for blocks or a slot."""
+    """Every slab task that waits for blocks or a slot, and the blocks that neighbours await."""
 
     def __init__(self, time: Moment, holdings: Holdings) -> None:
-        self._time, self._holdings = time, holdings
+        self._time, self.holdings = time, holdings
+        self.requested: dict[tuple[int, int], None] = {}
+        """Blocks that neighbours have requested and whose read is to begin, the oldest first."""
         self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
 
     def of_block(self, dataset: DatasetBlocks, index: int) -> list[SlabTask]:
@@ -159,8 +181,8 @@ class WaitingTasks:
         return found
 
     def is_lacked(self, dataset: DatasetBlocks, index: int) -> bool:
-        """Whether a task waits for a block to be loaded. Takes a step for each task."""
-        return any(
+        """Whether a task or a neighbour waits for a block to be loaded. A step for each task."""
+        return (dataset.dataset_id, index) in self.requested or any(
             task.datasets.number(dataset, index) in task.idle
             for task in self._waiting.get(dataset.dataset_id, ())
         )
@@ -192,7 +214,7 @@ class WaitingTasks:
         datasets, blocks = task.datasets, task.plan.blocks
         for dataset, some in datasets.parts(blocks):
             self._waiting[dataset.dataset_id].add(task)
-            self._holdings.want(dataset, some)
+            self.holdings.want(dataset, some)
         task.blocks = None
         task.missing = set(blocks[task.keys == 0].tolist())
         task.idle = set(task.missing)
@@ -215,7 +237,7 @@ class WaitingTasks:
             waiting = self._waiting.get(dataset.dataset_id)
             if waiting is not None and task in waiting:
                 waiting.remove(task)
-                self._holdings.want_no_more(dataset, some)
+                self.holdings.want_no_more(dataset, some)
                 if not waiting:
                     del self._waiting[dataset.dataset_id]
         task.missing.clear()

@@ -18,15 +18,13 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from msgspec import Struct
 
 from dataplane.model import Region
 from dataplane.scheduler.asks import Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.disk import Change, DiskTier
+from dataplane.scheduler.disk import PAUSE_S, Change, DiskTier, Faults
 from dataplane.scheduler.events import (
     BlockFetched,
     DatasetForgotten,
@@ -46,18 +44,7 @@ _WRITES_MAX = 16
 _WAITING_MAX = 256
 _WRITTEN_SHARE = 8
 _BLOCKS_LEAST, _SHARE_OF_FEW = 4, 4
-PAUSE_S = 60.0
 _PAUSE_S_MAX = 3600.0
-
-
-class _Faults(Struct):
-    """Faults of reads, or of writes: until when the disk is left alone, and for how long after the
-    next fault.
-    """
-
-    what: str
-    until: float = -math.inf
-    pause_s: float = PAUSE_S
 
 
 class _Write(Struct, frozen=True):
@@ -87,39 +74,19 @@ class Keeping:
         """Blocks that may be written; their memory may be used for others meanwhile."""
         self._written_bytes = 0
         self._numbers = itertools.count(1)
-        self._reading, self._writing = _Faults("read"), _Faults("written")
+        self._writing = Faults("written")
         self._lost, self._told_at = 0, -math.inf
-        self._is_scanned = False
         self._guests = [0, 0]
         """How many blocks were read that this node owns, and that others do."""
-        blocks.is_on_disk = self._is_read_there
-
-    def events(self) -> Mapping[type, Callable[[Any], None]]:
-        """The handler of each kind of event."""
-        return {
-            BlockFetched: self._fetched,
-            DatasetForgotten: self._forget_dataset,
-            DiskFound: self._found,
-            DiskScanned: self._scanned,
-            DiskMissed: self._missed,
-            KeepingEnded: self._ended,
-        }
 
     def look(self) -> None:
         """Handle a tick: the disk may be scanned again."""
-        if self._is_scanned and not self._tier.is_known and not self._has_failed:
-            self._is_scanned = False
+        if self._tier.is_scanned and not self._tier.is_known and not self._has_failed:
+            self._tier.is_scanned = False
             self._do(ScanDisk())
 
-    def _is_read_there(self, dataset: DatasetBlocks, block: int) -> bool:
-        """Whether to try the disk. Until the scan is over, any block may be there: trying costs
-        less than reading it elsewhere.
-        """
-        if not self._tier.limit_bytes or self._time.now < self._reading.until:
-            return False
-        return not self._is_scanned or self._tier.is_kept(dataset, block)
-
-    def _fetched(self, event: BlockFetched) -> None:
+    def fetched(self, event: BlockFetched) -> None:
+        """Handle the end of a fetch: the block may be written to the disk."""
         block = self._blocks.block(event.key)
         self._blocks.fetched(event)
         if event.is_from_disk:
@@ -132,7 +99,7 @@ class Keeping:
 
     def _write_next(self) -> None:
         """Write waiting blocks as far as allowed, if their bytes are still in memory."""
-        while self._waiting and self._is_scanned and len(self._writes) < _WRITES_MAX:
+        while self._waiting and self._tier.is_scanned and len(self._writes) < _WRITES_MAX:
             block = self._waiting[0]
             region = block.raw_bytes
             if region is not None and not self._may_write(region.length):
@@ -162,7 +129,8 @@ class Keeping:
         going = tuple(name for name, _ in change.going)
         self._do(KeepBlock(number, change.name, write.region, going))
 
-    def _ended(self, event: KeepingEnded) -> None:
+    def ended(self, event: KeepingEnded) -> None:
+        """Handle the end of a write."""
         write = self._writes.pop(event.number)
         self._written_bytes -= write.region.length
         if write.block is not None:
@@ -175,16 +143,19 @@ class Keeping:
             self._reduce()
         self._write_next()
 
-    def _forget_dataset(self, event: DatasetForgotten) -> None:
+    def forget_dataset(self, event: DatasetForgotten) -> None:
+        """Forget a dataset that has no readers left."""
         self._asks.forget_dataset(event.dataset)
         self._tier.forget_dataset(event.dataset)
 
-    def _found(self, event: DiskFound) -> None:
+    def found(self, event: DiskFound) -> None:
+        """Note blocks of an earlier run."""
         for block, size in zip(event.blocks, event.disk_bytes, strict=True):
             self._tier.found(DiskName(event.digest, block), size)
 
-    def _scanned(self, event: DiskScanned) -> None:
-        self._is_scanned = True
+    def scanned(self, event: DiskScanned) -> None:
+        """Handle the end of a scan."""
+        self._tier.is_scanned = True
         if event.trouble:
             self._failed(self._writing, event.trouble)
             return
@@ -197,9 +168,10 @@ class Keeping:
         if not self._writes and (change := self._tier.reduce()) is not None:
             self._begin(_Write(change))
 
-    def _missed(self, event: DiskMissed) -> None:
+    def missed(self, event: DiskMissed) -> None:
+        """Note that a block is not on disk, or that the disk failed."""
         if event.trouble:
-            self._failed(self._reading, event.trouble)
+            self._failed(self._tier.reading, event.trouble)
             return
         if not self._tier.lost(event.dataset, event.block):
             return
@@ -209,7 +181,7 @@ class Keeping:
             self._told_at, self._lost = self._time.now, 0
             self._note("blocks on disk were missing or damaged, and are read elsewhere", facts)
 
-    def _failed(self, faults: _Faults, trouble: str) -> None:
+    def _failed(self, faults: Faults, trouble: str) -> None:
         if self._time.now < faults.until:
             return  # it was under way when the disk failed
         faults.until = self._time.now + faults.pause_s

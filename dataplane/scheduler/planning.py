@@ -84,7 +84,8 @@ class Passes:
                 if not self._opened_for:
                     self._excerpts.close()
             return False
-        return self._excerpts.is_needed and head is not None and self.open_for(head)
+        is_needed = self._blocks.holdings.needs_excerpts
+        return is_needed and head is not None and self.open_for(head)
 
     def open_for(self, head: SlabTask) -> bool:
         """Take memory for excerpts, enough for this task; return False if there is too little, if

@@ -30,7 +30,7 @@ from dataplane.model import Region
 from dataplane.plan.order import SampleOrder
 from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Ints
 from dataplane.scheduler.disk import DiskTier
-from dataplane.scheduler.holdings import Holdings
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.next_use import NextUse, WalkPosition
 from dataplane.scheduler.records import BlockPhase, CachedBlock, Moment
 from dataplane.scheduler.room import Room
@@ -246,8 +246,8 @@ class _Node:
         shared = SharedSlabs(self._allocator, StreamTable(), moment)
         self._readings: list[WalkPosition] = []
         self._uses = NextUse(lambda _dataset: self._readings)
-        holdings = Holdings(arena_bytes)
-        self._room = Room(self._allocator, shared, self._uses, self._evict, holdings)
+        waiting = WaitingTasks(moment, Holdings(arena_bytes))
+        self._room = Room(self._allocator, shared, self._uses, self._evict, waiting)
         self._disk = DiskTier(cache_bytes, arena_bytes, lambda _dataset: self._readings)
         self._disk.is_known = True
         self._held: dict[int, CachedBlock] = {}

@@ -1,8 +1,8 @@
 """Make room in the block arena by evicting blocks that the plan needs last.
 
 Invariants: those of blocks.py about eviction, and:
-1. A ready block that `leaves_rows` is never evicted here: it is listed in `leaving`, so that those
-   rows can be copied first.
+1. A ready block whose rows planned slabs need is not evicted here while there is memory for
+   excerpts: it is listed in `leaving`, so that those rows can be copied first.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ from typing import NamedTuple
 
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
-from dataplane.scheduler.holdings import Holdings
+from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.next_use import NEVER, NextUse, Positions
 from dataplane.scheduler.records import BlockPhase, CachedBlock, SharedSlab
 from dataplane.scheduler.streams import SharedSlabs
 
 Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
 """An evictable item, and how many positions away its next use is."""
-
-Leaves = Callable[[CachedBlock, int], bool]
-"""Whether planned slabs need rows of a block that is about to be evicted, although its next use is
-so many positions away, and those rows can be copied."""
-
 
 _SPARED_MAX = 64
 
@@ -54,7 +49,9 @@ class _Fruitless(NamedTuple):
 
 
 class Room:
-    """The room of one block arena. `uses` ranks the blocks in it; `give_way` drops one."""
+    """The room of one block arena. `uses` ranks the blocks in it; `give_way` drops one; `waiting`
+    has the tasks that need some.
+    """
 
     def __init__(
         self,
@@ -62,14 +59,10 @@ class Room:
         shared: SharedSlabs,
         uses: NextUse,
         give_way: Callable[[CachedBlock], None],
-        holdings: Holdings,
+        waiting: WaitingTasks,
     ) -> None:
         self._allocator, self._shared, self._uses = allocator, shared, uses
-        self._give_way, self._holdings = give_way, holdings
-        self.leaves_rows: Leaves = lambda _block, _use: False
-        self.is_wanted: Callable[[CachedBlock], bool] = lambda _block: False
-        """Whether a task waits for it. Padding repeats samples of blocks that no open stream needs
-        any more, and such blocks must not evict each other."""
+        self._give_way, self._waiting, self._holdings = give_way, waiting, waiting.holdings
         self.leaving: list[CachedBlock] = []
         """Blocks that would have made room for the last one, had their rows been copied."""
         self.is_full = False
@@ -83,6 +76,12 @@ class Room:
             block.is_guest or self._uses.use_of(block.dataset, block.index) > known.limit
         ):
             self._fruitless = None
+
+    def is_wanted(self, block: CachedBlock) -> bool:
+        """Whether a task waits for the block. Padding repeats samples of blocks that no open stream
+        needs any more, and such blocks must not evict each other.
+        """
+        return bool(self._waiting.of_block(block.dataset, block.index))
 
     def unpinned(self) -> None:
         """Note that blocks may have become evictable."""
@@ -293,5 +292,12 @@ class Room:
         return True
 
     def _leaves(self, block: CachedBlock, use: int) -> bool:
-        is_needed = block.phase is BlockPhase.READY and not self._is_spare(block, use)
-        return is_needed and self.leaves_rows(block, use)
+        """Whether rows of a block about to be evicted must be copied first."""
+        if block.phase is not BlockPhase.READY or self._is_spare(block, use):
+            return False
+        is_tight = self._holdings.is_tight
+        tasks = self._waiting.of_block(block.dataset, block.index)
+        is_wanted = any(not task.stream.is_ahead for task in tasks)
+        if is_wanted and not is_tight and not use:
+            self._holdings.lose(block)
+        return is_wanted and is_tight

@@ -39,7 +39,7 @@ from dataplane.scheduler.dataset import stage_times
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.excerpts import Excerpts
-from dataplane.scheduler.holdings import WaitingTasks
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.keeping import Keeping
 from dataplane.scheduler.planning import Passes, Planning
 from dataplane.scheduler.records import (
@@ -110,11 +110,13 @@ class Scheduler:
         allocator = self._allocator = Allocator(arena_bytes)
         self._streams = StreamTable()
         self._shared = SharedSlabs(allocator, self._streams, self._time)
-        self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
-        waiting = WaitingTasks(self._time, self._blocks.holdings)
+        waiting = WaitingTasks(self._time, Holdings(arena_bytes))
+        tier = self._tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
+        self._blocks = BlockTable(
+            allocator, fetch_count, self._shared, waiting, tier, self._do, self._time
+        )
         self._borrowed = Borrowed(self._blocks)
         asks = self._asks = Asks(self._blocks, waiting, self._borrowed, self._do, self._time)
-        tier = self._tier = DiskTier(cache_bytes, arena_bytes, self._shared.readings)
         self._keeping = Keeping(tier, self._blocks, asks, self._borrowed, self._do, self._time)
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
@@ -133,7 +135,11 @@ class Scheduler:
         """For the same task, and no rows were copied for it since."""
         self.is_settled = True
         """Whether no event came since the last search for work."""
-        self._on: dict[type, Callable[[Any], None]] = {
+        self._on = self._decisions()
+
+    def _decisions(self) -> dict[type, Callable[[Any], None]]:
+        """The function that decides about each kind of event."""
+        return {
             events.DeliveryOpened: self._deliveries.opened,
             events.DeliveryClosed: self._close_delivery,
             events.BlocksInherited: self._blocks.inherit,
@@ -154,7 +160,12 @@ class Scheduler:
             events.SendingEnded: lambda event: self._asks.sent(event.number),
             events.Ticked: self._tick,
             events.Settled: self._settle,
-            **self._keeping.events(),
+            events.BlockFetched: self._keeping.fetched,
+            events.DatasetForgotten: self._keeping.forget_dataset,
+            events.DiskFound: self._keeping.found,
+            events.DiskScanned: self._keeping.scanned,
+            events.DiskMissed: self._keeping.missed,
+            events.KeepingEnded: self._keeping.ended,
         }
 
     def decide(self, event: events.Event, now: float) -> list[events.Effect]:

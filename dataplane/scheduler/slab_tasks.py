@@ -199,12 +199,12 @@ class SlabTasks:
             return
         if is_one and task.memory_needed <= arena_bytes:
             return
-        if is_one or self._excerpts.is_needed:
+        if is_one or self._blocks.holdings.needs_excerpts:
             need = self._excerpts.need_of(task)
             if is_one and need + task.largest_cost > arena_bytes:
                 self.fail_for_memory(task)
                 return
-            self._excerpts.is_needed = True
+            self._blocks.holdings.needs_excerpts = True
             if is_one or need <= arena_bytes * _EXCERPTS_SHARE:
                 return
         rest = self._cut(task, len(task.plan.batches) // 2)

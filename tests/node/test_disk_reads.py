@@ -129,7 +129,7 @@ def test_a_scan_that_the_scheduler_wants_is_ordered_and_its_end_reported() -> No
             told.append(event)
             ended.set()
 
-        KeptBlocks(fetcher, tell).effects()[ScanDisk](ScanDisk())
+        KeptBlocks(fetcher, tell).scan(ScanDisk())
         assert origin.orders == [fetches.ScanKept(0)]
         async with asyncio.timeout(60):
             await ended.wait()

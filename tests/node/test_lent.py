@@ -158,7 +158,13 @@ def test_each_ask_has_one_answer_when_all_its_blocks_have_one(
         assert event.part.length == dataset.blocks.read_bytes(block)
         assert event.is_of_run == (len(ask.ends) > 1)
         effect = effect_of(event, ask.end_of(event.number))
-        lent.effects()[type(effect)](effect)
+        match effect:
+            case events.LendBlock():
+                lent.lend(effect)
+            case events.OnlyDecoded():
+                lent.say_decoded(effect)
+            case _:
+                lent.say_no(effect)
         left.remove(event.number)
         assert (ask.asked.number in answers.found) == left.isdisjoint(ask.numbers)
     told.clear()

@@ -21,7 +21,9 @@ from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import ClearRestartIndexes, Effect
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.transforms.pixels_library import maker
@@ -144,7 +146,9 @@ def test_blocks_of_images_have_restart_indexes_while_a_job_crops(
     effects: list[Effect] = []
     allocator, moment = Allocator(arena_bytes), Moment()
     shared = SharedSlabs(allocator, Streams(crops=crops), moment)
-    table = BlockTable(allocator, 4, shared, effects.append, moment)
+    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
+    disk = DiskTier(0, 0, shared.readings)
+    table = BlockTable(allocator, 4, shared, waiting, disk, effects.append, moment)
     dataset = _blocks(column, "file:///shard", arena_bytes)
     for index in range(COUNT):
         assert table.start(dataset, index, greedy=False)

@@ -15,6 +15,7 @@ from dataplane.rpc import tasks
 from dataplane.scheduler.asks import PATIENCE_S, Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
@@ -27,7 +28,7 @@ from dataplane.scheduler.events import (
     OnlyDecoded,
     RefuseAsk,
 )
-from dataplane.scheduler.holdings import WaitingTasks
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.records import Delivery, Moment, StreamState
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 from dataplane.scheduler.walk import SlabSizes, Walk
@@ -56,8 +57,9 @@ class Owner:
         )
         self.effects: list[Effect] = []
         do, shared = self.effects.append, SharedSlabs(self.allocator, streams, self.time)
-        self.blocks = BlockTable(self.allocator, fetches, shared, do, self.time)
-        waiting = WaitingTasks(self.time, self.blocks.holdings)
+        waiting = WaitingTasks(self.time, Holdings(self.allocator.size_bytes))
+        disk = DiskTier(0, 0, shared.readings)
+        self.blocks = BlockTable(self.allocator, fetches, shared, waiting, disk, do, self.time)
         self.borrowed = Borrowed(self.blocks)
         self.asks = Asks(self.blocks, waiting, self.borrowed, do, self.time)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)

@@ -20,6 +20,7 @@ from dataplane.scheduler import next_use, room
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.elsewhere import Elsewhere
 from dataplane.scheduler.events import (
     BlockDecoded,
@@ -31,7 +32,7 @@ from dataplane.scheduler.events import (
     ForgetBlock,
 )
 from dataplane.scheduler.excerpts import Excerpts
-from dataplane.scheduler.holdings import WaitingTasks
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.records import (
     Delivery,
     Group,
@@ -68,8 +69,9 @@ class Table:
         self.allocator, moment, streams = Allocator(pages * GRANULE_BYTES), Moment(), StreamTable()
         self.shared = SharedSlabs(self.allocator, streams, moment)
         self.effects: list[Effect] = []
-        self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
-        waiting = WaitingTasks(moment, self.blocks.holdings)
+        waiting = WaitingTasks(moment, Holdings(self.allocator.size_bytes))
+        disk, do = DiskTier(0, 0, self.shared.readings), self.effects.append
+        self.blocks = BlockTable(self.allocator, 4, self.shared, waiting, disk, do, moment)
         excerpts = Excerpts(self.blocks, self.allocator, waiting, self.effects.append)
         self.tasks = SlabTasks(
             self.blocks,

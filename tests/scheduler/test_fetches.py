@@ -16,7 +16,9 @@ from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
@@ -51,19 +53,21 @@ def test_small_blocks_are_fetched_more_at_once_within_two_bounds(
     effects: list[Effect] = []
     allocator, moment = Allocator(64 * FETCH_BYTES_MIN * 4), Moment()
     shared = SharedSlabs(allocator, StreamTable(), moment)
-    table = BlockTable(allocator, FETCHES, shared, effects.append, moment)
+    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
+    disk = DiskTier(0, 0, shared.readings)
+    table = BlockTable(allocator, FETCHES, shared, waiting, disk, effects.append, moment)
     manifest = _manifest(lengths)
     dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint)).blocks
-    waiting, under_way = [*range(len(lengths))], dict[int, int]()
-    while waiting or under_way:
-        while waiting and table.start(dataset, waiting[0], greedy=False):
+    needed, under_way = [*range(len(lengths))], dict[int, int]()
+    while needed or under_way:
+        while needed and table.start(dataset, needed[0], greedy=False):
             fetch = effects[-1]
             assert isinstance(fetch, Fetch)
-            under_way[fetch.key] = lengths[waiting.pop(0)]
+            under_way[fetch.key] = lengths[needed.pop(0)]
         count, size = len(under_way), sum(under_way.values())
         assert count <= SMALL_FETCHES * FETCHES
         assert count <= FETCHES or size - max(under_way.values()) < FETCHES * FETCH_BYTES_MIN
-        if waiting:
+        if needed:
             assert count >= FETCHES
             assert count == SMALL_FETCHES * FETCHES or size >= FETCHES * FETCH_BYTES_MIN
         key = drawn.draw(st.sampled_from([*under_way]))

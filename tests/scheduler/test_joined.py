@@ -15,7 +15,9 @@ from dataplane.scheduler.dataset import (
     DatasetBlocks,
     Marks,
 )
+from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
+from dataplane.scheduler.holdings import Holdings, WaitingTasks
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.streams import SharedSlabs, StreamTable
 
@@ -58,18 +60,20 @@ def test_each_wanted_block_is_read_once_and_no_other(
     effects: list[Effect] = []
     allocator, moment = Allocator(1 << 30), Moment()
     shared = SharedSlabs(allocator, StreamTable(), moment)
-    table = BlockTable(allocator, 2, shared, effects.append, moment)
+    waiting = WaitingTasks(moment, Holdings(allocator.size_bytes))
+    disk = DiskTier(0, 0, shared.readings)
+    table = BlockTable(allocator, 2, shared, waiting, disk, effects.append, moment)
     none = np.zeros(count, np.int64)
     marks = Marks.of(places.length, none, np.ones(count, np.bool_))
     rows = np.ones(count, np.int64)
     dataset = DatasetBlocks(1, "d", marks, places.length, rows, str, places=places)
     wanted = [block for block in range(count) if block not in unwanted]
-    table.is_lacked = lambda _dataset, index: index not in unwanted
-    waiting, read, under_way = data.draw(st.permutations(wanted)), list[int](), list[int]()
+    waiting.requested.update({(1, index): None for index in wanted})
+    needed, read, under_way = data.draw(st.permutations(wanted)), list[int](), list[int]()
     requests: list[list[int]] = []
-    while waiting or under_way:
-        while waiting and table.start(dataset, waiting[0], greedy=False):
-            waiting.pop(0)
+    while needed or under_way:
+        while needed and table.start(dataset, needed[0], greedy=False):
+            needed.pop(0)
         for fetch in effects:
             if isinstance(fetch, Fetch):
                 read.append(fetch.block)

@@ -44,7 +44,7 @@ class Node:
     def asks(self, block: int, now: float) -> bool:
         """Whether the disk is asked for it."""
         self._scheduler.decide(events.Settled(), now)
-        return self._scheduler._blocks.is_on_disk(self.dataset, block)
+        return self._scheduler._tier.may_have(self.dataset, block, now)
 
 
 def test_a_disk_that_fails_is_left_alone_for_longer_each_time_and_told_once() -> None:

@@ -9,8 +9,7 @@ import pytest
 from scheduler_scenes import epoch_of_one, far_too_small
 from scheduler_simulate import simulate
 
-from dataplane.arena.allocator import Allocator
-from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.holdings import Holdings
 from dataplane.scheduler.planning import Passes
 
 
@@ -52,15 +51,11 @@ def _lost(losses: int, read_between: int) -> bool:
     """Whether excerpts are needed after a block of 60 bytes was lost so often, with so many bytes
     read in between, in an arena of 100.
     """
-    blocks = SimpleNamespace(room=SimpleNamespace(), arena_bytes=100, loaded_bytes=0)
-    task = SimpleNamespace(stream=SimpleNamespace(is_ahead=False))
-    waiting = SimpleNamespace(of_block=lambda *_: [task])
-    excerpts = Excerpts(blocks, Allocator(100), waiting, lambda _: None)  # type: ignore[arg-type]
-    block = SimpleNamespace(dataset=None, index=0, kept_bytes=60)
+    holdings, block = Holdings(100), SimpleNamespace(kept_bytes=60)
     for _ in range(losses):
-        blocks.loaded_bytes += read_between
-        assert not blocks.room.leaves_rows(block, 0)
-    return excerpts.is_needed
+        holdings.loaded_bytes += read_between
+        holdings.lose(block)  # type: ignore[arg-type]
+    return holdings.needs_excerpts
 
 
 def test_a_job_that_loses_little_of_what_it_reads_makes_no_excerpts() -> None:
