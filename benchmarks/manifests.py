@@ -34,11 +34,10 @@ from dataplane.model import End, ObjectInfo, Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.datasets import Datasets
 from dataplane.plan.defaults import BlockSizes, shuffle_of
-from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.plan.shard import Shard
-from dataplane.plan.shards import ShardTable
+from dataplane.plan.shards import Shard, ShardTable
+from dataplane.plan.views import identity_of
 
 _FOLDER = "s3://training-data/corpus/v3"
 _SIZES = (1_000, 300_000, 3_000_000)

@@ -17,11 +17,10 @@ from dataclasses import asdict
 import numpy as np
 from plan_scale import PlanFigure, table, timed
 
-from dataplane.plan.counting import SHARES_SUM, CountingTree
+from dataplane.plan.counting import SHARES_SUM, CountingTree, quantised
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.permute import key
-from dataplane.plan.shares import quantised
 
 _SEED, _SEEKS, _ROUNDS = 7, 200, 10_000
 _SLAB = 96 * 1024

@@ -25,8 +25,7 @@ from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.permute import key
-from dataplane.plan.shard import Shard
-from dataplane.plan.shards import ShardTable
+from dataplane.plan.shards import Shard, ShardTable
 
 T = TypeVar("T")
 

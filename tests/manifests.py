@@ -8,7 +8,7 @@ import numpy as np
 
 from dataplane.model import Region
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 
 
 def small(**change: Any) -> Manifest:

@@ -25,8 +25,8 @@ from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.model import Region, Stream
+from dataplane.plan.cluster import Owners, Weighed
 from dataplane.plan.order import Order
-from dataplane.plan.owners import Owners, Weighed
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler

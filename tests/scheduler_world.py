@@ -23,7 +23,7 @@ from dataplane.errors import BudgetTooSmall, DataplaneError, StoreDenied, StoreU
 from dataplane.model import End, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, SampleOrder
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks

@@ -28,7 +28,7 @@ from dataplane.index.viewing import viewed
 from dataplane.model import Region, View
 from dataplane.node.stored_rows import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
-from dataplane.plan.trail import RowNames
+from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters
 from dataplane.redact import hub_parts
 from dataplane.store.connect import Stores

@@ -26,7 +26,7 @@ from dataplane.fetcher.kept_files import KeptFiles
 from dataplane.machine import this_machine
 from dataplane.node.cache_folder import FolderTakenError, open_cache_folder
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker

@@ -27,16 +27,14 @@ from dataplane.commands.datasets import read_block, row_names, schema_of
 from dataplane.commands.packs import read_mapped
 from dataplane.errors import ConfigError
 from dataplane.ledger import LedgerPosition
-from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of
-from dataplane.plan.taken_documents import stand_ins, without
-from dataplane.plan.tombstones import Substitutes
-from dataplane.plan.trail import places_of
+from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of, stand_ins, without
+from dataplane.plan.tombstones import Substitutes, places_of
 from dataplane.plan.views import rows_only
 
 if TYPE_CHECKING:
     from dataplane.commands.traced import Traced, TracedSource
     from dataplane.plan.order import TracedOrder
-    from dataplane.plan.trail import Place, RowsFor, StepRows
+    from dataplane.plan.tombstones import Place, RowsFor, StepRows
 
 _INSTEAD_OF = "instead_of"
 

@@ -330,7 +330,7 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
 
     from dataplane.changes import Tombstone
     from dataplane.commands.datasets import row_names
-    from dataplane.plan.trail import shard_named
+    from dataplane.plan.tombstones import shard_named
     from dataplane.plan.views import filters
 
     asked = {name: _source(job, name) for name in names}

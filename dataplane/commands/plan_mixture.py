@@ -23,7 +23,7 @@ from dataplane.model import View
 if TYPE_CHECKING:
     from dataplane.commands.options import PacksAsked
     from dataplane.commands.plan import Question
-    from dataplane.plan.explain_mixture import MixtureExplanation, SourcePlan
+    from dataplane.plan.explain import MixtureExplanation, SourcePlan
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import JobOpened, OpenJob
     from dataplane.transforms.mixture_options import Mixture
@@ -132,7 +132,7 @@ def show_mixture(
     Raises:  ConfigError, or another error of a job, as a loader would.
     """
     from dataplane.plan.cluster import Cluster
-    from dataplane.plan.explain_mixture import explain_mixture
+    from dataplane.plan.explain import explain_mixture
 
     if packs is not None:
         view = packs.view(view)

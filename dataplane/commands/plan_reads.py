@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
-    from dataplane.plan.shuffled_job import ShuffledJob
+    from dataplane.plan.shuffled import ShuffledJob
     from dataplane.scheduler.dataset import Ints
     from dataplane.scheduler.predicted import EpochReads, Guests
 
@@ -100,8 +100,7 @@ def _job(
 ) -> ShuffledJob:
     """`kept_bytes`: what the decoded dataset takes in memory, 0 if it is not known."""
     from dataplane.plan.defaults import BlockSizes
-    from dataplane.plan.shuffled import ShuffledSource
-    from dataplane.plan.shuffled_job import ShuffledJob
+    from dataplane.plan.shuffled import ShuffledJob, ShuffledSource
 
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     stored = int(manifest.block_length.sum(dtype=np.int64))

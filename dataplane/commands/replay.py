@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from dataplane.commands.traced import Traced
-    from dataplane.plan.trail import StepRows
+    from dataplane.plan.tombstones import StepRows
     from dataplane.plan.windows import Int64
 
 
@@ -120,7 +120,7 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
     from dataplane.commands.datasets import row_names
     from dataplane.commands.documents import LeftOut
     from dataplane.errors import ConfigError
-    from dataplane.plan.trail import RowNames, StepRows, rows_of_step
+    from dataplane.plan.tombstones import RowNames, StepRows, rows_of_step
 
     if dp_rank is not None and dp_rank >= job.dp_size:
         raise ConfigError(

@@ -392,7 +392,7 @@ def _check(
 ) -> None:
     """Check that these are the datasets of the job, possibly at other urls."""
     from dataplane.node.mixing import mixed_identity
-    from dataplane.plan.identity import identity_of
+    from dataplane.plan.views import identity_of
 
     if [manifest.fingerprint for manifest in manifests] == list(fingerprints):
         return

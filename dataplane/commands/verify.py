@@ -111,7 +111,7 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
 
     Raises:  ConfigError, StoreError: there are no shards to check.
     """
-    from dataplane.plan.shard import no_samples
+    from dataplane.plan.shards import no_samples
 
     findings = Findings()
     manifests = list(_manifests(urls, format_name, workers, bar, findings))

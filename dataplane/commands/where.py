@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dataplane.commands.documents import LeftOut
     from dataplane.commands.traced import Traced
-    from dataplane.plan.trail import Place, RowNames
+    from dataplane.plan.tombstones import Place, RowNames
 
 EPOCHS_MAX = 1000
 
@@ -97,7 +97,7 @@ def _shard(job: Traced, source_name: str | None, name: str) -> tuple[int, int]:
 
     Raises:  ConfigError: no shard matches, or several do.
     """
-    from dataplane.plan.trail import shard_named
+    from dataplane.plan.tombstones import shard_named
 
     names = [source.name for source in job.sources]
     if job.spec.mixture is None and source_name is None:
@@ -157,7 +157,7 @@ def _places(
     """Yield the places of a row of a block, with the row that stood there and the one that is
     delivered; one of these is this row. For packs, also the range of its tokens.
     """
-    from dataplane.plan.trail import places_of
+    from dataplane.plan.tombstones import places_of
 
     if job.is_packed:
         from dataplane.commands.documents import packs_with

@@ -54,7 +54,7 @@ from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_o
 from dataplane.formats.source import ByteSource, Memory, Window, spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
-from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.suffixes import BY_FORMAT
 
 # Record batches smaller than this are grouped, up to the second figure.

@@ -56,7 +56,7 @@ from dataplane.formats.source import (
 )
 from dataplane.formats.unsupported import differing
 from dataplane.model import Region
-from dataplane.plan.null_counts import UNKNOWN
+from dataplane.plan.columns import UNKNOWN
 from dataplane.suffixes import BY_FORMAT
 
 # [1,2] takes two bytes a value and becomes int64.

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.plan.columns import NEVER, UNKNOWN
 
 ROWS, NONE, NOT_KNOWN = -3, -2, -1
 """Null counts of a field node in a shard: one for each row; none; not known."""

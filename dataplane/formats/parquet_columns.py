@@ -26,7 +26,7 @@ from dataplane.formats.parquet_facts import (
     Int64,
 )
 from dataplane.formats.parquet_footers import ParquetFooter
-from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.plan.columns import NEVER, UNKNOWN
 
 # The tree of the schema: which Parquet columns (its leaves) make up each top-level column.
 

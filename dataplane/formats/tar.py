@@ -42,7 +42,7 @@ from dataplane.formats.source import (
 )
 from dataplane.formats.tarheader import TarMember, members
 from dataplane.model import Region
-from dataplane.plan.null_counts import NEVER
+from dataplane.plan.columns import NEVER
 from dataplane.suffixes import BY_FORMAT
 
 # The fields of the samples of a tar shard, and the columns in which they are read.

@@ -45,7 +45,7 @@ from dataplane.formats.source import (
     is_compressed,
 )
 from dataplane.model import Region
-from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.suffixes import BY_FORMAT
 
 SAMPLE_RECORDS = 1000

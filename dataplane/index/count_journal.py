@@ -24,8 +24,7 @@ from dataplane.index.journal import (
     write_all,
     written_at,
 )
-from dataplane.plan.manifest import Int64
-from dataplane.plan.sealed import sealed, unsealed
+from dataplane.plan.manifest import Int64, sealed, unsealed
 
 KEPT = 4
 VIEWS_KEPT = 256

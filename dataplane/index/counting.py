@@ -28,8 +28,7 @@ from dataplane.index.run import Connect, IndexProgress, Progress, StoredShard
 from dataplane.model import ObjectInfo, Region, View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.permute import Words
-from dataplane.plan.subsets import has_shares, shard_words
-from dataplane.plan.views import first_rows, rows_only, shared_counts
+from dataplane.plan.views import first_rows, has_shares, rows_only, shard_words, shared_counts
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 from dataplane.trace import Trace

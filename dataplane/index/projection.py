@@ -10,7 +10,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from dataplane.model import Region
-from dataplane.plan.column_places import ColumnPlaces, PlacesPart
+from dataplane.plan.columns import ColumnPlaces, PlacesPart
 from dataplane.plan.shards import starts_of
 from dataplane.scheduler.dataset import GAP_BYTES_MIN, BlockPlaces
 from dataplane.worker.columns import Ints

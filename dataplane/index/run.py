@@ -33,9 +33,9 @@ from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model import ObjectInfo, Region
+from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import NEVER, UNKNOWN
-from dataplane.plan.shard import IndexedShard
+from dataplane.plan.shards import IndexedShard
 from dataplane.store.base import Store
 from dataplane.store.urls import scheme_of
 

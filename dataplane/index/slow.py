@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 from dataplane.index.run import IndexProgress
-from dataplane.plan.shard import named
+from dataplane.plan.shards import named
 from dataplane.redact import redacted
 from dataplane.rpc.sharing import NodeWork
 from dataplane.trace import Trace

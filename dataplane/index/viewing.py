@@ -16,9 +16,9 @@ from dataplane.index.folders import explaining_folders
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import Connect, Progress
 from dataplane.model import View
+from dataplane.plan.columns import NullCounts
 from dataplane.plan.manifest import Int64, Manifest
-from dataplane.plan.null_counts import NullCounts
-from dataplane.plan.shard import named
+from dataplane.plan.shards import named
 from dataplane.plan.views import check_shares, limited, rows_only
 from dataplane.transforms.leaves import leaves_of
 from dataplane.transforms.row_filter import reads_columns

@@ -30,9 +30,8 @@ from dataplane.model import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.own_slabs import OwnReads
-from dataplane.plan.manifest import Manifest
+from dataplane.plan.manifest import Manifest, sealed, unsealed
 from dataplane.plan.order import Order
-from dataplane.plan.sealed import sealed, unsealed
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Column, Layout, Slab
 from dataplane.trace import Trace

@@ -17,7 +17,7 @@ from dataplane.index.projection import Projection
 from dataplane.model import Kind, Region
 from dataplane.node.job_columns import Columns, columns_of, row_bytes_of
 from dataplane.node.stored_rows import StoredRows, largest_stored, stored_rows
-from dataplane.plan.block_columns import scaled
+from dataplane.plan.columns import scaled
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import row_counts

@@ -9,8 +9,8 @@ from msgspec import Struct
 from dataplane.config import JobSpec
 from dataplane.formats.unsupported import refuse_differing, supported_names
 from dataplane.model import ColumnOptions, Kind
+from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import NEVER, NullCounts
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import ColumnPlan

@@ -41,8 +41,7 @@ from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.shuffled import ShuffledSource, source_of_mixture
-from dataplane.plan.shuffled_job import ShuffledJob
+from dataplane.plan.shuffled import ShuffledJob, ShuffledSource, source_of_mixture
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages

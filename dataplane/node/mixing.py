@@ -25,9 +25,9 @@ from dataplane.model import (
 )
 from dataplane.node.dataset import Dataset
 from dataplane.plan.changes import scheduled
+from dataplane.plan.counting import by_temperature, of_tokens, quantised
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.orders import mixed_of
-from dataplane.plan.shares import by_temperature, of_tokens, quantised
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 from dataplane.weights import ScheduledShares
 

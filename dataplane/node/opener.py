@@ -44,12 +44,11 @@ from dataplane.node.pack_counts import PackCounter, PackedManifest
 from dataplane.node.policy import OpenManifest
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
-from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
-from dataplane.plan.views import samples_of
+from dataplane.plan.views import identity_of, samples_of
 from dataplane.redact import unsigned
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 
 from dataplane.node.dataset import Dataset
-from dataplane.plan.owners import Owners, Weighed
+from dataplane.plan.cluster import Owners, Weighed
 from dataplane.rpc.fetches import Neighbour
 from dataplane.rpc.membership import JobNodes, NeighbourNode
 

@@ -33,12 +33,11 @@ from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.node.mapped_reader import MappedReader
 from dataplane.node.own_slabs import OwnReads
-from dataplane.plan.manifest import Manifest
+from dataplane.plan.manifest import Manifest, sealed, unsealed
 from dataplane.plan.orders import order_of
 from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
 from dataplane.plan.packs import Int64, Packing
-from dataplane.plan.sealed import sealed, unsealed
-from dataplane.plan.shard import named
+from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.trace import Trace

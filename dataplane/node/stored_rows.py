@@ -11,8 +11,7 @@ from dataplane.index.projection import Projection
 from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Words
-from dataplane.plan.subsets import has_shares, shard_words
-from dataplane.plan.views import first_rows
+from dataplane.plan.views import first_rows, has_shares, shard_words
 from dataplane.worker.columns import Ints
 
 

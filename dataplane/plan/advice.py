@@ -14,7 +14,7 @@ from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import LANE_BLOCKS_MIN, BlockSizes, Shuffle
 from dataplane.plan.packs import Packing
 from dataplane.plan.remedies import ROOM, Remedy, remedies
-from dataplane.plan.shuffled_job import ShuffledJob
+from dataplane.plan.shuffled import ShuffledJob
 from dataplane.units import raise_to
 
 # Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.

@@ -20,18 +20,81 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError
-from dataplane.plan import arrow
-from dataplane.plan.block_columns import block_column, scaled
-from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
-from dataplane.plan.column_places import ColumnPlaces
-from dataplane.plan.null_counts import NullCounts
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.plan import texts
+from dataplane.plan.columns import (
+    ColumnPlaces,
+    NullCounts,
+    block_column,
+    categories_from_bytes,
+    categories_to_bytes,
+    scaled,
+)
 from dataplane.plan.order import counted
-from dataplane.plan.sealed import check_version, damaged, sealed, unsealed
-from dataplane.plan.shard import IndexedShard, Shard, block_table, no_samples
-from dataplane.plan.shards import ShardTable, spread
+from dataplane.plan.shards import IndexedShard, Shard, ShardTable, block_table, no_samples, spread
 from dataplane.plan.texts import Piece, records
 from dataplane.redact import unsigned
+
+# -- sealed ------------------------------------------------------------------------------------
+#
+# Bytes with a checksum: a damaged file is refused before it is parsed.
+
+_MARK = b"DP-INDEX"
+_CHECKSUM_BYTES = 32
+
+
+def sealed(body: bytes) -> bytes:
+    """The body, its checksum, and a mark: a reader of only the body may ignore both."""
+    return body + _checksum(body) + _MARK
+
+
+def unsealed(content: Buffer, name: str) -> memoryview:
+    """Return the body that `sealed` was given; errors call the content `name`.
+
+    Raises:  CorruptShard: truncated, damaged, or not such a file.
+    """
+    whole = memoryview(content).cast("B")
+    end = len(whole) - _CHECKSUM_BYTES - len(_MARK)
+    mark = bytes(whole[-len(_MARK) :])
+    if end < 0 or mark != _MARK:
+        raise damaged(name, f"{_MARK!r} at its end (was it cut short?)", repr(mark), max(end, 0))
+    body = whole[:end]
+    if bytes(whole[end : -len(_MARK)]) != _checksum(body):
+        raise damaged(name, "the checksum at its end", f"another one over {end} bytes", end)
+    return body
+
+
+def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
+    """The error for a manifest that is not intact."""
+    return CorruptShard(
+        f"{name} is not an intact manifest: expected {expected}, found {found}."
+        " Index the dataset again",
+        shard=name,
+        offset=offset,
+        expected=expected,
+        found=found,
+    )
+
+
+def check_version(metadata: Mapping[bytes, bytes], expected: int, name: str) -> None:
+    """Check the version of a manifest that errors call `name`.
+
+    Raises:  ConfigError: it has another version.
+    """
+    found = metadata[b"dataplane.manifest"].decode()
+    if found != str(expected):
+        raise ConfigError(
+            f"{name} is a manifest of version {found}, and this is Dataplane with version"
+            f" {expected}: index the dataset again, or use the release that wrote it",
+            field="version",
+            expected=expected,
+            found=found,
+        )
+
+
+def _checksum(body: Buffer) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -266,15 +329,15 @@ class Manifest:
         gap[1:][same] -= ends[:-1][same]
         lists = (self.block_rows, gap, self.block_length, self.block_decoded)
         columns = [
-            arrow.strings(shards.urls),
-            arrow.numbers(shards.size_bytes),
-            arrow.strings(shards.etags),
-            arrow.numbers(shards.preamble_offset),
-            arrow.numbers(shards.preamble_length),
-            arrow.flags(shards.zero_copy),
-            *(arrow.lists(shards.block_starts, values) for values in lists),
-            arrow.lists(shards.empty_starts, shards.empty),
-            *(arrow.lists(shards.block_starts * 0, shards.empty[:0]) for _ in _COLUMN_LISTS),
+            texts.strings(shards.urls),
+            texts.numbers(shards.size_bytes),
+            texts.strings(shards.etags),
+            texts.numbers(shards.preamble_offset),
+            texts.numbers(shards.preamble_length),
+            texts.flags(shards.zero_copy),
+            *(texts.lists(shards.block_starts, values) for values in lists),
+            texts.lists(shards.empty_starts, shards.empty),
+            *(texts.lists(shards.block_starts * 0, shards.empty[:0]) for _ in _COLUMN_LISTS),
         ]
         described = _FILE_SCHEMA.with_metadata(
             {
@@ -380,12 +443,12 @@ class Manifest:
 def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Manifest:
     if any(column.null_count for column in batch.columns):
         raise ValueError("a value is missing")
-    starts = arrow.starts_of_lists(batch.column(_BLOCK_LISTS[0]))
-    others = (arrow.starts_of_lists(batch.column(name)) for name in _BLOCK_LISTS[1:])
+    starts = texts.starts_of_lists(batch.column(_BLOCK_LISTS[0]))
+    others = (texts.starts_of_lists(batch.column(name)) for name in _BLOCK_LISTS[1:])
     if any(not np.array_equal(each, starts) for each in others):
         raise ValueError("a shard's block columns have different lengths")
     rows, gap, length, decoded = (
-        arrow.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
+        texts.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
     )
     # In place, for these are the largest columns: where each block ends among all blocks, where it
     # begins, and then where it begins in its shard. Wrapping arithmetic undoes itself.
@@ -396,15 +459,15 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Mani
     offset -= spread(before, starts)
     size = int(metadata[b"column_places"])
     shards = ShardTable(
-        arrow.texts_of(batch.column("url")),
-        arrow.texts_of(batch.column("etag")),
-        arrow.numbers_of(batch.column("size_bytes")),
-        arrow.numbers_of(batch.column("preamble_offset")),
-        arrow.numbers_of(batch.column("preamble_length")),
-        arrow.flags_of(batch.column("zero_copy")),
+        texts.texts_of(batch.column("url")),
+        texts.texts_of(batch.column("etag")),
+        texts.numbers_of(batch.column("size_bytes")),
+        texts.numbers_of(batch.column("preamble_offset")),
+        texts.numbers_of(batch.column("preamble_length")),
+        texts.flags_of(batch.column("zero_copy")),
         block_starts=starts,
-        empty=arrow.values_of_lists(batch.column("empty_blocks")),
-        empty_starts=arrow.starts_of_lists(batch.column("empty_blocks")),
+        empty=texts.values_of_lists(batch.column("empty_blocks")),
+        empty_starts=texts.starts_of_lists(batch.column("empty_blocks")),
     )
     return Manifest(
         urls=tuple(json.loads(metadata[b"urls"])),

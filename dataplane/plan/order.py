@@ -13,11 +13,54 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.changes import TakenDocument
 from dataplane.errors import ConfigError
 from dataplane.plan.balance import Turns
-from dataplane.plan.finder import Finder
+from dataplane.plan.loops import find_places
 from dataplane.plan.permute import Domain, Words, checked_word, extended, key, permutation
 from dataplane.plan.windows import Int64, Windows
+
+# -- finder ------------------------------------------------------------------------------------
+#
+# Find the interval that contains each place. A table gives the approximate interval, and one or
+# two comparisons the exact one. This takes a fraction of the time of a binary search, whose
+# branches the processor cannot predict.
+#
+# 1. The cost is the same for a thousand intervals and for millions: the table has about one entry
+#    per interval, and entries outside the caches are prefetched.
+
+# Few intervals get several entries each, which leaves almost nothing to compare.
+_PARTS_A_INTERVAL = 8
+_PARTS_NEAR = 1 << 15
+
+
+class Finder:
+    """Intervals that lie one after the other: the i-th is [starts[i], starts[i + 1]).
+
+    Shapes:  starts: int64[n + 1], rising, from 0; n < 2**31.
+    """
+
+    __slots__ = ("_first", "_shift", "_starts")
+
+    def __init__(self, starts: Int64) -> None:
+        self._starts = starts
+        count, end = len(starts) - 1, int(starts[-1])
+        assert count <= np.iinfo(np.int32).max
+        parts = max(min(_PARTS_A_INTERVAL * count, _PARTS_NEAR), count)
+        self._shift = (end // parts).bit_length()
+        edges = np.arange((end >> self._shift) + 2, dtype=np.int64) << self._shift
+        np.minimum(edges, end - 1, out=edges)
+        first = np.searchsorted(starts, edges, side="right")
+        first -= 1
+        self._first = first.astype(np.int32)
+
+    def find(self, places: Int64) -> tuple[Int64, Int64]:
+        """Return the interval of each place, and the place within it.
+
+        Shapes:  places: int64[m], each in an interval.   result: int64[m], int64[m].
+        """
+        return find_places(places, self._first, self._shift, self._starts)
+
 
 SAMPLE_COUNT_MAX = (1 << 62) - 1
 _PIECE = 1 << 16
@@ -358,3 +401,53 @@ def check_lanes_window(lanes: int, window: int, ramp: int) -> None:
         )
     if not 0 <= ramp <= RAMP_MAX:
         raise ConfigError(f"ramp is {ramp}: choose 0 to {RAMP_MAX}", field="ramp")
+
+
+# -- tombstoned order --------------------------------------------------------------------------
+#
+# The order of a job from which rows were removed.
+
+
+class Substitution(Protocol):
+    """The rows that replace removed ones (tombstones.py)."""
+
+    def of(self, blocks: Int64, rows: Int64) -> Int64:
+        """Return the row that stands in the place of each of these."""
+        ...
+
+    def documents(self, block: int) -> tuple[TakenDocument, ...]:
+        """Return the documents that were removed from a block."""
+        ...
+
+
+class TombstonedOrder:
+    """An order of samples from which rows were removed."""
+
+    def __init__(self, order: TracedOrder, substitutes: Substitution) -> None:
+        self._order, self._substitutes = order, substitutes
+
+    @property
+    def sample_count(self) -> int:
+        """The number of positions: the same as without removals."""
+        return self._order.sample_count
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.locate`."""
+        blocks, rows = self._order.locate(positions)
+        return blocks, self._substitutes.of(blocks, rows)
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """Implement `SampleOrder.block_span`."""
+        return self._order.block_span(blocks)
+
+    def pack_keys(self, positions: Int64, blocks: Int64) -> Words:
+        """Implement `TracedOrder.pack_keys`."""
+        return self._order.pack_keys(positions, blocks)
+
+    def taken_out(self, blocks: Int64) -> list[tuple[TakenDocument, ...]]:
+        """Return the rows that were removed from each block; if samples are packs, these are
+        documents.
+
+        Shapes:  blocks: int64[n].
+        """
+        return [self._substitutes.documents(block) for block in blocks.tolist()]

@@ -13,8 +13,7 @@ from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
-from dataplane.plan.order import Order, SampleOrder, TracedOrder
-from dataplane.plan.tombstoned_order import TombstonedOrder
+from dataplane.plan.order import Order, SampleOrder, TombstonedOrder, TracedOrder
 from dataplane.plan.tombstones import Substitutes
 from dataplane.weights import MixHistory, ShareChange
 

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from dataplane.errors import ConfigError
 from dataplane.model import View
-from dataplane.plan import arrow
+from dataplane.plan import texts
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packs import PACK_BITS, Packing
 from dataplane.plan.texts import Int64
@@ -79,7 +79,7 @@ def with_counts(manifest: Manifest, name: str, counts: Int64) -> Manifest:
     Shapes:  counts: int64[K, NUMBERS], the Packing of each block of a view that has K blocks.
     """
     return replace(
-        manifest, pack_counts={**manifest.pack_counts, name: arrow.numbers(counts.reshape(-1))}
+        manifest, pack_counts={**manifest.pack_counts, name: texts.numbers(counts.reshape(-1))}
     )
 
 

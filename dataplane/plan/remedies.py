@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from dataplane.plan.defaults import LANE_BLOCKS_MIN, LANES, PERMUTATION_BYTES
 from dataplane.plan.order import WINDOW_MAX
-from dataplane.plan.shuffled_job import QUALITY_MIN, ShuffledJob, block_bytes
+from dataplane.plan.shuffled import QUALITY_MIN, ShuffledJob, block_bytes
 from dataplane.plan.windows import WINDOW_CACHE_BYTES
 
 # More than an estimate of memory needs, so that the job really fits.

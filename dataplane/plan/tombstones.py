@@ -1,30 +1,251 @@
-"""Rows that were removed from a job, and the rows that replace them.
+"""The rows of each step of a job; rows that were removed from it, and the rows that replace them.
 
 1. The position of a removed row gives a remaining row of the same block, one that the job's view
    has. So no other position changes and no other block is read. docs/order.md specifies which row.
 2. The choice depends on the seed, the shard, the row, and the other rows removed from the block;
    not on the epoch, nor on ranks.
-3. Where samples are packs, the tokens of a document are replaced: see plan/taken_documents.py. This
+3. Where samples are packs, the tokens of a document are replaced: see plan/packs.py. This
    module gives only its key, and the number of its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
 
-from dataplane.changes import TakenDocument, Tombstone
+from dataplane.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument, Tombstone
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
-from dataplane.model import View
+from dataplane.model import End, View
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import SampleOrder, TracedOrder
 from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.permute import GAMMA, Domain, key, mix
 from dataplane.plan.shards import starts_of
-from dataplane.plan.trail import RowNames
+from dataplane.plan.slices import Slice
 from dataplane.plan.views import filters
 from dataplane.plan.windows import Int64
+
+# -- trail -------------------------------------------------------------------------------------
+#
+# Find the rows of a step of a job, and the steps at which a row stands: the plan in both
+# directions.
+#
+# 1. A row is named by its shard and its row in the shard, both counted from 0, as in augmentations,
+#    and not by its block.
+# 2. Steps are those of the plan: step s of an epoch has the positions from s * G on, wherever a run
+#    was resumed. `cursor` moves the first step, for runs that were resumed within a step.
+# 3. `places_of` is the inverse of `rows_of_step`.
+
+RowsLeft = Callable[[int], Int64]
+RowsFor = Callable[[Int64, Int64], Int64]
+
+_SHOWN_MAX = 5
+_DIGITS_MAX = 18
+
+
+class StepRows(Struct, frozen=True):
+    """The rows of one global batch, in its order. Blocks and shards are counted in the dataset of
+    their source, which is the first one if the job mixes none. Where a row was removed from the
+    job, the row that replaces it is listed, and `taken_rows` has the removed one, in its shard; -1
+    elsewhere.
+
+    Shapes:  positions, dp_ranks, sources, blocks, block_rows, shards, shard_rows, taken_rows:
+    int64[rows].   is_padding, is_skipped: bool[rows].
+    """
+
+    positions: Int64
+    is_padding: NDArray[np.bool_]
+    dp_ranks: Int64
+    sources: Int64
+    blocks: Int64
+    block_rows: Int64
+    shards: Int64
+    shard_rows: Int64
+    taken_rows: Int64
+    is_skipped: NDArray[np.bool_]
+
+
+class Place(Struct, frozen=True):
+    """A row's place in an epoch: `step` is None if the epoch ends before (end="drop")."""
+
+    position: int
+    step: int | None
+    dp_rank: int
+    is_padding: bool = False
+
+
+class RowNames:
+    """Translates between a manifest's (block, row) and (shard, row in the shard).
+
+    For a view's manifest, `rows_left` returns for each block the rows that the view keeps, counted
+    in the block, rising; None if they are the first ones.
+    """
+
+    def __init__(self, manifest: Manifest, rows_left: RowsLeft | None = None) -> None:
+        self._of_view, self._rows_left = manifest, rows_left
+        self._manifest = manifest.whole or manifest
+        self._starts = starts_of(self._manifest.block_rows)
+
+    def of(self, blocks: Int64, rows: Int64) -> tuple[Int64, Int64]:
+        """Return the shard of each row, and its row in the shard.
+
+        Shapes:  blocks, rows, both results: int64[n].
+        """
+        kept, stored = self._of_view.kept, rows
+        if self._rows_left is not None:
+            stored = np.empty_like(rows)
+            for block in np.unique(blocks).tolist():
+                own = blocks == block
+                stored[own] = self._rows_left(block)[rows[own]]
+        numbers = blocks if kept is None else kept[blocks]
+        shards = self._manifest.block_shard[numbers].astype(np.int64)
+        first = self._manifest.shards.block_starts[shards]
+        return shards, self._starts[numbers] - self._starts[first] + stored
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks the manifest, or that of the view, has."""
+        return self._of_view.block_count
+
+    def row_count(self, shard: int) -> int:
+        """How many rows a shard has."""
+        first, last = self._manifest.shards.block_starts[shard : shard + 2]
+        return int(self._starts[last] - self._starts[first])
+
+    def block_of(self, shard: int, row: int) -> tuple[int, int]:
+        """The block of a row of a shard, and its row in the block.
+
+        Raises:  ConfigError: there is no such shard or row, or it is not in the view.
+        """
+        found = self.find(shard, row)
+        if found is None:
+            url = self._manifest.shards.urls[shard]
+            raise ConfigError(f"row {row} of {url} is not in the view of this job", shard=url)
+        return found
+
+    def find(self, shard: int, row: int, of_view: int | None = None) -> tuple[int, int] | None:
+        """Return `block_of`, or None if the row is not in the view. `of_view` is its row in the
+        block, if that is known already.
+
+        Raises:  ConfigError: there is no such shard or row.
+        """
+        count = len(self._manifest.shards)
+        if not 0 <= shard < count:
+            raise ConfigError(f"there is no shard {shard}: they run from 0 to {count - 1}")
+        rows, url = self.row_count(shard), self._manifest.shards.urls[shard]
+        if not 0 <= row < rows:
+            raise ConfigError(f"{url} has no row {row}: it has {rows}, counted from 0", shard=url)
+        sample = int(self._starts[self._manifest.shards.block_starts[shard]]) + row
+        block = int(self._starts.searchsorted(sample, side="right")) - 1
+        return self._in_view(block, sample - int(self._starts[block]), of_view)
+
+    def _in_view(self, block: int, row: int, of_view: int | None) -> tuple[int, int] | None:
+        """Return the same row of the same block, as the view counts it; None if the view
+        lacks it.
+        """
+        kept = self._of_view.kept
+        if kept is not None:
+            at = int(kept.searchsorted(block))
+            if at == len(kept) or kept[at] != block:
+                return None
+            block = at
+        if of_view is not None:
+            row = of_view
+        elif self._rows_left is not None:
+            left = self._rows_left(block)
+            at = int(left.searchsorted(row))
+            if at == len(left) or left[at] != row:
+                return None
+            row = at
+        return (block, row) if row < row_counts(self._of_view)[block] else None
+
+
+def shard_named(manifest: Manifest, name: str) -> int:
+    """The shard with this number, this url, or a url that ends with this name.
+
+    Raises:  ConfigError: there is none, or several.
+    """
+    urls = manifest.shards.urls
+    if name.isdecimal() and len(name) <= _DIGITS_MAX and int(name) < len(urls):
+        return int(name)
+    ending = f"/{name.lstrip('/')}"
+    found = [at for at, url in enumerate(urls) if url == name or url.endswith(ending)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(
+            f"the dataset has no shard {name!r}: give its number (0 to {len(urls) - 1}), its url, "
+            "or the end of its url",
+            shard=name,
+        )
+    some = ", ".join(urls[at] for at in found[:_SHOWN_MAX])
+    raise ConfigError(f"{len(found)} shards are called {name!r}: {some}. Give more of the url")
+
+
+def rows_of_step(
+    steps: EpochSteps,
+    order: SampleOrder,
+    names: Sequence[RowNames],
+    step: int,
+    *,
+    gaps: Gaps = NO_GAPS,
+    rows_for: RowsFor | None = None,
+) -> StepRows:
+    """Return the global batch of a step, and the rank that gets each of its rows. `names` are those
+    of each source. `gaps` are skipped, but count in `steps`; `rows_for` returns the rows that
+    replace removed ones, if there are any.
+
+    Raises:  ConfigError: the epoch has no such step; an impossible cursor or dp_size.
+    """
+    count = order.sample_count
+    Slice(steps).check_steps(step, 1, 1)
+    begin, end = steps.begin(step), steps.begin(step + 1)
+    positions = np.arange(begin, end if steps.end is End.PAD else min(end, count), dtype=np.int64)
+    blocks, rows = order.locate(positions % count)
+    first = starts_of([each.block_count for each in names])
+    sources = first.searchsorted(blocks, side="right") - 1
+    stood, rows = rows, rows if rows_for is None else rows_for(blocks, rows)
+    blocks = blocks - first[sources]
+    shards, shard_rows, taken = (np.empty_like(blocks) for _ in range(3))
+    for at in np.unique(sources).tolist():
+        own = sources == at
+        shards[own], shard_rows[own] = names[at].of(blocks[own], rows[own])
+        taken[own] = shard_rows[own] if rows is stood else names[at].of(blocks[own], stood[own])[1]
+    taken[rows == stood] = -1
+    is_skipped = np.zeros(len(positions), bool)
+    for gap, stop in gaps.ranges:
+        is_skipped |= (gap <= positions) & (positions < stop)
+    return StepRows(
+        positions, positions >= count, positions % steps.dp_size, sources, blocks, rows, shards,
+        shard_rows, taken, is_skipped,
+    )  # fmt: skip
+
+
+def places_of(steps: EpochSteps, order: TracedOrder, block: int, row: int) -> tuple[Place, ...]:
+    """Return where a row of a block stands in an epoch: once for each pass over its source, and
+    again each time that it pads the last step. A position before the cursor has no step.
+
+    Raises:  ConfigError: there is no such row; an impossible cursor or dp_size.
+    """
+    Slice(steps)  # checks them
+    count, cursor = order.sample_count, steps.cursor
+    found, last = order.positions_of(block, row).tolist(), steps.count - 1
+    stop = steps.begin(steps.count)
+    padded = [at for one in found for at in range(one + count, stop, count)]
+    return tuple(
+        Place(
+            at,
+            min((at - cursor) // steps.global_batch, last) if cursor <= at < stop else None,
+            at % steps.dp_size,
+            at >= count,
+        )
+        for at in (*found, *(sorted(padded) if steps.end is End.PAD else ()))
+    )
+
 
 _WORD = (1 << 64) - 1
 _ROW_BITS = 32

@@ -1,16 +1,192 @@
-"""Count the rows of each block in a view, where that needs no bytes of the dataset."""
+"""Views of a dataset: its identity, the rows in a keyed share of it, and the number of rows of each
+block, where that needs no bytes of the dataset.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
-from dataplane.model import View
+from dataplane.model import DatasetIdentity, View
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.permute import Domain, Words, extended, key
 from dataplane.plan.shards import spread, starts_of
-from dataplane.plan.subsets import WHOLE, chosen_counts, has_shares, shard_words
-from dataplane.plan.texts import Int64
+from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
+from dataplane.redact import unpinned
+
+# -- identity ----------------------------------------------------------------------------------
+#
+# The identity of a dataset, independent of its location; resume compares it with the saved
+# state's.
+#
+# A manifest's fingerprint includes urls, and estimates made by our code, because nodes share blocks
+# by it. Here, shards are named relative to their root, the longest common folder, so that a dataset
+# keeps its identity in another bucket or folder.
+
+
+def identity_of(manifest: Manifest) -> DatasetIdentity:
+    """Compute a dataset's identity. Linear in shards and blocks: about 0.5 s for 10^6 shards with 3
+    * 10^6 blocks.
+    """
+    layout, etags = _hash(), _hash()
+    for text in (manifest.format.encode(), manifest.schema):
+        layout.update(struct.pack("<q", len(text)) + text)
+    shards = manifest.shards
+    layout.update(struct.pack("<qq", len(shards), manifest.block_count))
+    names, tags = relative_names(shards.urls), shards.etags.piece()
+    lengths = names.stops - names.starts
+    for some in records((lengths, shards.size_bytes, shards.block_counts), (names,)):
+        layout.update(some.data)
+    for some in records((shards.etags.lengths,), (tags,)):
+        etags.update(some.data)
+    for numbers in (manifest.block_rows, manifest.block_offset, manifest.block_length):
+        layout.update(numbers.astype("<i8", copy=False).data)
+    etags.update(layout.digest())
+    return DatasetIdentity(content=etags.hexdigest(), layout=layout.hexdigest())
+
+
+def relative_names(urls: Texts) -> Piece:
+    """Return each url without the longest common folder. If shards are in several buckets or
+    stores, the names contain the bucket. Parts that change are left out: the query of a web
+    address, since a presigned url gets a new one every day, and the commit of a Hub's repository.
+    """
+    paths = urls.changed(_lasting, b"?@")
+    shared = paths.content[: paths.shared_prefix_bytes()].tobytes()
+    return paths.piece(shared.rfind(b"/") + 1)
+
+
+def _lasting(url: str) -> str:
+    is_http = url.startswith(("http://", "https://"))
+    return url.partition("?")[0] if is_http else unpinned(url)
+
+
+def _hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16, person=b"dp-identity-1")
+
+
+# -- subsets -----------------------------------------------------------------------------------
+#
+# Choose the rows in a keyed share of a dataset, such as a split: "Shares of rows" in
+# docs/order.md.
+#
+# 1. Whether a row is in a share depends only on the name of its shard and on its number there:
+#    adding shards changes nothing, and neither do seeds, epochs or ranks.
+# 2. Shares of one kind whose ranges are disjoint have no row in common.
+
+WHOLE = 1 << 32
+"""All rows, in units of a share."""
+_SPLIT, _SAMPLE = range(2)
+_TOGETHER = 1 << 15
+_HALF = np.uint64(32)
+
+
+class _Share(NamedTuple):
+    """The rows whose hash, for this use, lies in [lower, upper), in units of 2**-32."""
+
+    use: int
+    lower: int
+    upper: int
+
+
+def has_shares(view: View) -> bool:
+    """Whether the view has only a keyed share of the rows."""
+    return bool(_shares(view))
+
+
+def shard_words(urls: Texts) -> Words:
+    """The word that stands for each shard in the keys of its rows.
+
+    Shapes:  result: uint64[shards].
+    """
+    names = relative_names(urls)
+    content = names.content.tobytes()
+    found = [
+        hashlib.blake2b(content[start:stop], digest_size=8).digest()
+        for start, stop in zip(names.starts.tolist(), names.stops.tolist(), strict=True)
+    ]
+    return np.frombuffer(b"".join(found), "<u8").astype(np.uint64)
+
+
+def chosen(view: View, word: int, first_row: int, count: int) -> Bools:
+    """Return which of `count` consecutive rows of a shard, from `first_row` on, are in the view's
+    shares.
+
+    Shapes:  result: bool[count].
+    """
+    rows = np.arange(first_row, first_row + count, dtype=np.uint64)
+    found = np.ones(count, np.bool_)
+    for share in _shares(view):
+        found &= _within(share, extended(key(0, Domain.SHARE, share.use, word), rows))
+    return found
+
+
+def chosen_counts(view: View, words: Words, first_rows: Int64, rows: Int64) -> Int64:
+    """How many rows of each block are in the view's shares.
+
+    Shapes:  words: uint64[K], of the shard of each block.   first_rows, rows: int64[K], where the
+    block begins in its shard, and its rows.   result: int64[K].
+    """
+    starts, counts = starts_of(rows), np.zeros(len(rows), np.int64)
+    shares = _shares(view)
+    keys = [extended(key(0, Domain.SHARE, share.use), words) for share in shares]
+    begin = 0
+    while begin < len(rows):
+        # Some blocks together; a long one by itself.
+        end = max(int(starts.searchsorted(starts[begin] + _TOGETHER, side="right")) - 1, begin + 1)
+        some = slice(begin, end)
+        counts[some] = _counts(shares, [one[some] for one in keys], first_rows[some], rows[some])
+        begin = end
+    return counts
+
+
+def _counts(
+    shares: Sequence[_Share], keys: Sequence[Words], first_rows: Int64, rows: Int64
+) -> Int64:
+    if len(rows) == 1:
+        return np.array([_count_alone(shares, keys, int(first_rows[0]), int(rows[0]))])
+    starts = starts_of(rows)
+    block = spread(np.arange(len(rows)), starts)
+    number = np.arange(starts[-1]) - (starts[:-1] - first_rows)[block]
+    found = np.ones(len(block), np.bool_)
+    for share, own in zip(shares, keys, strict=True):
+        found &= _within(share, extended(own[block], number))
+    return np.bincount(block, found, len(rows)).astype(np.int64)
+
+
+def _count_alone(shares: Sequence[_Share], keys: Sequence[Words], first: int, count: int) -> int:
+    total = 0
+    for begin in range(first, first + count, _TOGETHER):
+        number = np.arange(begin, min(begin + _TOGETHER, first + count), dtype=np.uint64)
+        found = np.ones(len(number), np.bool_)
+        for share, own in zip(shares, keys, strict=True):
+            found &= _within(share, extended(own, number))
+        total += int(np.count_nonzero(found))
+    return total
+
+
+def _within(share: _Share, words: Words) -> Bools:
+    # Below the range, the difference wraps to a large number.
+    found: NDArray[np.bool_] = (words >> _HALF) - np.uint64(share.lower) < np.uint64(
+        share.upper - share.lower
+    )
+    return found
+
+
+def _shares(view: View) -> tuple[_Share, ...]:
+    found = []
+    if view.split_to:
+        found.append(_Share(_SPLIT, view.split_from, view.split_to))
+    if view.sample:
+        found.append(_Share(_SAMPLE, 0, view.sample))
+    return tuple(found)
+
 
 LIMIT_MAX = (1 << 62) - 1
 

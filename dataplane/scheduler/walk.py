@@ -28,10 +28,9 @@ from dataplane.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import Stream
-from dataplane.plan.order import SampleOrder
-from dataplane.plan.pack_keys import DrawsPacks, drawn_rows
+from dataplane.plan.order import SampleOrder, TombstonedOrder
+from dataplane.plan.packs import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice
-from dataplane.plan.tombstoned_order import TombstonedOrder
 from dataplane.plan.windows import distinct
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch
@@ -132,7 +131,7 @@ NO_PACKS = BlockPacks()
 
 class Plan(Struct, frozen=True):
     """The plan of one slab: the rows of each block, batch after batch. Both are empty in the plan
-    of a light walk. If rows are packs, `packs` has those of each block, and plan/pack_keys.py
+    of a light walk. If rows are packs, `packs` has those of each block, and plan/packs.py
     explains how rows name them; otherwise it is empty.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.model import ColumnOptions, NullPolicy
-from dataplane.plan.null_counts import NEVER, NullCounts
+from dataplane.plan.columns import NEVER, NullCounts
 
 _REQUIRED = b"dataplane.required"
 

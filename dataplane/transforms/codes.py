@@ -15,7 +15,7 @@ import pyarrow as pa
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.formats.arrays import decoded
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
-from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
+from dataplane.plan.columns import categories_from_bytes, categories_to_bytes
 from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
 from dataplane.units import meant
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind
-from dataplane.plan.null_counts import NullCounts
+from dataplane.plan.columns import NullCounts
 from dataplane.plan.texts import Texts
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.columns import ColumnPlan, LeafPart, shown

@@ -11,7 +11,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.model import View
-from dataplane.plan.subsets import chosen, has_shares
+from dataplane.plan.views import chosen, has_shares
 from dataplane.transforms.plain import objects
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from dataplane.arena.slab_layout import row_bytes
 from dataplane.changes import TakenDocument
 from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
 from dataplane.model import ColumnSpec, PackPolicy, PackSpec
-from dataplane.plan.packs import Int64, Packs, packs_of
-from dataplane.plan.taken_documents import without
+from dataplane.plan.packs import Int64, Packs, packs_of, without
 from dataplane.rpc import tasks
 from dataplane.transforms.packing import LABELS, LENGTHS, PACKING, batch_columns, packed_columns
 from dataplane.worker.columns import BlockColumns

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from dataplane.model import Region
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 
 DEMO = [sys.executable, "-m", "dataplane_bench.demo", "--quick"]
 TIMEOUT_S = 280

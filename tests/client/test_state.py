@@ -15,7 +15,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.ledger import LedgerMark
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
-from dataplane.plan.identity import identity_of
+from dataplane.plan.views import identity_of
 from dataplane.rpc.messages import JobOpened
 
 SPEC = JobSpec(

@@ -29,7 +29,7 @@ from dataplane.formats.flatbuf import root
 from dataplane.index import projection
 from dataplane.index.projection import Projection
 from dataplane.model import Region
-from dataplane.plan.column_places import ColumnPlaces
+from dataplane.plan.columns import ColumnPlaces
 
 ARROW = ArrowIpc()
 CODECS = [None, "lz4", "zstd"]

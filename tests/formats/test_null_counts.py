@@ -33,7 +33,7 @@ from dataplane.formats.parquet_columns import NullCounter, schema_tree
 from dataplane.formats.parquet_facts import CHILDREN, LEVELS, NULLS, REPETITION, VALUES, Int64
 from dataplane.formats.tar import Tar
 from dataplane.formats.tfrecord import TfRecord
-from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.transforms.leaves import leaves_of
 
 NONE = {0, NEVER}

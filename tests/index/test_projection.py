@@ -26,7 +26,7 @@ from dataplane.index import projection
 from dataplane.index.indexing import index_dataset
 from dataplane.index.projection import EDGE_BYTES_MIN, Projection
 from dataplane.model import ColumnOptions, Region
-from dataplane.plan.column_places import ColumnPlaces
+from dataplane.plan.columns import ColumnPlaces
 from dataplane.rpc import messages
 from dataplane.scheduler.dataset import GAP_BYTES_MIN
 

@@ -34,9 +34,9 @@ from dataplane.formats.unsupported import Difference, differing, refuse_differin
 from dataplane.index.indexing import index_dataset
 from dataplane.index.shared_schema import SharedSchema
 from dataplane.model import ColumnOptions, NullPolicy
-from dataplane.plan.identity import identity_of
+from dataplane.plan.columns import UNKNOWN
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.null_counts import UNKNOWN
+from dataplane.plan.views import identity_of
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 

@@ -16,8 +16,8 @@ from hub import Hub, hub_server
 from dataplane.commands.datasets import facts
 from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.index.indexing import index_dataset
-from dataplane.plan.identity import relative_names
 from dataplane.plan.texts import Texts
+from dataplane.plan.views import relative_names
 from dataplane.redact import hub_parts
 from dataplane.security.urls import covers
 from dataplane.store.connect import Stores

@@ -17,7 +17,7 @@ from dataplane.config import JobSpec
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.rpc import tasks
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks

@@ -17,7 +17,7 @@ from dataplane.node.pack_counts import PackedManifest
 from dataplane.node.served import ServedStream
 from dataplane.node.streams import Streams
 from dataplane.plan.defaults import BlockSizes
-from dataplane.plan.identity import identity_of
+from dataplane.plan.views import identity_of
 from dataplane.rpc import messages
 from dataplane.rpc.membership import JoinRequest
 from dataplane.scheduler.walk import SlabSizes

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from dataplane.model import Exhausted
 from dataplane.plan.advice import advice, blocks_per_batch, memory
 from dataplane.plan.cluster import Cluster
+from dataplane.plan.counting import quantised
 from dataplane.plan.defaults import (
     GIB,
     BlockSizes,
@@ -24,15 +25,15 @@ from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import ROUND_STEPS, Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.quality import quality
-from dataplane.plan.shares import quantised
 from dataplane.plan.shuffled import (
+    QUALITY_MIN,
+    ShuffledJob,
     ShuffledSource,
     draws_of,
     figures_by_host_count,
     hosts_per_block,
     mixed_window,
 )
-from dataplane.plan.shuffled_job import QUALITY_MIN, ShuffledJob
 
 TB = 10**12
 

@@ -14,9 +14,8 @@ from dataplane.errors import ConfigError
 from dataplane.model import End, Exhausted
 from dataplane.plan import mixture
 from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled, steps_before
-from dataplane.plan.counting import CountingTree
+from dataplane.plan.counting import CountingTree, quantised
 from dataplane.plan.mixture import Mixed, plan_of
-from dataplane.plan.shares import quantised
 from dataplane.weights import ScheduledShares, ShareChange
 
 modest = settings(max_examples=60)

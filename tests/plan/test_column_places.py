@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
-from dataplane.plan import column_places
-from dataplane.plan.column_places import ColumnPlaces, PlacesPart
-from dataplane.plan.null_counts import NullCounts
+from dataplane.plan import columns
+from dataplane.plan.columns import ColumnPlaces, NullCounts, PlacesPart
 
 TWO = [(3, 10, 20, 13, 7, 8), (), (0, 5, 6, 9, 1, 2)]
 
@@ -50,7 +49,7 @@ def test_column_places_survive_encoding(
     numbers = st.lists(number, min_size=3 * columns, max_size=3 * columns)
     drawn = [data.draw(numbers) for _ in range(blocks)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(column_places, "PART_COLUMNS", part_columns)
+        patch.setattr(columns, "PART_COLUMNS", part_columns)
         first = ColumnPlaces.of(drawn)
         assert first is not None
         again = ColumnPlaces.from_bytes(first.to_bytes())
@@ -84,7 +83,7 @@ def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPat
     assert ColumnPlaces.of([]) is None
     assert ColumnPlaces.of([(), ()]) is None
     for most, is_kept in ((6, True), (5, False)):
-        monkeypatch.setattr(column_places, "PLACES_MAX", most)
+        monkeypatch.setattr(columns, "PLACES_MAX", most)
         assert (ColumnPlaces.of(TWO) is not None) == is_kept
 
 
@@ -99,9 +98,9 @@ def test_columns_lie_within_their_blocks_and_to_their_very_end() -> None:
     for lengths in ([19, 0, 10], [20, 0, 9]):
         with pytest.raises(ConfigError, match="outside of its block"):
             check(places(), lengths)
-    for columns in ((-1, 5, 0), (0, -1, 0), (0, 5, -1)):
+    for places_given in ((-1, 5, 0), (0, -1, 0), (0, 5, -1)):
         with pytest.raises(ConfigError, match="outside of its block"):
-            check(ColumnPlaces.of([columns]), [10])
+            check(ColumnPlaces.of([places_given]), [10])
     with pytest.raises(ConfigError, match="different numbers of columns"):
         ColumnPlaces.of([(0, 1, 1), (0, 1, 1, 1, 1, 1)])
 

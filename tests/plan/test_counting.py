@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from plan import golden, plain
 
 from dataplane.errors import ConfigError
-from dataplane.plan.counting import SHARES_SUM, SLOTS_MAX, CountingTree
-from dataplane.plan.shares import by_temperature, of_tokens, quantised
+from dataplane.plan.counting import (
+    SHARES_SUM,
+    SLOTS_MAX,
+    CountingTree,
+    by_temperature,
+    of_tokens,
+    quantised,
+)
 
 FAR = 10**10
 weights = st.one_of(

@@ -15,7 +15,7 @@ from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.explain import explain as explained_steps
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 
 
 def manifest_of(rows, shard_count=1, length=1000):

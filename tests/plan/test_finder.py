@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.plan.finder import Finder
+from dataplane.plan.order import Finder
 
 LENGTHS = st.lists(st.integers(1, 9) | st.integers(1, 1 << 40), min_size=1, max_size=40)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.plan.null_counts import NEVER, UNKNOWN, NullCounts
+from dataplane.plan.columns import NEVER, UNKNOWN, NullCounts
 
 
 def test_the_first_shard_with_a_null_is_named_however_few_it_has() -> None:

@@ -7,8 +7,8 @@ import pytest
 from manifests import small
 from msgspec.structs import replace
 
-from dataplane.plan.identity import identity_of, relative_names
 from dataplane.plan.texts import Texts
+from dataplane.plan.views import identity_of, relative_names
 
 
 def renamed(manifest, name, **change):

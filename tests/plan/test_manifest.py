@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ObjectInfo, Region
-from dataplane.plan.column_places import ColumnPlaces
-from dataplane.plan.manifest import Manifest
-from dataplane.plan.sealed import sealed, unsealed
-from dataplane.plan.shard import IndexedShard
+from dataplane.plan.columns import ColumnPlaces
+from dataplane.plan.manifest import Manifest, sealed, unsealed
+from dataplane.plan.shards import IndexedShard
 
 modest = settings(max_examples=60)
 sizes = st.integers(0, 2**40)

@@ -9,10 +9,10 @@ from plan import golden, plain
 from dataplane.errors import ConfigError
 from dataplane.model import Exhausted
 from dataplane.plan import mixed_order
+from dataplane.plan.counting import quantised
 from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.permute import key
-from dataplane.plan.shares import quantised
 from dataplane.weights import ShareChange
 
 modest = settings(max_examples=100)

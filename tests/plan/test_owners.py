@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.plan.owners import RUN_BYTES, Owners, Weighed
+from dataplane.plan.cluster import RUN_BYTES, Owners, Weighed
 
 DATASET = bytes(range(16))
 RUNS = [(shard, run * RUN_BYTES) for shard in range(40) for run in range(50)]

@@ -11,8 +11,7 @@ from dataplane.model import Exhausted
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
-from dataplane.plan.pack_keys import KEYS_MAX, drawn_rows
-from dataplane.plan.packs import PACK_BITS
+from dataplane.plan.packs import KEYS_MAX, PACK_BITS, drawn_rows
 from dataplane.plan.windows import distinct
 
 SEED = 7

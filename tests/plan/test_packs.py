@@ -17,8 +17,15 @@ from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan import advice
 from dataplane.plan import packs as product
 from dataplane.plan.loops import best_fit, best_fit_count
-from dataplane.plan.packs import Packing, Packs, documents_max, pack_count, packing_of, packs_of
-from dataplane.plan.taken_documents import without
+from dataplane.plan.packs import (
+    Packing,
+    Packs,
+    documents_max,
+    pack_count,
+    packing_of,
+    packs_of,
+    without,
+)
 
 LENGTHS = st.lists(st.integers(0, 40) | st.integers(0, 5), max_size=60)
 KEYS = st.none() | st.integers(0, 2**64 - 1)

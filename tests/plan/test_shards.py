@@ -19,12 +19,11 @@ from msgspec.structs import replace
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.index.journal import IndexJournal
 from dataplane.model import Region
-from dataplane.plan.identity import identity_of, relative_names
 from dataplane.plan.loops import lay_records
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
-from dataplane.plan.shards import ShardTable
+from dataplane.plan.shards import Shard, ShardTable
 from dataplane.plan.texts import Texts
+from dataplane.plan.views import identity_of, relative_names
 from dataplane.redact import unsigned
 
 modest = settings(max_examples=60)

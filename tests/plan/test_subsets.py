@@ -14,9 +14,15 @@ from dataplane.model import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Domain, key
 from dataplane.plan.shards import starts_of
-from dataplane.plan.subsets import chosen, chosen_counts, shard_words
 from dataplane.plan.texts import Texts
-from dataplane.plan.views import check_shares, limited, shared_counts
+from dataplane.plan.views import (
+    check_shares,
+    chosen,
+    chosen_counts,
+    limited,
+    shard_words,
+    shared_counts,
+)
 from dataplane.transforms.view_options import view_of
 
 UNIT = 1 << 32

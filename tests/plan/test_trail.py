@@ -15,9 +15,9 @@ from dataplane.errors import ConfigError
 from dataplane.model import End, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import order_of
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.plan.slices import Slice
-from dataplane.plan.trail import RowNames, places_of, rows_of_step, shard_named
+from dataplane.plan.tombstones import RowNames, places_of, rows_of_step, shard_named
 
 SIZES = (1, 2, 3, 4, 8)
 shards = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=5).filter(

@@ -11,10 +11,9 @@ from dataplane.changes import EpochSteps
 from dataplane.model import End, Region, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.plan.slices import Slice
-from dataplane.plan.subsets import chosen, shard_words
-from dataplane.plan.views import first_rows, limited, shared_counts
+from dataplane.plan.views import chosen, first_rows, limited, shard_words, shared_counts
 
 UNIT = 1 << 32
 SHARDS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)

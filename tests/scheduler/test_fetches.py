@@ -14,7 +14,7 @@ from dataplane.config import JobSpec
 from dataplane.model import Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.disk import DiskTier
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch

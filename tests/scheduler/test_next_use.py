@@ -18,7 +18,7 @@ from dataplane.model import Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import Shard
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition, _Resident
 from dataplane.scheduler.records import BlockPhase, CachedBlock

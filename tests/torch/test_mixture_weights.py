@@ -29,8 +29,7 @@ from weighted import (
     write_sources,
 )
 
-from dataplane.plan.counting import CountingTree
-from dataplane.plan.shares import quantised
+from dataplane.plan.counting import CountingTree, quantised
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
-from dataplane.plan.null_counts import NEVER, NullCounts
+from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns

@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions
-from dataplane.plan.null_counts import NEVER, UNKNOWN, NullCounts
+from dataplane.plan.columns import NEVER, UNKNOWN, NullCounts
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.nulls import check_fills, check_nulls

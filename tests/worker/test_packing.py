@@ -20,8 +20,7 @@ from dataplane.arena.slab_layout import row_numbers_bytes
 from dataplane.changes import TakenDocument
 from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
 from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, LongPolicy, PackPolicy, PackSpec, Region
-from dataplane.plan.packs import PACK_BITS, documents_max, packs_of
-from dataplane.plan.taken_documents import without
+from dataplane.plan.packs import PACK_BITS, documents_max, packs_of, without
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Origin

@@ -1,4 +1,5 @@
-"""The places of the columns within each block, as far as the shards' indexes state them.
+"""The columns of a manifest: their null counts and coded values, and their places within each
+block, as far as the shards' indexes state them.
 
 1. Only a job that leaves out columns needs these places, so they stay compressed: they take at most
    as much memory as the manifest's file, and no time to load.
@@ -8,8 +9,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -160,3 +161,147 @@ def _encoded(gap: Int64, length: Int64, decoded: Int64) -> bytes:
     codec = pa.Codec("zstd", compression_level=1)
     compressed: bytes = codec.compress(b"".join(pieces), asbytes=True)
     return bytes([narrow]) + compressed
+
+
+# -- null counts -------------------------------------------------------------------------------
+#
+# The null counts of a dataset, one number for each field node of its schema.
+
+NEVER = -2
+"""The schemas of all shards rule out nulls."""
+UNKNOWN = -1
+"""No null was found, but not everything was examined."""
+
+
+class NullCounts(Struct, frozen=True, eq=False):
+    """Null counts of the N field nodes of a schema, in depth-first order as in Arrow IPC. The
+    arrays are read-only.
+
+    Shapes:  counts: int64[N]: the minimum number of nulls, or UNKNOWN, or NEVER. shards: int64[N]:
+             the first shard with nulls, -1 where none is known.
+    """
+
+    counts: Int64
+    shards: Int64
+
+    @classmethod
+    def of(cls, by_shard: Iterable[Sequence[int]]) -> Self | None:
+        """Merge the counts of each shard, in order; None if no shard has counts. A shard without
+        counts may have nulls anywhere.
+        """
+        counts, shards = np.empty(0, np.int64), np.empty(0, np.int64)
+        silent = False
+        for shard, found in enumerate(by_shard):
+            silent = silent or not found
+            told = np.array(found, np.int64)
+            if not len(told):
+                continue
+            if not len(counts):
+                counts, shards = np.full(len(told), NEVER), np.full(len(told), -1)
+            shards = np.where((shards < 0) & (told > 0), shard, shards)
+            counts = merged(counts, told)
+        if silent:
+            counts = merged(counts, np.full(len(counts), UNKNOWN))
+        return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
+
+    def without(self, nodes: Sequence[int]) -> Self:
+        """Return the counts with no known null in these field nodes."""
+        counts, shards = self.counts.copy(), self.shards.copy()
+        counts[list(nodes)] = np.minimum(counts[list(nodes)], 0)
+        shards[list(nodes)] = -1
+        return type(self)(_fixed(counts), _fixed(shards))
+
+    def to_bytes(self) -> bytes:
+        """Serialise the counts for a manifest."""
+        return np.concatenate([self.counts, self.shards]).astype("<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self | None:
+        """Invert `to_bytes`; None for empty bytes.
+
+        Raises:  ValueError: the content is invalid.
+        """
+        numbers = np.frombuffer(content, "<i8")
+        if len(numbers) % 2:
+            raise ValueError(f"null counts of {len(numbers)} numbers")
+        counts, shards = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+        return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
+
+
+def merged(one: Int64, other: Int64) -> Int64:
+    """Combine the counts of two parts of a dataset, or of two nullable nodes: their sum, else
+    UNKNOWN if one is, else 0, else NEVER.
+    """
+    some = np.maximum(one, 0) + np.maximum(other, 0)
+    unknown = (one == UNKNOWN) | (other == UNKNOWN)
+    none = np.where(unknown, UNKNOWN, np.maximum(one, other))
+    return np.where(some > 0, some, none)
+
+
+def _fixed(values: NDArray[np.int64]) -> Int64:
+    found = np.array(values, np.int64)
+    found.flags.writeable = False
+    return found
+
+
+# -- block columns -----------------------------------------------------------------------------
+#
+# Numbers of the blocks of a manifest, as columns.
+
+
+def scaled(decoded: Int64, rows: Int64, stored: Int64) -> Int64:
+    """The size of some rows of each block, if all that are stored have this size.
+
+    Shapes:  decoded: int64[K], bytes.   rows, stored: int64[K].   result: int64[K], bytes.
+    """
+    return np.ceil(decoded * (rows / stored)).astype(np.int64)
+
+
+def block_column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    """One column of a manifest's blocks, read-only.
+
+    Raises:  ConfigError: it is not one array of numbers that can be in it; names the column.
+    """
+    values = np.asarray(values)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must be one array of whole numbers", field=name)
+    if len(values) and (values.min() < 0 or values.max() > np.iinfo(dtype).max):
+        raise ConfigError(f"{name} has a number that is negative or too large", field=name)
+    column = np.ascontiguousarray(values, dtype).view()
+    column.flags.writeable = False
+    return column
+
+
+# -- categories --------------------------------------------------------------------------------
+#
+# Serialises the values of columns that come as codes, for a schema or a manifest.
+
+
+def categories_to_bytes(
+    categories: Mapping[str, pa.Array], compression: str | None = None
+) -> bytes:
+    """Serialise to one Arrow stream with one row, a list for each column; empty without columns."""
+    if not categories:
+        return b""
+    rows = {
+        name: pa.LargeListArray.from_arrays([0, len(values)], values)
+        for name, values in categories.items()
+    }
+    batch, sink = pa.record_batch(rows), pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def categories_from_bytes(content: bytes) -> dict[str, pa.Array]:
+    """Return the values that `categories_to_bytes` serialised, by column.
+
+    Raises:  pa.ArrowInvalid: the bytes are something else.
+    """
+    if not content:
+        return {}
+    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+        batch = reader.read_next_batch()
+    return {name: batch.column(name)[0].values for name in batch.schema.names}
