@@ -14,11 +14,9 @@ from dataplane import collector, suffixes
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
-from dataplane.index.found import FoundDataset
 from dataplane.index.journal import (
     IndexJournal,
     dataset_name,
-    decode_index,
     listing_key,
     shard_keys,
     version_of,
@@ -49,7 +47,7 @@ def open_dataset(
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
     begin_batches: BeginBatches | None = None,
-    found: FoundDataset | None = None,
+    objects: Sequence[ObjectInfo] | None = None,
 ) -> Manifest:
     """Make the manifest of a dataset, or load a saved one: a url that ends in ".manifest".
 
@@ -59,8 +57,6 @@ def open_dataset(
     """
     names = _names(urls)
     saved = [name for name in names if name.endswith(suffixes.MANIFEST)]
-    if found is not None and found.manifest:
-        return Manifest.from_bytes(found.manifest, saved[0])
     if not saved:
         return index_dataset(
             names,
@@ -71,7 +67,7 @@ def open_dataset(
             connect=connect,
             index_shard=index_shard,
             begin_batches=begin_batches,
-            found=found,
+            objects=objects,
         )
     if len(names) > 1:
         raise ConfigError(f"{saved[0]} is a whole dataset: pass only it, or pass the shards")
@@ -93,32 +89,29 @@ def index_dataset(
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
     begin_batches: BeginBatches | None = None,
-    found: FoundDataset | None = None,
+    objects: Sequence[ObjectInfo] | None = None,
 ) -> Manifest:
     """Return the manifest of the shards that `urls` name, from the cache or newly made. A cache
     folder of "" caches nothing.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard` is
     called in threads, for the shards that `begin_batches` leaves out, or for all. By default it
-    parses bytes in this process, so use the default only for trusted bytes. Shards that another
-    process has already `found` are not listed or indexed again.
+    parses bytes in this process, so use the default only for trusted bytes. `objects` are those
+    that the urls name, if they were listed already.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
     """
     names = _names(urls)
     with collector.resting():
-        if found is None:
-            chosen, listed = choose_shards(expand(names, connect), names, format_name, connect)
-        else:
-            chosen, listed = registry.by_name(found.format), found.shards
+        objects = expand(names, connect) if objects is None else objects
+        chosen, listed = choose_shards(objects, names, format_name, connect)
         _warn_of_versions(listed)
         version = version_of(chosen)
         keys = shard_keys(version, listed)
-    known = {} if found is None else {keys[at]: decode_index(one) for at, one in found.indexes}
     run = IndexRun(chosen, listed, progress, connect, index_shard or _index_here, begin_batches)
     if not cache_dir:
-        return run.manifest(names, run.indexed(workers, known, keys, None))
+        return run.manifest(names, run.indexed(workers, {}, keys, None))
     journal = IndexJournal(cache_dir, dataset_name(version, names))
     try:
         key = listing_key(version, keys)
@@ -126,7 +119,7 @@ def index_dataset(
         if finished is not None:
             collector.release(listed, keys)
             return finished
-        indexes = run.indexed(workers, known | journal.remembered(), keys, journal)
+        indexes = run.indexed(workers, journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes)
         journal.finish(key, manifest, zip(keys, indexes, strict=True))
     finally:

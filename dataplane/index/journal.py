@@ -80,11 +80,6 @@ class IndexJournal:
             self._sweep()
             self._found = sorted(self._folder.glob("*.log"))
 
-    @staticmethod
-    def has_manifest(cache_dir: str, dataset: str, key: str) -> bool:
-        """Whether a finished manifest of this listing exists, intact or not."""
-        return (_folder(cache_dir, dataset) / f"{key}.manifest").exists()
-
     def manifest(self, key: str) -> Manifest | None:
         """Return the finished manifest of this listing, if it exists and is intact."""
         path = self._folder / f"{key}.manifest"

@@ -31,11 +31,11 @@ from dataplane.config import NodeConfig
 from dataplane.errors import StoreError
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.batches import IndexBatches, KeepPreamble
-from dataplane.index.found import FoundDataset
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
 from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
+from dataplane.index.scout import Part, Scouted
 from dataplane.index.slow import LongWork
 from dataplane.machine import this_machine
 from dataplane.model import ObjectInfo, Region
@@ -43,7 +43,7 @@ from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
 from dataplane.store.connect import Stores
 from dataplane.store.pauses import Pauses
-from dataplane.store.urls import local_path, prefixes_of
+from dataplane.store.urls import local_path, normalise, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
 from dataplane.worker.limits import WorkerBytes
@@ -64,14 +64,15 @@ _READER_BUDGET_S = 5.0
 _ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
 
 Answer = TypeVar("Answer")
-_Part = tuple[int, "Future[Buffer]"]
+_FirstParts = list[tuple[int, "Future[Buffer]"]]
 """Where bytes of a shard start, and the bytes."""
 
 
 class IndexProcesses:
     """The processes of one run. Thread-safe. Use as a context: its end kills them. `keep` gets the
     preambles that are read. `reading` says how processes reach stores, if any of them may; `pauses`
-    are the stores' pauses, which processes keep and report.
+    are the stores' pauses, which processes keep and report. `scouted` are parts of shards that were
+    read already.
     """
 
     def __init__(
@@ -82,10 +83,12 @@ class IndexProcesses:
         keep: KeepPreamble | None = None,
         reading: fetches.StartFetching | None = None,
         pauses: Pauses | None = None,
+        scouted: Sequence[Part] = (),
     ) -> None:
         self._memory, self._task_timeout_s, self._keep = memory, task_timeout_s, keep
         self._process_count, self._reading = process_count, reading
         self._pauses = pauses or Pauses()
+        self._scouted = {(url, at, len(content)): content for url, at, content in scouted}
         self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
         self._choosing, self._alone = threading.Lock(), threading.Lock()
         self._shared: list[IndexerProcess] = []
@@ -97,6 +100,7 @@ class IndexProcesses:
         config: NodeConfig,
         keep: KeepPreamble | None = None,
         pauses: Pauses | None = None,
+        scouted: Sequence[Part] = (),
         *,
         is_policed: bool = False,
     ) -> Self:
@@ -116,6 +120,7 @@ class IndexProcesses:
                 allowed_urls=prefixes_of(config.allowed_urls) if is_policed else (),
             ),
             pauses,
+            scouted,
         )
 
     def __enter__(self) -> Self:
@@ -196,18 +201,23 @@ class IndexProcesses:
             finally:
                 process.kill()
 
-    def _first_parts(self, format_: Format, shard: StoredShard) -> list[_Part]:
+    def _first_parts(self, format_: Format, shard: StoredShard) -> _FirstParts:
         """Read what the process would request first. Reading it while the process starts saves one
         or two round trips, and the messages.
         """
         first_reads = getattr(format_, "first_reads", None)
         places: tuple[Region, ...] = () if first_reads is None else first_reads(shard.size_bytes)
-        return [
-            (place.offset, self._reads.submit(shard.read, place.offset, place.length))
-            for place in places
-        ]
+        return [(place.offset, self._first_part(shard, place)) for place in places]
 
-    def _kept(self, listed: ObjectInfo, parts: Sequence[_Part], index: ShardIndex) -> ShardIndex:
+    def _first_part(self, shard: StoredShard, place: Region) -> Future[Buffer]:
+        content = self._scouted.pop((shard.url, place.offset, place.length), None)
+        if content is None:
+            return self._reads.submit(shard.read, place.offset, place.length)
+        part: Future[Buffer] = Future()
+        part.set_result(content)
+        return part
+
+    def _kept(self, listed: ObjectInfo, parts: _FirstParts, index: ShardIndex) -> ShardIndex:
         """Return the index. The preamble is passed to `keep` if it came with the first parts."""
         place = index.preamble
         keep = self._keep
@@ -268,15 +278,17 @@ def open_manifest(
     stores: Stores,
     source: messages.DatasetSource,
     keep: KeepPreamble | None = None,
-    found: FoundDataset | None = None,
+    scouted: Scouted | None = None,
 ) -> Manifest:
-    """Open a dataset for a node. Shards that are not cached are indexed in processes, unless they
-    were `found`. `keep` gets the preambles that are read for this.
+    """Open a dataset for a node, with what was `scouted`. Shards that are not cached are indexed in
+    processes. `keep` gets the preambles that are read for this.
 
     Raises:  as `open_dataset`.
     """
-    is_policed = not config.embedded
-    indexers = IndexProcesses.of(config, keep, stores.pauses, is_policed=is_policed)
+    if scouted is not None and scouted.manifest:
+        return Manifest.from_bytes(scouted.manifest, normalise(source.urls[0]))
+    parts = () if scouted is None else scouted.parts
+    indexers = IndexProcesses.of(config, keep, stores.pauses, parts, is_policed=not config.embedded)
     with indexers as processes, LongWork("indexing", source.urls, "shards", _ADVICE) as work:
         return open_dataset(
             source.urls,
@@ -287,12 +299,12 @@ def open_manifest(
             connect=stores.connect,
             index_shard=processes.index,
             begin_batches=processes.begin_batches,
-            found=found,
+            objects=None if scouted is None else scouted.objects,
         )
 
 
 def _order(
-    format_: Format, listed: ObjectInfo, parts: Sequence[_Part], *, is_local: bool
+    format_: Format, listed: ObjectInfo, parts: _FirstParts, *, is_local: bool
 ) -> tasks.IndexShard:
     """Build the order for a process; waits for the parts."""
     read = tuple(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from dataplane.config import NodeConfig
-    from dataplane.node.early import EarlyOpening
-    from dataplane.node.index_ahead import IndexAhead
+    from dataplane.index.scout import Opening
+    from dataplane.node.manifests import EarlyOpening
     from dataplane.node.pool import WorkerPool
 
 _DORMANT_LINGERS, _DORMANT_S_MIN = 30, 1.0
@@ -50,25 +50,23 @@ def main() -> int:
 
     collector.start()
     opening_fd, stderr_fd = _number(given, "--opening-fd"), _number(given, "--stderr-fd")
-    ahead = None if opening_fd is None else _opening(opening_fd)
+    opening = None if opening_fd is None else _opening(opening_fd)
     from dataplane.worker.forking import ENVIRONMENT, fork_server
 
     # Before anything imports numpy or pyarrow.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if ahead is not None:
-        ahead.start()
     fork_server_fd = _number(given, "--fork-server-fd")
     if fork_server_fd is not None:
         _be_fork_server(fork_server_fd, has_time=True)
         return 0
     from dataplane.index import indexing  # noqa: F401 - numpy and pyarrow, once for both processes
 
-    is_remote = ahead is not None and ahead.scout is not None
+    is_remote = opening is not None and opening.scout is not None
     fork_server.acquire(stderr_fd, lambda fd: _be_fork_server(fd, is_remote=is_remote))
     import asyncio
 
-    asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, ahead))
+    asyncio.run(_to_the_end(int(given["--listener-fd"]), stderr_fd, opening))
     return 0
 
 
@@ -85,26 +83,25 @@ def _be_fork_server(descriptor: int, *, is_remote: bool = False, has_time: bool 
     main(descriptor, is_remote=is_remote, has_time=has_time)
 
 
-def _opening(descriptor: int) -> IndexAhead:
+def _opening(descriptor: int) -> Opening:
     """Read the dataset to open first, which the trainer has written. A scout lists it while this
     process imports the rest.
     """
     import msgspec
 
-    from dataplane.node.index_ahead import IndexAhead
-    from dataplane.node.scout import scout
+    from dataplane.index.scout import Opening, scout
     from dataplane.typed import complete
 
     with open(descriptor, "rb") as named:
         urls, shard_format = msgspec.json.decode(
             named.read(), type=complete(tuple[tuple[str, ...], str])
         )
-    return IndexAhead(urls, shard_format, scout(urls))
+    return Opening(urls, shard_format, scout(urls))
 
 
-async def _to_the_end(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> None:
+async def _to_the_end(descriptor: int, stderr_fd: int | None, opening: Opening | None) -> None:
     """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
-    status = await _embedded(descriptor, stderr_fd, ahead)
+    status = await _embedded(descriptor, stderr_fd, opening)
     sys.stderr.flush()
     os._exit(status)
 
@@ -121,7 +118,7 @@ def _started(stderr_fd: int | None) -> None:
         os.dup2(stderr_fd, 2)
 
 
-async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | None) -> int:
+async def _embedded(descriptor: int, stderr_fd: int | None, opening: Opening | None) -> int:
     import asyncio
 
     from msgspec import structs
@@ -146,13 +143,13 @@ async def _embedded(descriptor: int, stderr_fd: int | None, ahead: IndexAhead | 
         while True:
             pool = WorkerPool.of(config, Trace("node"), stderr_fd)
             try:
-                early = None if ahead is None else _early(config, ahead)
+                early = None if opening is None else _early(config, opening)
                 trainers = await _serve(config, descriptor, pool, stop, stderr_fd, early)
             finally:
                 pool.close()
             if not await _is_wanted_again(descriptor, trainers, config.linger_s, stop):
                 return 0
-            ahead = None
+            opening = None
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return _REFUSED
@@ -189,12 +186,13 @@ async def _is_wanted_again(
     return False
 
 
-def _early(config: NodeConfig, ahead: IndexAhead) -> EarlyOpening:
+def _early(config: NodeConfig, opening: Opening) -> EarlyOpening:
     """Begin to open the dataset while this process still imports."""
-    from dataplane.node.early import EarlyOpening
+    from dataplane.node.manifests import EarlyOpening
     from dataplane.rpc.messages import DatasetSource
 
-    return EarlyOpening(config, DatasetSource(ahead.urls, ahead.format_name), ahead)
+    source = DatasetSource(opening.urls, opening.format_name)
+    return EarlyOpening(config, source, opening.scout)
 
 
 async def _serve(

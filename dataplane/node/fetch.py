@@ -38,7 +38,6 @@ from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import BlockRead
 from dataplane.node.cache_folder import CacheFolder, folder_of
 from dataplane.node.fetchers import Fetchers, Report
-from dataplane.node.policy import allowed_urls
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
 from dataplane.node.range_source import RangeSource
 from dataplane.rpc import fetches, tasks
@@ -48,7 +47,7 @@ from dataplane.store.base import Store
 from dataplane.store.outage import Outages
 from dataplane.store.pauses import Pauses
 from dataplane.store.unreachable import UNREACHABLE
-from dataplane.store.urls import base_of, normalise, scheme_of
+from dataplane.store.urls import base_of, normalise, prefixes_of, scheme_of
 from dataplane.trace import Trace
 
 Connect = Callable[[str], Store]
@@ -139,7 +138,7 @@ class Fetcher:
             config.log_level,
             config.log_format,
             is_policed=not config.embedded,
-            allowed_urls=allowed_urls(config),
+            allowed_urls=prefixes_of(config.allowed_urls),
             kept_folder="" if folder is None else str(folder.path),
             tls=config.data_tls,
         )

@@ -30,13 +30,13 @@ from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
     DatasetOpener,
     OpenedJob,
+    OpenManifest,
     check_blocks,
     check_names,
     pixels_of,
     software_of,
 )
 from dataplane.node.places import NodePlaces
-from dataplane.node.policy import OpenManifest
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice

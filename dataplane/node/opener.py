@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from msgspec import Struct
@@ -41,7 +41,6 @@ from dataplane.node.mixing import (
 )
 from dataplane.node.own_slabs import OwnReads
 from dataplane.node.pack_counts import PackCounter, PackedManifest
-from dataplane.node.policy import OpenManifest
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.manifest import Manifest
@@ -59,6 +58,8 @@ from dataplane.transforms.made_columns import CollatedColumns
 from dataplane.transforms.options import in_order
 from dataplane.transforms.packing import delivered_columns
 
+OpenManifest = Callable[[messages.DatasetSource, View, Manifest | None], Manifest]
+"""Opens a view of a dataset; with the manifest of the dataset, if another node has given it."""
 _MANIFESTS_MAX = 16
 
 

@@ -24,14 +24,13 @@ from dataplane.index.slow import work_on
 from dataplane.node.data_port import data_address
 from dataplane.node.described import describe
 from dataplane.node.door import Door
-from dataplane.node.early import EarlyOpening, NodeStores
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
+from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
 from dataplane.node.member import ServedMember
 from dataplane.node.neighbourhood import Neighbourhood
-from dataplane.node.policy import opening
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
@@ -472,9 +471,9 @@ class NodeServer:
             neighbours=self._neighbours,
         )  # fmt: skip
         keep, begin = self._fetcher.remember_preamble, self._fetcher.beginning()
-        opened = opening(config, self._stores, keep, begin, early)
+        manifests = ManifestSources(config, self._stores, keep, begin, early)
         tables = self._neighbours.tables
-        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened, tables)
+        self.jobs = Jobs(config, self.engine, coordination, self.node_id, manifests.open, tables)
         self._neighbours.meet(self.engine, self.jobs)
         self._watchdog, address = Watchdog(self.trace), data_address(data_listener)
         self.heartbeat = Heartbeat(

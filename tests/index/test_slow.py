@@ -15,7 +15,7 @@ from dataplane.index import slow
 from dataplane.index.run import IndexProgress
 from dataplane.index.slow import LongWork, all_work, work_on
 from dataplane.model import View
-from dataplane.node.policy import opening
+from dataplane.node.manifests import ManifestSources
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import NodeWork
 from dataplane.settings import default_node_config
@@ -45,7 +45,7 @@ def test_a_node_tells_of_its_own(
     monkeypatch.setattr(slow, "_LINES_S", 0.0)
     pq.write_table(pa.table({"id": range(100)}), tmp_path / "a.parquet")
     config = replace(default_node_config(), cache_dir="", embedded=True)
-    opened = opening(config, Stores(), lambda *_: None)
+    opened = ManifestSources(config, Stores(), lambda *_: None).open
     source = DatasetSource((str(tmp_path / "a.parquet"),))
     assert opened(source, View(where="id > 9"), None).sample_count == 90
     lines = [one.getMessage() for one in caplog.records]

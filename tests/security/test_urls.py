@@ -22,7 +22,7 @@ from signed_server import signed_server
 from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.index.indexing import open_dataset
 from dataplane.model import View
-from dataplane.node.policy import opening, policy_of
+from dataplane.node.manifests import ManifestSources, policy_of
 from dataplane.rpc.messages import DatasetSource
 from dataplane.security.urls import is_under
 from dataplane.settings import default_node_config
@@ -150,7 +150,7 @@ def node(tmp_path, monkeypatch):
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "data" / "a.parquet")
     config = structs.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
     stores = Stores(1.0, policy=policy_of(config))
-    yield lambda *urls, form="": opening(config, stores, lambda *_: None)(
+    yield lambda *urls, form="": ManifestSources(config, stores, lambda *_: None).open(
         DatasetSource(urls, form), View(), None
     )
     stores.close()

@@ -16,30 +16,30 @@ import pytest
 from away import Away, Proxy
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from servers import S3Server
-from shards import arrow_bytes
+from shards import arrow_bytes, parquet_bytes
 
 from dataplane import machine
+from dataplane.errors import CorruptShard
 from dataplane.formats import registry
-from dataplane.formats.first_reads import first_reads
-from dataplane.index.found import PLACES_MAX, Place, Scouted
+from dataplane.formats.first_reads import PROBE_BYTES, first_reads
+from dataplane.index import scout as scouts
 from dataplane.index.indexing import index_dataset
-from dataplane.node import scout as scouts
-from dataplane.store.connect import open_store
+from dataplane.index.processes import open_manifest
+from dataplane.index.scout import Scouted
+from dataplane.rpc.messages import DatasetSource
+from dataplane.settings import default_node_config
+from dataplane.store.connect import Stores, open_store
 from dataplane.store.urls import base_of
 
 SCOUT = """
 import json, sys, time
-from dataplane.node.scout import scout
+from dataplane.index.scout import scout
 sent = scout((sys.argv[2],))
 began = time.monotonic()
-found = None if sent is None else sent.found(float(sys.argv[1]))
+found = None if sent is None else sent.result(float(sys.argv[1]))
 told = None if found is None else [[one[0] for one in found.listed], len(found.parts)]
-if len(sys.argv) > 3:
-    more = [sent.read(places) for places in json.loads(sys.argv[3])]
-    told = [[(at, offset, content.hex()) for at, offset, content in parts] for parts in more]
-if sent is not None:
-    sent.end()
 heavy = [name for name in ("numpy", "pyarrow", "asyncio") if name in sys.modules]
 print(json.dumps({"sent": sent is not None, "found": told, "heavy": heavy}))
 """
@@ -57,10 +57,9 @@ def stored(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
     proxy.close()
 
 
-def sent(url: str, *then: list[Place], patience_s: float = 30.0) -> dict[str, Any]:
-    """In a process with one thread, as a node is when it starts. `then`: what is asked for, too."""
-    more = [json.dumps(then)] if then else []
-    command = [sys.executable, "-c", SCOUT, str(patience_s), url, *more]
+def sent(url: str, patience_s: float = 30.0) -> dict[str, Any]:
+    """Send a scout from a process with one thread, as a node is when it starts."""
+    command = [sys.executable, "-c", SCOUT, str(patience_s), url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
     return json.loads(done.stdout)
@@ -111,31 +110,50 @@ def test_the_first_bytes_of_only_some_shards_are_read(
     stored: tuple[Proxy, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, url = stored
-    monkeypatch.setattr(scouts, "SHARDS_MAX", 2)
+    monkeypatch.setattr(scouts, "_SHARDS_MAX", 2)
     seen = found(f"{url}*.arrow")
     assert [one[0] for one in seen.listed] == [f"{url}{n}.arrow" for n in range(3)]
-    assert [at for at, _, _ in seen.parts] == [0, 1]
+    assert [url for url, _, _ in seen.parts] == [one[0] for one in seen.listed[:2]]
 
 
-def test_a_scout_reads_what_it_is_asked_for_of_what_it_has_listed(
-    stored: tuple[Proxy, str],
-) -> None:
-    _, url = stored
-    size = found(url).listed[0][1]
-    outside = [(0, size - 1, 2), (0, -1, 2), (3, 0, 1), (0, 5, 0), (-1, 0, 1)]
-    told = sent(url, [(0, 8, 6), (2, 8, 4)], outside, [(1, 8, 6), *outside])["found"]
-    shards = [arrow_bytes(pa.table({"id": range(n, n + 5)}))[8:14].hex() for n in range(3)]
-    assert told == [[[0, 8, shards[0]], [2, 8, shards[2][:8]]], [], [[1, 8, shards[1]]]]
+def opened(scouted: Scouted | None, url: str, cache: Path) -> tuple[bytes, set[str]]:
+    """The manifest that a node makes, and the names of the shards whose preambles it keeps."""
+    config = structs.replace(default_node_config(), cache_dir=str(cache), embedded=True)
+    stores, kept = Stores(2.0, is_settled=True), set[str]()
+
+    def keep(url: str, *_: object) -> None:
+        kept.add(url.rpartition("/")[2])
+
+    try:
+        found = open_manifest(config, stores, DatasetSource((url,)), keep, scouted)
+    finally:
+        stores.close()
+    return found.to_bytes(), kept
 
 
-def test_a_scout_that_is_asked_for_too_much_is_gone(
-    stored: tuple[Proxy, str],
-) -> None:
-    _, url = stored
-    place = (0, 0, 6)
-    paid_back = [(0, 0, 1 << 40), (0, 0, -(1 << 41))]
-    for much in ([place] * (PLACES_MAX + 1), [place] * 10_000, [(0, 0, 1 << 40)], paid_back):
-        assert sent(url, [place], much, [place])["found"][1:] == [[], []]
+def test_what_was_scouted_is_not_asked_for_again(stored: tuple[Proxy, str], tmp_path: Path) -> None:
+    proxy, url = stored
+    whole, scouted = index_dataset(url).to_bytes(), found(url)
+    proxy.be(Away.REFUSED)
+    names = {f"{n}.arrow" for n in range(3)}
+    assert opened(scouted, url, tmp_path) == (whole, names)
+    listed_only = Scouted(scouted.listed, [])
+    assert opened(listed_only, url, tmp_path) == (whole, set())  # the first run kept its indexes
+
+
+def test_the_node_reads_what_the_scout_has_not(s3_server: S3Server, tmp_path: Path) -> None:
+    bucket, wide = s3_server.bucket(), pa.table({f"column {n:05}": [n] for n in range(2000)})
+    s3_server.put(bucket, {"0.parquet": parquet_bytes(wide), "1.parquet": parquet_bytes(wide)})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environment().items():
+            patch.setenv(name, value)
+        url = f"s3://{bucket}/"
+        whole, scouted = index_dataset(url).to_bytes(), found(url)
+        assert {len(part) for *_, part in scouted.parts} == {PROBE_BYTES}  # not the whole footer
+        assert opened(scouted, url, tmp_path)[0] == whole
+        s3_server.put(bucket, {"1.parquet": b"PAR1" + bytes(200) + b"PAR1"})
+        with pytest.raises(CorruptShard, match=r"1\.parquet"):
+            opened(found(url), url, tmp_path)
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from(("arrow", "parquet")))

@@ -16,8 +16,7 @@ from dataplane.config import NodeConfig
 from dataplane.errors import ShardNotFound
 from dataplane.index.indexing import index_dataset
 from dataplane.model import Region, View
-from dataplane.node.early import EarlyOpening
-from dataplane.node.policy import opening
+from dataplane.node.manifests import EarlyOpening, ManifestSources
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores
@@ -58,7 +57,7 @@ def test_what_was_begun_is_taken_once_and_is_what_opening_gives(
 ) -> None:
     settings, source = config(tmp_path_factory.mktemp("cache")), DatasetSource((folder,))
     early, begun = EarlyOpening(settings, source), list[str]()
-    opened = opening(settings, Stores(), lambda *_: None, begun.append, early)
+    opened = ManifestSources(settings, Stores(), lambda *_: None, begun.append, early).open
     assert begun == [folder]  # or nobody would start what reads the blocks
     assert early.take(DatasetSource((folder,), "arrow")) is None
     assert opened(source, View(), None).to_bytes() == index_dataset(folder).to_bytes()
@@ -71,7 +70,7 @@ def test_the_mistake_of_a_dataset_is_told_to_who_asks_for_it(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     settings, source = config(tmp_path), DatasetSource((str(tmp_path / "empty"),))
     early = EarlyOpening(settings, source)
-    opened = opening(settings, Stores(), lambda *_: None, early=early)
+    opened = ManifestSources(settings, Stores(), lambda *_: None, early=early).open
     with pytest.raises(ShardNotFound, match="empty"):
         opened(source, View(), None)
     ended(early)

@@ -1,17 +1,15 @@
 """List the dataset of the first loader in a process of its own, while the node still imports, and
-read the bytes that indexing reads of its first shards.
+read the bytes that indexing reads first of its first shards.
 
 A node needs a while for imports before it can index, and a store takes that long for a few round
 trips. The scout is forked as soon as it has the modules to send requests to a store: the other
-processor has nothing to do yet. Its results are indexed ahead (node/index_ahead.py) by a process
-that requests further bytes from the scout.
+processor has nothing to do yet.
 
 Invariants:
 1. It is forked from a process with one thread, before any import that starts others.
 2. Its results are used as if the store had answered the node, and its errors are not reported.
-3. It parses nothing that it reads. Processes that parse can have it read a limited number of bytes
-   of the shards that it has listed, and nothing else.
-4. It does not outlive its deadline, the node, or the processes that may send it requests.
+3. It parses nothing that it reads.
+4. It does not outlive its deadline, the node, or the wait for its results.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+from msgspec import Struct
 
 from dataplane import machine, suffixes
 from dataplane.errors import DataplaneError
 from dataplane.formats.first_reads import first_reads
-from dataplane.index.found import PLACES_MAX, SHARDS_MAX, Part, Place, Scouted
+from dataplane.model import ObjectInfo, Region
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.expand import expand
@@ -41,58 +39,60 @@ from dataplane.typed import complete
 
 DEADLINE_S = 10
 _READS_AT_ONCE = 32
+_SHARDS_MAX = 32
+"""Shards that are read ahead: there may be a million."""
 _MANIFEST_BYTES_MAX = 64 << 20
-_MORE_BYTES_MAX = 64 << 20
-"""Bytes that are read for processes that ask."""
 _TIMEOUT_S = 5.0
 _END_S = 1.0
 _LENGTH_BYTES = 8
-_ASKED_BYTES_MAX = 32 * PLACES_MAX
-"""Bytes of a message that asks for so many places."""
 
 Connect = Callable[[str], Store]
+Listed = tuple[str, int, str]
+"""Url, size and etag of an object."""
+Part = tuple[str, int, bytes]
+"""A url, an offset, and the bytes that are there."""
+
+
+class Scouted(Struct, frozen=True):
+    """The results of a scout: the objects that a dataset's urls name, and the bytes that indexing
+    reads first of them; or the content of a saved manifest.
+    """
+
+    listed: list[Listed]
+    parts: list[Part]
+    manifest: bytes = b""
+
+    @property
+    def objects(self) -> list[ObjectInfo]:
+        """All objects, in order."""
+        return [ObjectInfo(*facts) for facts in self.listed]
 
 
 class Scout:
-    """A running scout. It serves the holders of this end of its socket; one of them at a time."""
+    """A running scout, and this end of its socket."""
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self._pid, self._sock = pid, sock
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the socket, which other children of the node may keep."""
-        return self._sock.fileno()
-
-    def found(self, patience_s: float) -> Scouted | None:
-        """Return its results; None if they do not come within this time, or it has failed. Call it
-        once, before `read`.
+    def result(self, patience_s: float) -> Scouted | None:
+        """Return its results, and end it; None if they do not come within this time, or it has
+        failed. Call it once, in the process that has sent it.
         """
         try:
             return msgspec.msgpack.decode(_received(self._sock, patience_s), type=complete(Scouted))
         except (OSError, EOFError, msgspec.DecodeError):
             return None
+        finally:
+            self._sock.close()
+            end_child(self._pid)
 
-    def read(self, places: list[Place]) -> list[Part]:
-        """Return the parts that it could read, of these places in shards that it has listed;
-        PLACES_MAX at most.
-        """
-        try:
-            _send(self._sock, msgspec.msgpack.encode(places))
-            return msgspec.msgpack.decode(
-                _received(self._sock, DEADLINE_S), type=complete(list[Part])
-            )
-        except (OSError, EOFError, msgspec.DecodeError):
-            return []
 
-    def let_go(self) -> None:
-        """Close this end, since another process sends requests. May be called twice."""
-        self._sock.close()
+class Opening(Struct, frozen=True):
+    """The dataset that a node opens first, and its scout if the dataset is remote."""
 
-    def end(self) -> None:
-        """End the process if it still runs. Call it in the node itself, once."""
-        self.let_go()
-        end_child(self._pid)
+    urls: tuple[str, ...]
+    format_name: str
+    scout: Scout | None
 
 
 def end_child(pid: int) -> None:
@@ -138,65 +138,41 @@ def scout(urls: tuple[str, ...]) -> Scout | None:
 
 
 def _serve(urls: tuple[str, ...], sock: socket.socket) -> None:
-    """Send the results, and read further requested bytes, until nobody sends requests any more.
-
-    Raises:  EOFError: nobody does, or they request too much.  Errors of stores.
-    """
+    """Send the results.   Raises:  DataplaneError: errors of stores.  OSError: nobody waits."""
 
     @functools.cache
     def store_of(base: str) -> Store:
         return open_store(base, _TIMEOUT_S)
 
-    def connect(url: str) -> Store:
-        return store_of(base_of(url))
-
     with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
-        found = _scouted(urls, connect, threads)
-        _send(sock, msgspec.msgpack.encode(found))
-        left_bytes = _MORE_BYTES_MAX
-        while True:
-            asked = _received(sock, DEADLINE_S, _ASKED_BYTES_MAX)
-            places = msgspec.msgpack.decode(asked, type=complete(list[Place]))
-            left_bytes -= sum(max(length, 0) for *_, length in places)
-            if len(places) > PLACES_MAX or left_bytes < 0:
-                return
-            parts = _read(found, connect, places, threads)
-            _send(sock, msgspec.msgpack.encode(parts))
+        content = msgspec.msgpack.encode(
+            _scouted(urls, lambda url: store_of(base_of(url)), threads)
+        )
+    sock.settimeout(DEADLINE_S)
+    sock.sendall(len(content).to_bytes(_LENGTH_BYTES, "little"))
+    sock.sendall(content)
 
 
 def _scouted(urls: tuple[str, ...], connect: Connect, threads: ThreadPoolExecutor) -> Scouted:
     if len(urls) == 1 and urls[0].endswith(suffixes.MANIFEST):
         return Scouted([], [], _manifest(connect(normalise(urls[0])), normalise(urls[0])))
+
+    def read(shard: ObjectInfo, place: Region) -> Part:
+        content = connect(shard.url).read(shard.url, place.offset, place.length, shard.etag)
+        return shard.url, place.offset, bytes(content)
+
     listed = expand(urls, connect)
-    places = [
-        (at, place.offset, place.length)
-        for at, shard in enumerate(listed[:SHARDS_MAX])
+    reads = [
+        threads.submit(read, shard, place)
+        for shard in listed[:_SHARDS_MAX]
         for place in first_reads(shard.url, shard.size_bytes)
         if place.length
     ]
-    found = Scouted([(one.url, one.size_bytes, one.etag) for one in listed], [])
-    found.parts.extend(_read(found, connect, places, threads))
-    return found
-
-
-def _read(
-    found: Scouted, connect: Connect, places: Sequence[Place], threads: ThreadPoolExecutor
-) -> list[Part]:
-    """Return the parts that can be read."""
-
-    def read(at: int, offset: int, length: int) -> Part:
-        if not 0 <= at < len(found.listed):
-            raise DataplaneError("no object")
-        url, size_bytes, etag = found.listed[at]
-        if not 0 <= offset < offset + length <= size_bytes:
-            raise DataplaneError("outside of the object")
-        return at, offset, bytes(connect(url).read(url, offset, length, etag))
-
     parts = []
-    for each in [threads.submit(read, *place) for place in places]:
+    for ended in reads:
         with contextlib.suppress(DataplaneError):
-            parts.append(each.result())
-    return parts
+            parts.append(ended.result())
+    return Scouted([(info.url, info.size_bytes, info.etag) for info in listed], parts)
 
 
 def _manifest(store: Store, url: str) -> bytes:
@@ -209,22 +185,13 @@ def _manifest(store: Store, url: str) -> bytes:
     return bytes(store.read(url, 0, listed.size_bytes, listed.etag))
 
 
-def _send(sock: socket.socket, content: bytes) -> None:
-    sock.settimeout(DEADLINE_S)
-    sock.sendall(len(content).to_bytes(_LENGTH_BYTES, "little"))
-    sock.sendall(content)
-
-
-def _received(sock: socket.socket, patience_s: float, bytes_max: int = sys.maxsize) -> bytes:
+def _received(sock: socket.socket, patience_s: float) -> bytes:
     """Return the bytes that the other side has sent.
 
-    Raises:  EOFError: it is gone, or sends more than that.  TimeoutError: it has not sent all of it
-    within this time.
+    Raises:  EOFError: it is gone.  TimeoutError: it has not sent all of it within this time.
     """
     deadline = time.monotonic() + patience_s
     length = int.from_bytes(_exactly(sock, _LENGTH_BYTES, deadline), "little")
-    if length > bytes_max:
-        raise EOFError
     return _exactly(sock, length, deadline)
 
 

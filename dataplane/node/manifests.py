@@ -1,0 +1,165 @@
+"""The manifests that a node opens for its trainers: one chain of sources, in this order.
+
+1. The dataset for which a trainer started the node: it is opened while the node still starts.
+2. Another node's manifest, which `shared_manifests.py` has requested.
+3. The store: a saved manifest, a finished one in the cache folder, or one that is made; then shards
+   that an earlier run has indexed are read from its journal (`index/indexing.py`).
+
+Listing and indexing wait for the store most of the time, and a node spends its start on imports. So
+an embedded node learns at its start which dataset its trainer will request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from dataplane.config import NodeConfig
+from dataplane.errors import DataplaneError
+from dataplane.index.batches import KeepPreamble
+from dataplane.index.processes import open_manifest
+from dataplane.index.slow import LongWork
+from dataplane.index.viewing import viewed
+from dataplane.model import Region, View
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc.messages import DatasetSource
+from dataplane.store.connect import Stores
+from dataplane.store.outage import Outages
+from dataplane.store.urls import prefixes_of
+
+if TYPE_CHECKING:
+    from dataplane.index.scout import Scout
+    from dataplane.store.policy import UrlPolicy
+
+_SCOUT_S = 1.0
+"""A dataset that is not listed by then is large, or its store is slow."""
+_ADVICE = "`dataplane index … --where … -o FILE` does this once for all runs"
+
+
+def policy_of(config: NodeConfig) -> UrlPolicy | None:
+    """Return a node's policy; None for an embedded node: its trainer has started it, and may open
+    the same urls itself.
+
+    Raises:  ConfigError: one of the allowed prefixes is not a url.
+    """
+    if config.embedded:
+        return None
+    from dataplane.store.policy import UrlPolicy
+
+    return UrlPolicy(prefixes_of(config.allowed_urls))
+
+
+class NodeStores:
+    """The stores of a node, and their outages."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.outages = Outages()
+        self.stores = Stores(
+            config.stall_timeout_s,
+            config.fetch_timeout_s,
+            self.outages.note,
+            policy=policy_of(config),
+            is_settled=True,
+        )
+
+
+class EarlyOpening:
+    """Opens this dataset in a thread, with what the scout reads."""
+
+    def __init__(
+        self, config: NodeConfig, source: DatasetSource, scout: Scout | None = None
+    ) -> None:
+        self.stores = NodeStores(config)
+        self._config, self._source, self._scout = config, source, scout
+        self._lock = threading.Lock()
+        self._taken = False
+        self._keep: KeepPreamble | None = None
+        self._kept: list[tuple[str, str, Region, bytes]] = []
+        self._opened: Future[Manifest] = Future()
+        threading.Thread(target=self._open, name="dataplane-early", daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """The first url of the dataset."""
+        return self._source.urls[0]
+
+    def take(self, source: DatasetSource) -> Future[Manifest] | None:
+        """Return the dataset, if it is this one. Works once: each further job lists it again."""
+        with self._lock:
+            if self._taken or source != self._source:
+                return None
+            self._taken = True
+        return self._opened
+
+    def hand_on(self, keep: KeepPreamble) -> None:
+        """Give `keep` the preambles that were read, and later ones."""
+        with self._lock:
+            self._keep, kept, self._kept = keep, self._kept, []
+        for preamble in kept:
+            keep(*preamble)
+
+    def _open(self) -> None:
+        try:
+            scouted = None if self._scout is None else self._scout.result(_SCOUT_S)
+            stores = self.stores.stores
+            opened = open_manifest(self._config, stores, self._source, self._remember, scouted)
+        except BaseException as error:  # noqa: BLE001 - raised for who takes it, also a panic
+            self._opened.set_exception(error)
+        else:
+            self._opened.set_result(opened)
+
+    def _remember(self, url: str, etag: str, place: Region, content: bytes) -> None:
+        with self._lock:
+            if self._keep is None:
+                self._kept.append((url, etag, place, content))
+                return
+        self._keep(url, etag, place, content)
+
+
+class ManifestSources:
+    """Opens views of datasets whose urls are allowed: both the requested urls and those of the
+    shards, which a saved manifest or a symbolic link may place elsewhere. The stores check, too.
+    `keep` gets the preambles that are read meanwhile. `begin` is called with each dataset, and
+    starts the processes that read its blocks. `early` has begun with one of them.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        stores: Stores,
+        keep: KeepPreamble,
+        begin: Callable[[str], None] = lambda _: None,
+        early: EarlyOpening | None = None,
+    ) -> None:
+        self._config, self._stores, self._keep = config, stores, keep
+        self._begin, self._early = begin, early
+        self._policy = policy_of(config)
+        if early is not None:
+            early.hand_on(keep)
+            with contextlib.suppress(DataplaneError):
+                begin(early.url)
+
+    def open(self, source: DatasetSource, view: View, given: Manifest | None) -> Manifest:
+        """Open a view of a dataset; `given` is the dataset's manifest, if another node has it.
+
+        Raises:  StoreDenied.  As `open_manifest` and `viewed`.
+        """
+        manifest = self._whole(source, given)
+        with LongWork("counting rows", source.urls, "groups of blocks", _ADVICE) as work:
+            return viewed(manifest, view, self._stores.connect, self._config, work)
+
+    def _whole(self, source: DatasetSource, given: Manifest | None) -> Manifest:
+        if self._policy is not None:
+            self._policy.check_names(source.urls)
+        begun = None if self._early is None else self._early.take(source)
+        if begun is not None:
+            return begun.result()
+        with contextlib.suppress(DataplaneError):
+            self._begin(source.urls[0])
+        manifest = given or open_manifest(self._config, self._stores, source, self._keep)
+        if self._policy is not None:
+            self._policy.check_all(manifest.shards.urls)
+        return manifest
