@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := dataplane loaders benchmarks tests
 PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
-IN_C := $(wildcard $(addprefix dataplane/,*.h worker/*.[ch] plan/*.[ch] formats/*.[ch] transforms/*/*.[ch]))
+IN_C := $(wildcard $(addprefix dataplane/,*.h worker/*.[ch] plan/*.[ch] formats/*.[ch] store/*.[ch] transforms/*/*.[ch]))
 # Generated code asks for the versions that generate it, or newer ones: here the oldest that pyproject.toml allows.
 PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with grpcio-tools==1.80.0 \
   python -m grpc_tools.protoc -I proto
@@ -76,7 +76,7 @@ SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
 IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_packing.py tests/plan/test_packs.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
   tests/plan/test_loops.py tests/plan/test_permute.py tests/plan/test_order.py \
-  tests/formats/test_parquet_facts.py $(wildcard tests/transforms/test_pixels*.py) tests/transforms/test_added_steps.py
+  tests/formats/test_parquet_facts.py tests/store/test_receiving.py $(wildcard tests/transforms/test_pixels*.py) tests/transforms/test_added_steps.py
 MUTANTS ?= 100000
 
 sanitize: setup ## the tests of all C, and damaged JPEGs (MUTANTS), under gcc's sanitizers
@@ -129,5 +129,5 @@ demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with pr
 	$(PY) -m dataplane_bench.demo
 
 clean: ## remove all generated files and .venv
-	rm -rf $(VENV) .others dataplane/worker/libkernel.so dataplane/plan/libloops.so dataplane/formats/libparquet_facts.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	rm -rf $(VENV) .others dataplane/worker/libkernel.so dataplane/plan/libloops.so dataplane/formats/libparquet_facts.so dataplane/store/libreceive.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

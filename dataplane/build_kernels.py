@@ -86,7 +86,8 @@ LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so
 FOOTER = Library(
     Path("dataplane/formats/parquet_facts.c"), Path("dataplane/formats/libparquet_facts.so")
 )
-LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER)
+RECEIVE = Library(Path("dataplane/store/receive.c"), Path("dataplane/store/libreceive.so"))
+LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER, RECEIVE)
 
 
 class NotCompiled(Exception):

@@ -24,6 +24,7 @@ from dataplane.build_kernels import (
     LIBRARIES,
     LOOPS,
     PIXELS,
+    RECEIVE,
     ZIG,
     BuildKernels,
     Library,
@@ -34,6 +35,7 @@ from dataplane.compiled import Signature
 from dataplane.errors import ConfigError
 from dataplane.formats import parquet_facts
 from dataplane.plan import loops
+from dataplane.store import receiving
 from dataplane.transforms import pixels_library
 from dataplane.worker import kernel
 
@@ -71,6 +73,7 @@ ALL = (
         _needed("parquet_facts_source_crc", parquet_facts._SIGNATURES),
         "parquet_facts.c",
     ),
+    Loaded(RECEIVE, _needed("receive_source_crc", receiving._SIGNATURES), "receive.c"),
 )
 
 
@@ -152,6 +155,7 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
         "dataplane/transforms/libpixels.so",
         "dataplane/plan/libloops.so",
         "dataplane/formats/libparquet_facts.so",
+        "dataplane/store/libreceive.so",
     ]
     assert build["pure_python"] is False
     assert build["tag"].startswith("py3-none-linux_")
@@ -283,7 +287,7 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 1
     lines = ran.stderr.splitlines()
-    assert sum("Dataplane needs it" in line for line in lines) == 3
+    assert sum("Dataplane needs it" in line for line in lines) == 4
     (line,) = [line for line in lines if "Pillow decodes JPEGs" in line]
     assert "libjpeg-dev" in line
     assert all(line.endswith("; then run make -B setup") for line in lines)

@@ -14,6 +14,7 @@ from dataplane import compiled
 from dataplane.build_kernels import LIBRARIES, Library
 from dataplane.formats import parquet_facts
 from dataplane.plan import loops
+from dataplane.store import receiving
 from dataplane.transforms import pixels_library
 from dataplane.transforms.steps.registry import STEPS
 from dataplane.worker import kernel
@@ -42,6 +43,7 @@ SIGNATURES: Mapping[str, Mapping[str, compiled.Signature]] = {
     "libloops.so": loops._SIGNATURES,
     "libparquet_facts.so": parquet_facts._SIGNATURES,
     "libpixels.so": pixels_library._SIGNATURES,
+    "libreceive.so": receiving._SIGNATURES,
 }
 
 

@@ -22,7 +22,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from typing_extensions import Buffer
 
@@ -66,26 +66,26 @@ class NewMemory:
     """
 
     def __init__(self, arena: Arena, offset: int, length: int) -> None:
-        self._arena, self._at, self._end = arena, offset, offset + length
-        self._offset = offset
+        self._arena, self._start, self._end = arena, offset, offset + length
+        self.fd, self.offset = arena.fd, offset
+        """The file of this memory, and the offset of the next byte."""
 
     def write(self, body: Buffer) -> int:
         """Write these bytes."""
-        part = memoryview(body)[: self._end - self._at]
-        return self._fill(len(part), lambda at: os.pwrite(self._arena.fd, part, at))
+        part = memoryview(body)[: self._end - self.offset]
+        with self._arena.allocation(self.offset + len(part)):
+            count = os.pwrite(self.fd, part, self.offset)
+        self.moved(count)
+        return count
 
-    def move(self, pipe: int, count: int) -> int:
-        """Take up to this many bytes from a pipe."""
-        count = min(count, self._end - self._at)
-        fd = self._arena.fd
-        return self._fill(count, lambda at: os.splice(pipe, fd, count, offset_dst=at))
-
-    def _fill(self, count: int, write: Callable[[int], int]) -> int:
-        done = self._arena.fill_anew(self._at, count, write)
-        self._at += done
-        if self._at == self._end:
-            self._arena.was_filled(self._offset, self._end - self._offset)
-        return done
+    def moved(self, count: int, error: int = 0) -> None:
+        """Note that the kernel has put this many bytes there, and the error that ended it."""
+        self.offset += count
+        if error:
+            with self._arena.allocation(self._end):
+                raise OSError(error, os.strerror(error))
+        if self.offset == self._end:
+            self._arena.was_filled(self._start, self._end - self._start)
 
 
 class Arena:
@@ -196,13 +196,13 @@ class Arena:
             # Only page faults look at the advice: fallocate would take small pages.
             with contextlib.suppress(OSError):
                 pages.advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
-        with self._allocation(stop):
+        with self.allocation(stop):
             os.posix_fallocate(self.fd, start, stop - start)
         self._allocated[first:end] = b"\1" * (end - first)
         return True
 
     @contextlib.contextmanager
-    def _allocation(self, stop: int) -> Iterator[None]:
+    def allocation(self, stop: int) -> Iterator[None]:
         """The block allocates memory up to there, alone in this process.
 
         Raises:  BudgetTooSmall.
@@ -252,15 +252,6 @@ class Arena:
         """The first piece that lies within these bytes, and the one behind the last."""
         self._pieces(offset, length)
         return -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
-
-    def fill_anew(self, offset: int, count: int, write: Callable[[int], int]) -> int:
-        """Have the kernel copy up to `count` bytes to this offset; `write` does so and returns
-        how many.
-
-        Raises:  BudgetTooSmall.
-        """
-        with self._allocation(offset + count):
-            return write(offset)
 
     def was_filled(self, offset: int, length: int) -> None:
         """All of these bytes have been written, so their memory is allocated."""

@@ -8,15 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import http.client
 import io
-import math
 import operator
-import os
-import select
 import socket
 import ssl
 import threading
@@ -25,33 +19,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.store.race import Race, Sink
+from dataplane.store.receiving import Patience, receive_into_file, receive_into_memory
 from dataplane.store.unreachable import SilentError
 
 CONNECT_TIMEOUT_S = 5.0
 _IDLE_S = 20.0
 _SILENCE_PARTS = 3
 _PROBES = 3
-_SPLICE_BYTES_MIN = 256 << 10
-"""From how many bytes on it pays to move them through a pipe."""
+_DIRECT_BYTES_MIN = 256 << 10
+"""From how many bytes on it pays to receive them without http.client."""
 _HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
-_PIPE_BYTES = 1 << 20
 _COPY_BYTES = 256 << 10
-_NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
-"""Errors of a kernel that cannot splice from sockets, or to this memory."""
 
 Connect = Callable[[http.client.HTTPConnection], None]
 """Connects within the connection's timeout."""
-
-
-class _Patience(Struct):
-    """The limits of waiting for an answer: until `deadline`, and `silence_s` for its next bytes."""
-
-    deadline: float = math.inf
-    silence_s: float = math.inf
 
 
 class TimedConnection(http.client.HTTPConnection):
@@ -61,7 +45,7 @@ class TimedConnection(http.client.HTTPConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.patience = _Patience()
+        self.patience = Patience()
 
     def response_class(  # type: ignore[override]
         self, sock: socket.socket, method: str | None = None
@@ -74,7 +58,7 @@ class _TlsConnection(TimedConnection, http.client.HTTPSConnection):
 
 
 class _Answer(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, patience: _Patience, method: str | None) -> None:
+    def __init__(self, sock: socket.socket, patience: Patience, method: str | None) -> None:
         super().__init__(sock, method=method)
         self.fp.close()
         # Reads of more than its buffer go past it, straight into the destination.
@@ -91,7 +75,7 @@ class _Answer(http.client.HTTPResponse):
 class _Arriving(io.RawIOBase):
     """A file of the bytes that a socket receives."""
 
-    def __init__(self, sock: socket.socket, patience: _Patience) -> None:
+    def __init__(self, sock: socket.socket, patience: Patience) -> None:
         self._sock, self._patience = sock, patience
         # Keeps the socket open if its connection is closed before the end of the last answer.
         self._hold = sock.makefile("rb", buffering=0)
@@ -109,19 +93,13 @@ class _Arriving(io.RawIOBase):
         except TimeoutError as cause:
             raise late(*cause.args) from cause
 
-    def move(self, pipe: int, count: int) -> int:
-        """Move up to this many bytes into a pipe; none only if there are no more.
+    def move(self, sink: Sink, length: int) -> int:
+        """Move up to this many bytes into a sink: see store/receiving.py."""
+        return receive_into_file(self._sock, sink, length, self._patience)
 
-        Raises:  TimeoutError.
-        """
-        wait_s, late = self._wait_s()
-        arrival = select.poll()
-        arrival.register(self._sock, select.POLLIN)
-        while arrival.poll(wait_s * 1000):
-            with contextlib.suppress(BlockingIOError):  # woken for nothing
-                return os.splice(self._sock.fileno(), pipe, count, flags=os.SPLICE_F_NONBLOCK)
-            wait_s, late = self._wait_s()
-        raise late
+    def receive(self, into: memoryview) -> int:
+        """Receive as many bytes as there is room for: see store/receiving.py."""
+        return receive_into_memory(self._sock, into, self._patience)
 
     def _wait_s(self) -> tuple[float, type[TimeoutError]]:
         """How long the next bytes may take, and the error if they take longer."""
@@ -183,7 +161,7 @@ class Connections:
                     connect(connection)
                     _probe(connection.sock, self._silence_s)
                 connection.sock.settimeout(left_s)
-                connection.patience = _Patience(deadline)
+                connection.patience = Patience(deadline)
                 race.hold(connection.sock)
                 connection.request("GET", target, headers=dict(headers))
                 if _is_tls(connection) or not race.has_sinks:
@@ -209,13 +187,15 @@ class Connections:
                  `race.sent` raises.
         """
         connection.patience.silence_s = self._silence_s
-        sink = None if _is_tls(connection) else race.sink(into)
+        is_tls = _is_tls(connection)
+        # Where there is a sink, the memory is new: the kernel need neither clear it nor map it.
+        sink = None if is_tls else race.sink(into)
         if sink is None:
             race.sent()
-            return _received(answer, into)
-        # That memory is new: the kernel need neither clear it nor map it for us.
-        at = _moved(answer, sink, len(into))
+        at = 0 if is_tls else _direct(answer, into, sink)
         # The answer notices its end only if it reads to it itself.
+        if sink is None:
+            return at + _received(answer, into[at:])
         return at + _copied(answer, sink, len(into) - at)
 
     def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
@@ -254,52 +234,26 @@ def _is_tls(connection: TimedConnection) -> bool:
     return isinstance(connection, _TlsConnection)
 
 
-def _moved(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:
-    """Move the next `length` bytes of an answer but for the last one to where they belong: the
-    kernel copies them once. Fewer are moved if the answer ends, or none if this kernel or this
-    answer is not suitable.
+def _direct(answer: http.client.HTTPResponse, into: memoryview, sink: Sink | None) -> int:
+    """Receive the next bytes of an answer but for the last one, past http.client. Fewer are
+    received if the answer ends, or none if this kernel or this answer is not suitable.
 
     Raises:  as `Connections.fill`.
     """
-    is_long = length >= _SPLICE_BYTES_MIN
+    is_long = len(into) >= _DIRECT_BYTES_MIN
     if not is_long or not isinstance(answer, _Answer) or answer.chunked or answer.length is None:
         return 0
-    length = min(length, answer.length) - 1
-    at = _written(sink, answer.read1(_HEAD_BYTES))  # what came with the head
-    into, out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        # A user's pipes share a limit. With a small one this takes more calls.
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        while at < length:
-            moved = answer.arriving.move(out, min(length - at, _PIPE_BYTES))
-            if not moved:
-                break
-            answer.length = answer.length - moved
-            at += moved
-            if not _emptied(into, sink, moved):
-                break
-    except OSError as error:
-        if error.errno not in _NO_SPLICE:
-            raise
-    finally:
-        os.close(into)
-        os.close(out)
-    return at
-
-
-def _emptied(pipe: int, sink: Sink, count: int) -> bool:
-    """Move this many bytes out of a pipe. Whether the kernel can do that without copying them."""
-    try:
-        while count:
-            count -= sink.move(pipe, count)
-    except OSError as error:
-        if error.errno not in _NO_SPLICE:
-            raise
-        while count:
-            count -= _written(sink, os.read(pipe, count))
-        return False
-    return True
+    end = min(len(into), answer.length) - 1
+    head = answer.read1(_HEAD_BYTES)  # what came with the head
+    at = len(head)
+    if sink is None:
+        into[:at] = head
+        count = answer.arriving.receive(into[at:end])
+    else:
+        _written(sink, head)
+        count = answer.arriving.move(sink, end - at)
+    answer.length -= count
+    return at + count
 
 
 def _copied(answer: http.client.HTTPResponse, sink: Sink, length: int) -> int:

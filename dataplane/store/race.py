@@ -23,15 +23,18 @@ class EndedEarlyError(Exception):
 
 
 class Sink(Protocol):
-    """Memory that is no part of a mapping yet. It is filled from its start; each call returns how
-    many bytes it has put behind those of the last one, and raises what `Race.sent` may raise.
+    """Memory that is no part of a mapping yet: a part of the file `fd`, which is filled from its
+    start. The next byte belongs at `offset`. Raises what `Race.sent` may raise.
     """
 
-    def write(self, body: Buffer) -> int:
-        """Write these bytes."""
+    fd: int
+    offset: int
 
-    def move(self, pipe: int, count: int) -> int:
-        """Take up to this many bytes from a pipe."""
+    def write(self, body: Buffer) -> int:
+        """Write these bytes, and return how many were written."""
+
+    def moved(self, count: int, error: int = 0) -> None:
+        """Note that the kernel has put this many bytes there, and the error that ended it."""
 
 
 class Race:
