@@ -33,7 +33,7 @@ from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
 from dataplane.rpc.tasks import BLOCK_ARENA, PREAMBLE_ARENA, RawBlockRef
-from dataplane.store.pieces import copy_into
+from dataplane.store.reads import copy_into
 
 BLOCK_BYTES, AT_ONCE = 1 << 20, 16
 BLOCKS_FETCHED, BLOCKS_FOUND, BLOCKS_PARSED = 2000, 1000, 100

@@ -50,8 +50,7 @@ from dataplane.node.lending import Lending
 from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarget, StartFetching
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA
-from dataplane.store.outage import Outages
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Outages, Pauses
 from dataplane.trace import Trace
 
 ARENA_BYTES = 512 << 20
@@ -213,7 +212,7 @@ async def ask_rounds(
     arena, preambles = Arena.create("asked", ARENA_BYTES), Arena.create("preambles", 1 << 20)
     start = StartFetching((), 60.0, 30.0, tls=tls)
     pauses = Pauses()
-    pauses.tell(StorePause("s3://nowhere", 3, 1e6))  # no read is asked for again there
+    pauses.publish(StorePause("s3://nowhere", 3, 1e6))  # no read is asked for again there
     fetchers = Fetchers(1, start, (arena, preambles), Trace("bench"), Outages(), pauses)
     fetchers.start()
 

@@ -17,7 +17,7 @@ from dataplane.index.run import ShardBatches, StoredShard
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.fetches import StartFetching
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Pauses
 from dataplane.worker.limits import WorkerBytes
 
 LIMIT = WorkerBytes(512 * MIB, 0)

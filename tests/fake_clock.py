@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from dataplane.store.gate import Clock
+from dataplane.store.faults import Clock
 
 
 @dataclass

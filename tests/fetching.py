@@ -19,8 +19,7 @@ from dataplane.config import PeerTls
 from dataplane.model import Region, StorePause
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
-from dataplane.store.outage import Outage, Outages
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Outage, Outages, Pauses
 from dataplane.trace import Trace
 
 BODY = bytes(i % 251 for i in range(600_000))

@@ -33,7 +33,7 @@ from dataplane.plan.views import filters
 from dataplane.redact import hub_parts
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
-from dataplane.store.pieces import etag_of_size
+from dataplane.store.reads import etag_of_size
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns
 
 # -- stores ------------------------------------------------------------------------------------

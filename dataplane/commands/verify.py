@@ -21,7 +21,7 @@ from dataplane.commands.options import (
 )
 from dataplane.errors import DataplaneError
 from dataplane.redact import redacted
-from dataplane.store.unreachable import UNREACHABLE
+from dataplane.store.faults import UNREACHABLE
 from dataplane.trace import printable
 
 if TYPE_CHECKING:

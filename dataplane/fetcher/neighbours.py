@@ -24,7 +24,7 @@ from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Answer, Outcome
 from dataplane.rpc.fetches import Neighbour
-from dataplane.store.race import EndedEarlyError, Race
+from dataplane.store.reads import EndedEarlyError, Race
 from dataplane.trace import Trace
 
 FAILURES_MAX = 3

@@ -12,7 +12,7 @@ Invariants:
    node's own stores do; it gets them over a socket that nobody else can open.
 3. Each read ends with one message, whatever the store raises.
 4. A read that takes much longer than others is asked for a second time, over another connection
-   and into other memory. The first answer counts (`store/race.py`). Nothing is asked for again
+   and into other memory. The first answer counts (`store/reads.py`). Nothing is asked for again
    while a store does not answer or has asked to slow down. The second request always goes to the
    store, also if the first one went to a neighbour. A neighbour that is late with a decoded block,
    which no store has, is not waited for any longer: the node has the block read from the store.
@@ -53,10 +53,9 @@ from dataplane.rpc import fetches, local, tasks
 # Imported here, so that the fork server does it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
-from dataplane.store.gate import SLOW_DOWN
 from dataplane.store.outage import Observe, Outage
-from dataplane.store.pieces import copy_into, fill
-from dataplane.store.race import EndedEarlyError, Race, Sink, raced
+from dataplane.store.reads import EndedEarlyError, Race, Sink, copy_into, fill, raced
+from dataplane.store.retry import SLOW_DOWN
 from dataplane.trace import configure, tell_suppressed
 
 _LOOK_S = 0.05
@@ -217,7 +216,7 @@ class Reads:
             self._slabs.detach(body.arena_id)
         elif isinstance(body, StorePause):
             self._note(body)
-            self._stores.pauses.tell(body, self._share)
+            self._stores.pauses.publish(body, self._share)
 
     def _serve(self, read: _Read) -> None:
         """Make a read, and report its end, unless a second request did; runs in a thread."""
@@ -385,7 +384,7 @@ class Reads:
             return is_late and self._hedging.spend(length)
 
     def _observe(self, outage: Outage) -> None:
-        seen = (outage.store, outage.since, outage.error, outage.asked, outage.until)
+        seen = (outage.store, outage.since, outage.error, outage.last_request_at, outage.until)
         self._tell(fetches.StoreSeen(*seen))
 
     def _note(self, pause: StorePause) -> None:

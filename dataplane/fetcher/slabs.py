@@ -5,7 +5,7 @@ Invariants:
 2. A slab has its threads for itself: while makers are slow, blocks are read as ever. Its times
    decide about slabs alone.
 3. A slab that is late is asked for at a second maker, into other memory; the first whole answer
-   counts (`store/race.py`). It is asked for twice within a budget, but without one if the first
+   counts (`store/reads.py`). It is asked for twice within a budget, but without one if the first
    maker has answered nobody for as long: it may be gone. If one of the two fails, the other one
    counts. If nobody needs it any more, or others shall make it, it ends at once.
 4. At most _SPARE_MAX slabs are in memory that is not the node's.
@@ -35,8 +35,7 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches
 from dataplane.rpc.fetches import ReadSlab, SlabMaker, SlabRead
-from dataplane.store.pieces import copy_into
-from dataplane.store.race import EndedEarlyError, Race
+from dataplane.store.reads import EndedEarlyError, Race, copy_into
 from dataplane.trace import Trace
 
 RULE = HedgingRule(share=0.05, reads_min=20, late_factor=2.0, late_s_min=0.2)

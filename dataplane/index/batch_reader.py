@@ -169,7 +169,7 @@ def run(node: socket.socket, parser: socket.socket) -> None:
         if node.fileno() in ready:
             body = local.receive(node, messages.ToReader)[0].body
             if isinstance(body, StorePause):
-                stores.pauses.tell(body, share)
+                stores.pauses.publish(body, share)
             else:
                 assert isinstance(body, messages.IndexBatch)
                 reads.begin(body)

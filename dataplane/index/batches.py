@@ -35,8 +35,8 @@ from dataplane.index.run import BatchEnd
 from dataplane.model import ObjectInfo, Region, StorePause
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
-from dataplane.store.gate import SLOW_DOWN
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Pauses
+from dataplane.store.retry import SLOW_DOWN
 from dataplane.store.urls import base_of, normalise
 from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
@@ -282,7 +282,7 @@ class IndexBatches:
         if any(base_of(normalise(one.url)) == said.store for one in listed):
             left_s = min(max(0.0, said.left_s), SLOW_DOWN.cap_s)
             pause = StorePause(said.store, min(said.level, _LEVEL_MAX), left_s)
-            self._pauses.tell(pause, pair.slow_down)
+            self._pauses.publish(pause, pair.slow_down)
 
     def _hear_end(self, pair: _Pair, said: messages.BatchIndexed) -> None:
         with self._changing:

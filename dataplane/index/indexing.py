@@ -28,7 +28,7 @@ from dataplane.redact import unpinned
 from dataplane.store import connect as stores
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
-from dataplane.store.pieces import etag_of_size
+from dataplane.store.reads import etag_of_size
 from dataplane.store.urls import FILE_PREFIX, Url, normalise
 from dataplane.trace import Trace
 

@@ -42,7 +42,7 @@ from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
 from dataplane.store.connect import Stores
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Pauses
 from dataplane.store.urls import local_path, normalise, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server

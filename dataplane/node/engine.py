@@ -48,7 +48,7 @@ from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
-from dataplane.store.unreachable import UNREACHABLE
+from dataplane.store.faults import UNREACHABLE
 from dataplane.trace import Trace
 
 _INHERITED_AT_ONCE = 256

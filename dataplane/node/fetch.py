@@ -44,9 +44,8 @@ from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.base import Store
-from dataplane.store.outage import Outages
-from dataplane.store.pauses import Pauses
-from dataplane.store.unreachable import UNREACHABLE
+from dataplane.store.faults import UNREACHABLE
+from dataplane.store.outage import Outages, Pauses
 from dataplane.store.urls import base_of, normalise, prefixes_of, scheme_of
 from dataplane.trace import Trace
 

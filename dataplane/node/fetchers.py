@@ -39,8 +39,7 @@ from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import FetcherCount, FetchLook
-from dataplane.store.outage import Outage, Outages
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Outage, Outages, Pauses
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
@@ -302,7 +301,7 @@ class Fetchers:
         elif isinstance(body, fetches.KeptFound):
             self.on_kept(body)
         elif isinstance(body, StorePause):
-            self._pauses.tell(body, self._told)
+            self._pauses.publish(body, self._told)
             self._pause(body, fetcher)
         elif isinstance(body, fetches.StoreSeen):
             seen = Outage(body.store, body.since, body.error, body.asked, body.until)

@@ -23,7 +23,7 @@ from dataplane.errors import DataplaneError
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import NO_DATASET
 from dataplane.rpc.lending import Asked
-from dataplane.store.pieces import copy_into
+from dataplane.store.reads import copy_into
 from dataplane.trace import Trace
 
 IDLE_S = 60.0

@@ -46,8 +46,7 @@ from dataplane.rpc.sharing import (
     ShareManifestRequest,
     ShareManifestResponse,
 )
-from dataplane.store.globs import literal_prefix
-from dataplane.store.urls import local_path, normalise
+from dataplane.store.urls import literal_prefix, local_path, normalise
 from dataplane.suffixes import MANIFEST
 from dataplane.trace import Trace
 

@@ -1,1 +1,7 @@
-"""Read bytes from object stores."""
+"""Read bytes from object stores.
+
+The door: `connect` finds the store of a url, `base` is its interface, `expand` finds the objects
+that a user's urls name. `urls` parses urls, `policy` says which may be opened, `reads` has pieces,
+etags and races, `faults` the tables of what fails and what is tried again, `outage` what processes
+exchange about stores. `local` is for files of this machine.
+"""

@@ -62,7 +62,7 @@ class Filling(Protocol):
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """Fill these buffers, one after the other, with the object's bytes from `offset` on, in one
         request. Their content is undefined while this runs and after an error. Nothing is written
-        before the thread's race (store/race.py) has called `sent`, which makes the memory ready
+        before the thread's race (store/reads.py) has called `sent`, which makes the memory ready
         while the answer is on its way.
 
         Shapes:  into: uint8, writable, contiguous.

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from dataplane.errors import StoreError
 from dataplane.model import StorePause
 from dataplane.store.base import Store
-from dataplane.store.gate import Clock
+from dataplane.store.faults import Clock
 from dataplane.store.local import LocalStore
-from dataplane.store.outage import Observe, Outages
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Observe, Outages, Pauses
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of, normalise, scheme_of
 
@@ -83,7 +82,7 @@ class Stores:
     def trouble(self, url: str) -> StoreError | None:
         """Return why reads of this url are waiting now, if they are."""
         stores = self._of(base_of(url))
-        return next((found for store in stores if (found := store.trouble(url))), None)
+        return next((error for store in stores if (error := store.trouble(url))), None)
 
     def close(self) -> None:
         """Forget every store, and end the calls that wait for one; connections close when the last
@@ -100,7 +99,7 @@ class Stores:
             return [store for (of, *_), store in self._open.items() if of == base]
 
     def _share(self, pause: StorePause) -> None:
-        self.pauses.tell(pause, self._slow_down)
+        self.pauses.publish(pause, self._slow_down)
 
     def _slow_down(self, pause: StorePause) -> None:
         for store in self._of(pause.store):
@@ -120,9 +119,9 @@ def open_store(
     from dataplane.store.policy import PolicedStore
 
     if scheme_of(base) in ("http", "https"):
-        from dataplane.store import direct
+        from dataplane.store import connections
 
-        if direct.is_possible(os.environ):
+        if connections.is_possible(os.environ):
             from dataplane.store.http_store import HttpStore
 
             return PolicedStore(HttpStore(base, request_timeout_s, policy), policy)

@@ -1,9 +1,11 @@
-"""Reusable HTTP connections that read straight into memory.
+"""Reusable HTTP connections that read straight into memory, and ranged reads over them.
 
 Invariants:
 1. A connection is reused only after a whole answer was read from it.
 2. A request ends at its deadline, however slowly bytes arrive. It ends earlier if no bytes arrive
    for `silence_s` in the middle of an answer, or if the server's host does not respond for as long.
+3. `DirectReads` fills memory with exactly the range of the object with that etag: it checks status,
+   range, length and etag of the answer.
 """
 
 from __future__ import annotations
@@ -11,19 +13,29 @@ from __future__ import annotations
 import http.client
 import io
 import operator
+import re
 import socket
 import ssl
 import threading
 import time
+import urllib.parse
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import Buffer
 
-from dataplane.store.race import Race, Sink
+from dataplane.store.faults import (
+    UNREACHABLE,
+    SilentError,
+    Why,
+    kind_of,
+    refusal,
+    unreachable,
+    why_of,
+)
+from dataplane.store.reads import Race, Sink, first_request, is_strong
 from dataplane.store.receiving import Patience, receive_into_file, receive_into_memory
-from dataplane.store.unreachable import SilentError
 
 CONNECT_TIMEOUT_S = 5.0
 _IDLE_S = 20.0
@@ -137,7 +149,7 @@ class Connections:
             self._tls = self._tls or ssl.create_default_context()
             return self._tls
 
-    def ask(
+    def request(
         self,
         base: str,
         target: str,
@@ -177,26 +189,29 @@ class Connections:
         self,
         answer: http.client.HTTPResponse,
         connection: TimedConnection,
-        into: memoryview,
+        into: Sequence[memoryview],
         race: Race,
-    ) -> int:
-        """Read the answer into this memory, and return the number of bytes; fewer only if the
-        answer ended.
+    ) -> None:
+        """Read the answer into these buffers, one after the other.
 
-        Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke.  What
-                 `race.sent` raises.
+        Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke, or the
+                 answer ended early.  Errors of `race.sent`.
         """
         connection.patience.silence_s = self._silence_s
         is_tls = _is_tls(connection)
-        # Where there is a sink, the memory is new: the kernel need neither clear it nor map it.
-        sink = None if is_tls else race.sink(into)
-        if sink is None:
-            race.sent()
-        at = 0 if is_tls else _direct(answer, into, sink)
-        # The answer notices its end only if it reads to it itself.
-        if sink is None:
-            return at + _received(answer, into[at:])
-        return at + _copied(answer, sink, len(into) - at)
+        for part in into:
+            # Where there is a sink, the memory is new: the kernel need neither clear it nor map it.
+            sink = None if is_tls else race.sink(part)
+            if sink is None:
+                race.sent()
+            count = 0 if is_tls else _direct(answer, part, sink)
+            # The answer notices its end only if it reads to it itself.
+            if sink is None:
+                count += _received(answer, part[count:])
+            else:
+                count += _copied(answer, sink, len(part) - count)
+            if count < len(part):
+                raise ConnectionResetError(f"closed after {count} bytes of {len(part)}")
 
     def give_back(self, base: str, connection: TimedConnection, *, is_whole: bool) -> None:
         """Return a connection that is no longer in use. `is_whole`: all of the answer was read, so
@@ -228,6 +243,16 @@ class Connections:
         if scheme == "http":
             return TimedConnection(host), True
         return _TlsConnection(host, context=self.tls), True
+
+
+def range_headers(offset: int, length: int, etag: str) -> dict[str, str]:
+    """Return the headers that request a range of the object with this etag, if it is a strong one;
+    without a length, the whole object.
+    """
+    headers = {"Range": f"bytes={offset}-{offset + length - 1}"} if length else {}
+    if etag and is_strong(etag):
+        headers["If-Match"] = etag
+    return headers
 
 
 def _is_tls(connection: TimedConnection) -> bool:
@@ -307,3 +332,120 @@ def _close_all(idle: _Idle) -> None:
         for _, connection in waiting:
             connection.close()
     idle.clear()
+
+
+# Ranged reads from S3 over our own connections, straight into the destination memory.
+#
+# obstore returns bytes in its own memory, collected from small pieces, which must be copied again;
+# that takes more than half of the client's CPU time. Here the kernel writes received bytes directly
+# to their destination. obstore still finds the credentials and signs each request. If an answer is
+# neither the bytes nor a temporary failure of the store, obstore repeats the request, so that all
+# other errors come from one place.
+
+Sign = Callable[[str], str]
+"""The url of a key with its signature in it."""
+
+_IDLE_MAX = 64
+_SPAN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/")
+# After this many refusals in a row, direct requests pause for a while.
+_REFUSALS_MAX = 8
+_PAUSE_S = 60.0
+
+
+class Refused(Exception):
+    """The answer is not the requested bytes, for an unknown reason."""
+
+
+class DirectReads:
+    """Connections to one endpoint. `sign` is called for every request, which costs 15 us."""
+
+    def __init__(self, sign: Sign, request_timeout_s: float) -> None:
+        self._sign = sign
+        self._timeout_s = request_timeout_s
+        self._connections = Connections(_IDLE_MAX, request_timeout_s)
+        self._refusals = 0
+        self._off_until = 0.0
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether to try direct requests: not after repeated refusals, which mean that the server
+        needs another kind of request.
+        """
+        return not self._off_until or time.monotonic() > self._off_until
+
+    def read_into(self, url: str, key: str, offset: int, etag: str, *into: memoryview) -> None:
+        """Fill these buffers, one after the other, from that offset on.
+
+        Raises:  Refused.  StoreThrottled, StoreUnavailable.
+        """
+        with first_request() as race:
+            self._read_into(url, key, offset, etag, into, race)
+
+    def _read_into(
+        self, url: str, key: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
+    ) -> None:
+        deadline, length = time.monotonic() + self._timeout_s, sum(map(len, into))
+        headers = range_headers(offset, length, etag)
+        base, target = _split(self._sign(key))
+        try:
+            connection, answer = self._connections.request(base, target, headers, deadline, race)
+        except (OSError, http.client.HTTPException) as cause:
+            why = why_of(cause)
+            if why is None:
+                raise self._refused() from cause
+            raise unreachable(url, base, why) from cause
+        is_whole = False
+        try:
+            _check(url, answer, offset, length, etag)
+            try:
+                self._connections.fill(answer, connection, into, race)
+            except (OSError, http.client.HTTPException) as cause:
+                raise unreachable(url, base, why_of(cause) or Why.BROKEN) from cause
+            race.claim()
+            is_whole = True
+        except Refused:
+            raise self._refused() from None
+        finally:
+            is_usable = is_whole and not answer.will_close
+            self._connections.give_back(base, connection, is_whole=is_usable)
+        self._refusals, self._off_until = 0, 0.0
+
+    def _refused(self) -> Refused:
+        self._refusals += 1
+        if self._refusals >= _REFUSALS_MAX:
+            self._off_until = time.monotonic() + _PAUSE_S
+        return Refused()
+
+    def close(self) -> None:
+        """Close idle connections. May be called twice."""
+        self._connections.close()
+
+
+def is_possible(environment: Mapping[str, str]) -> bool:
+    """Whether direct requests are possible: no proxy is set, and requests are signed."""
+    upper = {name.upper(): value for name, value in environment.items() if value}
+    through = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "PROXY_URL"}
+    return not through & upper.keys() and "AWS_SKIP_SIGNATURE" not in upper
+
+
+def _split(signed: str) -> tuple[str, str]:
+    parts = urllib.parse.urlsplit(signed)
+    return f"{parts.scheme}://{parts.netloc}", f"{parts.path}?{parts.query}"
+
+
+def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
+    """Check that the answer is the requested range."""
+    if issubclass(kind_of(answer.status), UNREACHABLE):
+        # To ask again at once would double the load.
+        raise refusal(url, answer.status)
+    # Of an object that is stored compressed, this is a range of what is stored. One that the server
+    # compresses has another length.
+    span = _SPAN.match(answer.getheader("Content-Range", ""))
+    if (
+        answer.status != 206
+        or span is None
+        or (int(span[1]), int(span[2])) != (offset, offset + length - 1)
+        or answer.length != length
+        or answer.getheader("ETag") != etag
+    ):
+        raise Refused

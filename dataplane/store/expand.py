@@ -15,10 +15,22 @@ from typing import TypeVar
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.model import ObjectInfo
 from dataplane.redact import hub_parts, is_commit
-from dataplane.store import globs, layouts
+from dataplane.store import layouts
 from dataplane.store.base import Pinning, Store
 from dataplane.store.local import same_files
-from dataplane.store.urls import Url, base_of, braces, canonical, exists, local_path, normalise
+from dataplane.store.urls import (
+    Url,
+    base_of,
+    braces,
+    canonical,
+    compile_glob,
+    exists,
+    is_glob,
+    is_hidden,
+    literal_prefix,
+    local_path,
+    normalise,
+)
 
 Connect = Callable[[str], Store]
 _Found = tuple[list[ObjectInfo], Iterable[str]]
@@ -39,7 +51,7 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     """Return every object that `urls` name: in the order of the names, and by url within one name.
 
     A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
-    objects below it that are not hidden (see globs) and form one dataset (see layouts). Objects of
+    objects below it that are not hidden (see urls) and form one dataset (see layouts). Objects of
     a repository with revisions have urls at the present commit. `stores` returns the store of a
     url. An object without bytes may stand for a folder: see `missing`.
 
@@ -50,31 +62,31 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     names = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not names:
         raise ConfigError("no shards: the list of urls is empty")
-    found: dict[str, ObjectInfo] = {}
+    by_name: dict[str, ObjectInfo] = {}
     counts: list[int] = []
     roots: dict[str, None] = {}
     for name, (matches, above) in zip(names, _matches(names, stores), strict=True):
         roots.update(dict.fromkeys(above))
         # Stores list in this order. A sort of a million keeps all other threads waiting.
-        if any(one.url > next_.url for one, next_ in pairwise(matches)):
+        if any(info.url > next_.url for info, next_ in pairwise(matches)):
             matches.sort(key=lambda info: info.url)
         for info in matches:
             key = canonical(info.url)
-            if key in found:
+            if key in by_name:
                 if not info.size_bytes:
                     continue  # it may be a folder
-                at = list(found).index(key)
+                at = list(by_name).index(key)
                 first = names[bisect_right(counts, at)]
                 raise ConfigError(
                     f"{info.url} is listed twice, by {os.fspath(first)!r} and by "
                     f"{os.fspath(name)!r}: {_ONCE}",
                     shard=info.url,
                 )
-            found[key] = info
-        counts.append(len(found))
+            by_name[key] = info
+        counts.append(len(by_name))
     for _ in _in_parallel(lambda root: layouts.refuse_table(root, stores(root)), roots):
         pass
-    listed = list(found.values())
+    listed = list(by_name.values())
     same = same_files(listed)
     if same is not None:
         raise ConfigError(
@@ -98,9 +110,9 @@ def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
             return False
         return True
 
-    asked = list(listed)
-    there = _in_parallel(is_there, asked)
-    return {info.url for info, found in zip(asked, there, strict=True) if not found}
+    unsure = list(listed)
+    there = _in_parallel(is_there, unsure)
+    return {info.url for info, is_there_now in zip(unsure, there, strict=True) if not is_there_now}
 
 
 def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[ObjectInfo], list[str]]]:
@@ -113,8 +125,8 @@ def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[Objec
         for at, name in enumerate(names)
         for pattern in _patterns(name)
     )
-    found = _in_parallel(lambda each: (each[0], *_objects(each[1], stores)), patterns)
-    for _, group in groupby(found, key=itemgetter(0)):
+    matches = _in_parallel(lambda each: (each[0], *_objects(each[1], stores)), patterns)
+    for _, group in groupby(matches, key=itemgetter(0)):
         results = list(group)
         infos = [info for _, infos, _ in results for info in infos]
         yield infos, [root for *_, roots in results for root in roots]
@@ -130,14 +142,16 @@ def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
         yield from map(call, ahead)
         return
     with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="dataplane-list") as pool:
-        running = deque(pool.submit(call, one) for one in chain(ahead, islice(rest, _AHEAD)))
+        running = deque(
+            pool.submit(call, argument) for argument in chain(ahead, islice(rest, _AHEAD))
+        )
         try:
             while running:
                 yield running.popleft().result()
-                running.extend(pool.submit(call, one) for one in islice(rest, 1))
+                running.extend(pool.submit(call, argument) for argument in islice(rest, 1))
         finally:
-            for each in running:
-                each.cancel()
+            for future in running:
+                future.cancel()
 
 
 def _patterns(name: Url) -> Iterator[str]:
@@ -169,7 +183,7 @@ def _pinned(url: str, stores: Connect, commits: dict[tuple[str, str], str]) -> s
 def _objects(pattern: str, stores: Connect) -> _Found:
     """The objects of a pattern."""
     path = local_path(pattern)
-    is_literal = not globs.is_glob(pattern) or (path is not None and exists(path))
+    is_literal = not is_glob(pattern) or (path is not None and exists(path))
     return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 
@@ -207,7 +221,7 @@ def _named(url: str, stores: Connect) -> _Found:
 
 def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store) -> _Found | None:
     """The objects below the folder that a user's name means; None if it shows none."""
-    shown = [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+    shown = [info for info in below if not is_hidden(info.url[len(folder) :])]
     if not shown:
         return None
     if len(shown) < len(below):
@@ -217,7 +231,7 @@ def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store
 
 
 def _matching(pattern: str, stores: Connect) -> _Found:
-    prefix, store = globs.literal_prefix(pattern), stores(pattern)
+    prefix, store = literal_prefix(pattern), stores(pattern)
     listed = list(store.list(prefix))
     # What has the very name is meant, whatever brackets and stars it has.
     exact = [info for info in listed if info.url == pattern]
@@ -228,11 +242,11 @@ def _matching(pattern: str, stores: Connect) -> _Found:
     inside = _of_folder(pattern, folder, below, store)
     if inside is not None:
         return inside
-    matches = globs.compile_glob(pattern).fullmatch
-    found = [info for info in listed if matches(info.url)]
-    if found:
-        found = layouts.of_one_dataset(pattern, prefix, found, listed, store)
-        return found, layouts.tables_above(prefix)
+    matches = compile_glob(pattern).fullmatch
+    chosen = [info for info in listed if matches(info.url)]
+    if chosen:
+        chosen = layouts.of_one_dataset(pattern, prefix, chosen, listed, store)
+        return chosen, layouts.tables_above(prefix)
     if not listed:
         raise ShardNotFound(
             f"no object matches {pattern}: no url starts with {prefix}{_near_file(prefix)}",
@@ -255,7 +269,7 @@ def _near(pattern: str, urls: Sequence[str]) -> str:
     if dot and "/" not in ending:
         endings = {url.rpartition(".")[2] for url in urls if "." in url.rpartition("/")[2]}
         for near in difflib.get_close_matches(ending, sorted(endings), n=3, cutoff=0.5):
-            matches = globs.compile_glob(f"{stem}.{near}").fullmatch
+            matches = compile_glob(f"{stem}.{near}").fullmatch
             if any(matches(url) for url in urls):
                 return f"; did you mean {stem}.{near}?"
     return f": there is {', '.join(islice(urls, _NAMES_SHOWN))}"

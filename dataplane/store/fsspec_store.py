@@ -33,9 +33,8 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.redact import hub_parts, is_commit
-from dataplane.store.pieces import check_etag, etag_of_size, in_pieces
-from dataplane.store.refusals import is_throttle, kind_of, shortened
-from dataplane.store.unreachable import passes
+from dataplane.store.faults import is_throttle, kind_of, passes, shortened
+from dataplane.store.reads import check_etag, etag_of_size, in_pieces, short_read
 from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
@@ -94,21 +93,21 @@ class FsspecStore:
         folder = folder_of(prefix)
         root = self._path(folder)
 
-        def ask() -> Mapping[str, Any]:
+        def find() -> Mapping[str, Any]:
             if not _is_fixed(prefix):
                 self._files.invalidate_cache()
             try:
-                found: Mapping[str, Any] = self._files.find(root, detail=True)
+                files: Mapping[str, Any] = self._files.find(root, detail=True)
             except FileNotFoundError:
                 # A missing folder is an empty prefix; a missing bucket is an error.
                 if not self._request("exists", self._path(f"{self._base}/")):
                     raise
                 return {}
-            return found
+            return files
 
         infos = (
             _described(f"{folder}{name[len(root) :].lstrip('/')}", info)
-            for name, info in self._ask(prefix, ask).items()
+            for name, info in self._call(prefix, find).items()
             if info.get("type", "file") == "file"
         )
         wanted = (info for info in infos if info.url.startswith(prefix))
@@ -117,7 +116,7 @@ class FsspecStore:
     def head(self, url: str) -> ObjectInfo:
         # The Hub's file system remembers folders, also those of buckets and branches, which change.
         fresh = {"refresh": True} if url.startswith("hf://") and not _is_fixed(url) else {}
-        info = self._ask(url, lambda: self._request("info", self._path(url), **fresh))
+        info = self._call(url, lambda: self._request("info", self._path(url), **fresh))
         if info.get("type", "file") != "file":
             raise ShardNotFound(f"{url} is a folder, not an object", shard=url)
         return _described(url, info)
@@ -129,7 +128,7 @@ class FsspecStore:
             return url
         repository, revision, rest = hub
 
-        def ask() -> str | None:
+        def find_commit() -> str | None:
             from huggingface_hub import HfApi  # there, since it is what reads hf:// urls
 
             api = HfApi(endpoint=self._files.endpoint, token=self._files.token)
@@ -142,7 +141,7 @@ class FsspecStore:
             ).sha
             return commit
 
-        commit = self._ask(url, ask)
+        commit = self._call(url, find_commit)
         if commit is None or not is_commit(commit):
             raise StoreError(f"{url}: the Hub names no commit of {repository}", shard=url)
         return f"{repository}@{commit}{rest}"
@@ -152,7 +151,7 @@ class FsspecStore:
         body, fault = b"", None
         try:
             if length:
-                body = self._ask(
+                body = self._call(
                     url,
                     lambda: self._request("cat_file", path, start=offset, end=offset + length),
                 )
@@ -164,13 +163,7 @@ class FsspecStore:
             return body
         if fault is not None and offset + length <= now.size_bytes:
             raise fault
-        raise TruncatedRead(
-            f"{url} gave {len(body)} bytes of the {length} asked for at {offset}",
-            shard=url,
-            offset=offset,
-            expected=length,
-            found=len(body),
-        ) from fault
+        raise short_read(url, offset, length, len(body)) from fault
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
@@ -184,12 +177,12 @@ class FsspecStore:
         files = self._files
         if not files.async_impl:
             return getattr(files, name)(path, **options)
-        ask, limit_s = getattr(files, f"_{name}"), self._request_timeout_s
-        return fsspec.asyn.sync(files.loop, ask, path, timeout=limit_s, **options)
+        method, limit_s = getattr(files, f"_{name}"), self._request_timeout_s
+        return fsspec.asyn.sync(files.loop, method, path, timeout=limit_s, **options)
 
-    def _ask(self, url: str, question: Callable[[], T]) -> T:
+    def _call(self, url: str, request: Callable[[], T]) -> T:
         try:
-            return question()
+            return request()
         except FileNotFoundError as cause:
             where = base_of(url)
             raise ShardNotFound(f"there is no object {url}, or no {where}", shard=url) from cause

@@ -25,7 +25,6 @@ from functools import partial
 from typing_extensions import Buffer
 
 from dataplane.errors import (
-    DataplaneError,
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,
@@ -34,12 +33,19 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
-from dataplane.store.connections import Connections, TimedConnection
-from dataplane.store.pieces import NO_ETAG, check_etag, in_pieces, is_strong, unmet
+from dataplane.store.connections import Connections, TimedConnection, range_headers
+from dataplane.store.faults import refusal, shortened, unreachable, why_of
 from dataplane.store.policy import UrlPolicy, refused
-from dataplane.store.race import EndedEarlyError, Race, current_race
-from dataplane.store.refusals import refusal, shortened
-from dataplane.store.unreachable import unreachable, why_of
+from dataplane.store.reads import (
+    NO_ETAG,
+    Race,
+    check_etag,
+    first_request,
+    in_pieces,
+    no_version,
+    short_read,
+    unmet,
+)
 
 _REDIRECTS_MAX = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -62,10 +68,10 @@ class HttpStore:
 
     def head(self, url: str) -> ObjectInfo:
         try:
-            found, _ = self._get(url, 0, 1, (), Race())
+            info, _ = self._get(url, 0, 1, (), Race())
         except TruncatedRead:  # an empty object has no first byte
-            found, _ = self._get(url, 0, 0, (), Race())
-        return found
+            info, _ = self._get(url, 0, 0, (), Race())
+        return info
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
         into = bytearray(length)
@@ -77,28 +83,16 @@ class HttpStore:
         if not any(map(len, into)):
             check_etag(self.head(url), etag)
             return
-        race = current_race()
-        try:
-            self._read_into(url, offset, etag, into, race)
-        except DataplaneError:
-            if race.is_over:
-                raise EndedEarlyError from None
-            raise
-        finally:
-            race.release()
-
-    def _read_into(
-        self, url: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
-    ) -> None:
         length = sum(map(len, into))
-        try:
-            found, given = self._get(url, offset, length, into, race, etag)
-        except DatasetChangedError:
-            raise unmet(self, url, etag) from None
-        check_etag(found, etag)
-        if given != length:
-            raise _short(url, offset, length, given)
-        race.claim()
+        with first_request() as race:
+            try:
+                info, given = self._get(url, offset, length, into, race, etag)
+            except DatasetChangedError:
+                raise unmet(self, url, etag) from None
+            check_etag(info, etag)
+            if given != length:
+                raise short_read(url, offset, length, given)
+            race.claim()
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
@@ -119,9 +113,7 @@ class HttpStore:
         """Return the object's facts, and how many bytes of the range the answer has: a part of the
         range is an error. Without a length, the whole object is requested.
         """
-        headers = {"Range": f"bytes={offset}-{offset + length - 1}"} if length else {}
-        if etag and is_strong(etag):
-            headers["If-Match"] = etag
+        headers = range_headers(offset, length, etag)
         deadline = time.monotonic() + self._timeout_s
         at = url
         for _ in range(_REDIRECTS_MAX + 1):
@@ -132,12 +124,9 @@ class HttpStore:
                 if answer.status in _REDIRECTS:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
-                found, given = _described(url, answer, offset, length, etag)
+                info, given = _described(url, answer, offset, length, etag)
                 if into and given == length:
-                    fill = self._connections.fill
-                    filled = sum(fill(answer, connection, each, race) for each in into)
-                    if filled < length:
-                        raise ConnectionResetError(f"closed after {filled} bytes of {length}")
+                    self._connections.fill(answer, connection, into, race)
                 else:
                     answer.read(given)
                 is_whole = answer.isclosed() and not answer.will_close
@@ -152,7 +141,7 @@ class HttpStore:
                     answer.close()
                 if connection is not None:
                     self._connections.give_back(server, connection, is_whole=is_whole)
-            return found, given
+            return info, given
         raise StoreError(f"{url} redirects more than {_REDIRECTS_MAX} times", shard=url)
 
     def _redirected(self, url: str, at: str, location: str) -> str:
@@ -188,7 +177,7 @@ class HttpStore:
         target = urllib.parse.quote(target, safe="/%?&=+$,;:@~!*'()-._")
         shown = {**headers, **_credentials(parts)}
         connect = partial(self._connect, url, parts)
-        return self._connections.ask(_server_of(at), target, shown, deadline, race, connect)
+        return self._connections.request(_server_of(at), target, shown, deadline, race, connect)
 
     def _connect(
         self,
@@ -225,14 +214,14 @@ def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
 
 
 def _described(
-    url: str, answer: http.client.HTTPResponse, offset: int, length: int, asked: str
+    url: str, answer: http.client.HTTPResponse, offset: int, length: int, pinned: str
 ) -> tuple[ObjectInfo, int]:
     """Return the object that an answer describes, and how many bytes of the range follow. `asked`:
     the etag of a conditional request.
 
     Raises:  the error that its status means.  TruncatedRead: another range follows, or none.
     """
-    if answer.status == 412 and asked:
+    if answer.status == 412 and pinned:
         raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if answer.status >= 300 and answer.status != 416:
         raise refusal(url, answer.status)
@@ -240,7 +229,7 @@ def _described(
     etag = answer.getheader("ETag", "")
     size, given = int(span[3]) if span else 0, 0
     if answer.status == 416 and not (span and etag):  # its time, if any, is not the object's
-        raise _short(url, offset, length, 0)
+        raise short_read(url, offset, length, 0)
     is_empty = answer.status == 200 and answer.length == 0
     if not is_empty and (answer.status not in (206, 416) or span is None):
         raise StoreError(
@@ -252,11 +241,7 @@ def _described(
         given = _given(url, answer, span, offset, length)
     etag = etag or _etag_of_time(answer.getheader("Last-Modified"), size)
     if not etag:
-        raise StoreError(
-            f"{url}: the server gives neither ETag nor Last-Modified, so a changed file could not "
-            "be told from the one that was indexed. Use a server that gives one",
-            shard=url,
-        )
+        raise no_version(url)
     return ObjectInfo(url, size, etag), given
 
 
@@ -278,9 +263,9 @@ def _given(
             shard=url,
         )
     if first != offset or given != min(length, size - offset):
-        raise _short(url, offset, length, given, f" from {first} on")
+        raise short_read(url, offset, length, given, f" from {first} on")
     if answer.length not in (given, None):
-        raise _short(url, offset, length, answer.length or 0)
+        raise short_read(url, offset, length, answer.length or 0)
     return given
 
 
@@ -291,10 +276,3 @@ def _etag_of_time(modified: str | None, size: int) -> str:
     except (ValueError, OverflowError):
         return ""
     return f"{NO_ETAG}{at:.0f}-{size}"
-
-
-def _short(url: str, offset: int, length: int, given: int, where: str = "") -> TruncatedRead:
-    return TruncatedRead(
-        f"{url} gave {given} bytes{where} of the {length} asked for at {offset}",
-        shard=url, offset=offset, expected=length, found=given,
-    )  # fmt: skip

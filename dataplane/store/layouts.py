@@ -22,9 +22,8 @@ import msgspec
 
 from dataplane.errors import ConfigError, ShardNotFound, StoreDenied
 from dataplane.model import ObjectInfo
-from dataplane.store import globs
 from dataplane.store.base import Restricted, Store
-from dataplane.store.urls import FILE_PREFIX, base_of, folder_of
+from dataplane.store.urls import FILE_PREFIX, base_of, compile_glob, folder_of
 from dataplane.suffixes import MANIFEST, suffix_of
 from dataplane.trace import Trace
 from dataplane.typed import complete
@@ -330,7 +329,7 @@ def _saved_files(marks: _Marks, store: Store) -> dict[str, dict[str, None]]:
                 shard=info.url,
             )
         outer = root
-        files[root] = {f"{root}{one.filename}": None for one in state.data_files}
+        files[root] = {f"{root}{file.filename}": None for file in state.data_files}
     return files
 
 
@@ -467,7 +466,7 @@ def _way(split: str, splits: Mapping[str, Sequence[str]], folder: str) -> str:
     if at >= 0 and at < len(parts) - 1:
         named = f"{parts[at]}/**"
     for way in (f"{start.rstrip('0123456789')}*{suffix}", f"{folder}**/{named}" if named else ""):
-        matches = globs.compile_glob(way).fullmatch
+        matches = compile_glob(way).fullmatch
         if way and all(map(matches, urls)) and not any(map(matches, others)):
             return way
     return f"{len(urls)} shards such as {urls[0]}"

@@ -53,7 +53,7 @@ class KeyRange(Struct, eq=False):
 
     after: str
     until: str
-    found: list[ObjectInfo] = field(default_factory=list)
+    objects: list[ObjectInfo] = field(default_factory=list)
     pages: int = 0
     """How many pages were read of it that are not its last."""
     first: str = ""
@@ -91,14 +91,14 @@ class Spelling:
 
     def number(self, key: str) -> float:
         """Return the position of the key, from 0 to 1, among all keys that can be spelled."""
-        found, span = 0.0, 1.0
+        number, span = 0.0, 1.0
         for character, choices in zip(key, self._choices, strict=False):
             index = bisect_left(choices, character)
             span /= len(choices)
-            found += index * span
+            number += index * span
             if span < _SPAN_MIN or choices[index : index + 1] != [character]:
                 break
-        return found
+        return number
 
     def key(self, number: float, precision: float) -> str:
         """Return the shortest prefix of a key that stands for about this number."""
@@ -118,7 +118,7 @@ class Spelling:
         digits.
         """
         after: set[str] = set()
-        found = []
+        chosen = []
         for seen in reversed(self._seen):
             choices = seen
             if seen <= after:
@@ -126,8 +126,8 @@ class Spelling:
             elif len(seen) > 1 and seen & _DIGITS:
                 choices = seen | (_HEX if seen & (_HEX - _DIGITS) else _DIGITS)
             after = choices if len(choices) > 1 else set()
-            found.append(sorted(choices))
-        self._choices = found[::-1]
+            chosen.append(sorted(choices))
+        self._choices = chosen[::-1]
 
 
 class Listing:
@@ -151,42 +151,42 @@ class Listing:
             self._asked.append(taken)
         return taken
 
-    def answered(self, asked: KeyRange, page: Page) -> None:
+    def answered(self, part: KeyRange, page: Page) -> None:
         """Add the page that follows the `after` of a range.
 
         Raises:  NotInOrderError: the page does not come after that key.
         """
-        keys = [one.url[len(self._prefix) :] for one in page.objects]
-        self._empty.update((one.url, one) for one in page.empty)
-        count = bisect_right(keys, asked.until)
-        asked.found += page.objects[:count]
-        asked.first = asked.first or next(iter(keys), "")
-        asked.next = next(iter(keys[count:]), "")
+        keys = [info.url[len(self._prefix) :] for info in page.objects]
+        self._empty.update((info.url, info) for info in page.empty)
+        count = bisect_right(keys, part.until)
+        part.objects += page.objects[:count]
+        part.first = part.first or next(iter(keys), "")
+        part.next = next(iter(keys[count:]), "")
         useful = count / len(keys) if keys else float(bool(page.empty))
         self._useful += useful
         self._wasted += 1.0 - useful
-        origin, asked.cut_from = asked.cut_from, None
+        origin, part.cut_from = part.cut_from, None
         if origin is not None:
             origin.is_open, origin.doubt = False, 1.0 if count else origin.doubt * _DOUBT
-        self._asked.remove(asked)
+        self._asked.remove(part)
         if count == len(keys) and not page.is_last:
-            ends = [one.url[len(self._prefix) :] for one in page.empty] + keys[-1:]
+            ends = [info.url[len(self._prefix) :] for info in page.empty] + keys[-1:]
             end = max(ends, default="")
-            if asked.pages and end <= asked.after:
-                raise NotInOrderError(f"{self._prefix}{asked.after}: what follows ends before it")
+            if part.pages and end <= part.after:
+                raise NotInOrderError(f"{self._prefix}{part.after}: what follows ends before it")
             self._spelling.learn(keys or ends)
-            asked.after, asked.doubt = end, max(1.0, asked.doubt / _DOUBT)
-            asked.pages += 1
-            self._due.append(asked)
+            part.after, part.doubt = end, max(1.0, part.doubt / _DOUBT)
+            part.pages += 1
+            self._due.append(part)
 
     def found(self) -> list[ObjectInfo]:
         """Return all objects received, in url order.
 
         Raises:  NotInOrderError: a range does not begin where the one before it stopped.
         """
-        if any(one.next != following.first for one, following in pairwise(self._ranges)):
+        if any(part.next != following.first for part, following in pairwise(self._ranges)):
             raise NotInOrderError(f"{self._prefix}: a list goes on elsewhere than it stopped")
-        full = [info for one in self._ranges for info in one.found]
+        full = [info for part in self._ranges for info in part.objects]
         if not self._empty:
             return full
         # An empty "folder/" that is listed under its own key stands for no other object.
@@ -216,15 +216,15 @@ class Listing:
         self._ranges.insert(self._ranges.index(longest) + 1, rest)
         return rest
 
-    def _pages_left(self, asked: KeyRange) -> float:
+    def _pages_left(self, part: KeyRange) -> float:
         """Guess the number of pages left. A range without a page is not cut, nor is one with a cut
         that has not proved useful yet.
         """
-        if not asked.pages or any(one.cut_from is asked for one in self._asked):
+        if not part.pages or any(other.cut_from is part for other in self._asked):
             return 0.0
-        first, after, until = map(self._spelling.number, (asked.first, asked.after, asked.until))
-        page_span = max((after - first) / asked.pages, _SPAN_MIN)
-        return (until - after) / page_span / asked.doubt
+        first, after, until = map(self._spelling.number, (part.first, part.after, part.until))
+        page_span = max((after - first) / part.pages, _SPAN_MIN)
+        return (until - after) / page_span / part.doubt
 
     def _as_path(self, cut: str) -> str:
         """Cut a key before the first part that no key can have."""
@@ -243,17 +243,17 @@ def listed(prefix: str, ask: Callable[[str | None], Page]) -> list[ObjectInfo]:
     taken = listing.due()
     assert taken is not None
     listing.answered(taken, ask(None))
-    asked: dict[Future[Page], KeyRange] = {}
+    requested: dict[Future[Page], KeyRange] = {}
     threads: ThreadPoolExecutor | None = None
     try:
         while True:
-            while len(asked) < PAGES_AT_ONCE and (taken := listing.due()) is not None:
+            while len(requested) < PAGES_AT_ONCE and (taken := listing.due()) is not None:
                 threads = threads or ThreadPoolExecutor(PAGES_AT_ONCE, "listing")
-                asked[threads.submit(ask, f"{prefix}{taken.after}")] = taken
-            if not asked:
+                requested[threads.submit(ask, f"{prefix}{taken.after}")] = taken
+            if not requested:
                 return listing.found()
-            for done in wait(asked, return_when=FIRST_COMPLETED).done:
-                listing.answered(asked.pop(done), done.result())
+            for done in wait(requested, return_when=FIRST_COMPLETED).done:
+                listing.answered(requested.pop(done), done.result())
     finally:
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)

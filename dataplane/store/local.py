@@ -17,10 +17,10 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable, TruncatedRead
+from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable
 from dataplane.model import ObjectInfo
-from dataplane.store.pieces import check_etag, in_pieces
-from dataplane.store.unreachable import passes
+from dataplane.store.faults import passes
+from dataplane.store.reads import check_etag, in_pieces, short_read
 from dataplane.store.urls import FILE_PREFIX, local_path
 
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
@@ -63,13 +63,7 @@ class LocalStore:
             finally:
                 os.close(fd)
         if filled != length:
-            raise TruncatedRead(
-                f"{url} gave {filled} bytes of the {length} asked for at {offset}",
-                shard=url,
-                offset=offset,
-                expected=length,
-                found=filled,
-            )
+            raise short_read(url, offset, length, filled)
         return body
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
@@ -125,17 +119,17 @@ def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[
             continue
         with _mapped(url):
             try:
-                found = entry.stat()
+                status_of_entry = entry.stat()
             except OSError as cause:
                 if not (isinstance(cause, _NOT_THERE) or cause.errno == errno.ELOOP):
                     raise
                 if entry.is_symlink():
                     yield ObjectInfo(url, 0, f"{_BROKEN}{Path(entry.path).readlink()}")
                 continue  # or it was deleted meanwhile
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status_of_entry.st_mode):
             yield from _walk(Path(entry.path), prefix, entered | {place})
-        elif stat.S_ISREG(found.st_mode):
-            yield ObjectInfo(url, found.st_size, local_etag(found))
+        elif stat.S_ISREG(status_of_entry.st_mode):
+            yield ObjectInfo(url, status_of_entry.st_size, local_etag(status_of_entry))
 
 
 def _described(url: str, status: os.stat_result) -> ObjectInfo:

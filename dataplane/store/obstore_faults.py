@@ -21,12 +21,17 @@ from dataplane.errors import (
     ShardNotFound,
     StoreDenied,
     StoreError,
-    StoreThrottled,
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.store.refusals import kind_of, shortened
-from dataplane.store.unreachable import UNREACHABLE, Why, unreachable
+from dataplane.store.faults import (
+    UNREACHABLE,
+    kind_of,
+    refusal,
+    shortened,
+    unreachable,
+    why_of_text,
+)
 
 # After the first line of the message, obstore repeats it in a form for developers.
 _ANSWER = re.compile(
@@ -43,13 +48,6 @@ _ASKED = re.compile(r"Error performing (\w+) (\S+)")
 _GIVES_CREDENTIALS = re.compile(
     r"/latest/(?:api|meta-data)/|//169\.254\.|metadata\.google|/credentials\b|//sts\.|//oauth2\.|"
     r"/oauth2/"
-)
-_WHYS = (
-    (("kind: Timeout", "TimedOut"), Why.LATE),
-    (("dns error", "failed to lookup"), Why.NO_ADDRESS),
-    (("ConnectionRefused",), Why.REFUSED),
-    (("HostUnreachable", "NetworkUnreachable", "NetworkDown"), Why.NO_ROUTE),
-    (("kind: Connect,",), Why.UNKNOWN),
 )
 # A server that speaks plain HTTP, and a bad certificate: retries within a call cannot help.
 _NO_TLS = "InvalidContentType"
@@ -146,23 +144,23 @@ def is_mute(cause: Exception) -> bool:
 
 
 def _said(text: str) -> _Said:
-    found = _ANSWER.search(text)
-    if found is None:
+    answer = _ANSWER.search(text)
+    if answer is None:
         return _Said(int(_first(_STATUS, text) or 0))
-    body = found[2].strip()
+    body = answer[2].strip()
     message = html.unescape(_first(_MESSAGE, body)) or ("" if body.startswith(("<", "{")) else body)
-    return _Said(int(found[1]), _first(_CODE, body), shortened(message), _first(_REGION, body))
+    return _Said(int(answer[1]), _first(_CODE, body), shortened(message), _first(_REGION, body))
 
 
 def _is_of_credentials(cause: Exception, text: str, base: str, status: int) -> bool:
     """Whether credentials could not be fetched or found: no key, no metadata service."""
-    asked = _ASKED.search(text)
-    if asked is not None:
+    request = _ASKED.search(text)
+    if request is not None:
         name = base.partition("://")[2]
-        is_of_store = any(part in asked[2] for part in (base, f"/{name}/", f"//{name}."))
+        is_of_store = any(part in request[2] for part in (base, f"/{name}/", f"//{name}."))
         # The store itself is asked with GET and HEAD alone.
-        if asked[1] in ("POST", "PUT") or (
-            not is_of_store and _GIVES_CREDENTIALS.search(asked[2]) is not None
+        if request[1] in ("POST", "PUT") or (
+            not is_of_store and _GIVES_CREDENTIALS.search(request[2]) is not None
         ):
             return True
     is_refusal = isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError))
@@ -192,12 +190,8 @@ def _refused(
 ) -> StoreError:
     """Return the error for an answer of the store."""
     kind = kind_of(said.status, said.code)
-    if kind is StoreThrottled:
-        return StoreThrottled(f"{url}: the store asks to slow down ({said.short})", shard=url)
-    if kind is StoreUnavailable:
-        return StoreUnavailable(
-            f"{url}: the store reported an internal failure ({said.short})", shard=url
-        )
+    if issubclass(kind, UNREACHABLE):
+        return refusal(url, said.status, said.code)
     if said.region or said.code == "PermanentRedirect":
         return _elsewhere(url, f"the bucket is in another region ({said.whole})", said.region)
     if kind is StoreDenied:
@@ -280,8 +274,8 @@ def _short(url: str, why: str, span: tuple[int, int] | None) -> TruncatedRead:
 
 
 def _not_connected(url: str, base: str, text: str) -> StoreError:
-    found = _ENDPOINT.search(text)
-    endpoint = found[1] if found else base
+    match = _ENDPOINT.search(text)
+    endpoint = match[1] if match else base
     if _NO_TLS in text:
         return StoreError(
             f"{url}: {endpoint} does not speak TLS: write http:// instead of https://, or check "
@@ -299,8 +293,7 @@ def _not_connected(url: str, base: str, text: str) -> StoreError:
         return StoreError(f"{url}: {endpoint} redirects too often, or in a circle", shard=url)
     if "kind: Builder" in text:
         return StoreError(f"{url}: {endpoint} redirects to what is not an http url", shard=url)
-    why = next((why for words, why in _WHYS if any(word in text for word in words)), Why.BROKEN)
-    return unreachable(url, endpoint, why)
+    return unreachable(url, endpoint, why_of_text(text))
 
 
 def _not_listed(url: str, key: str) -> StoreError:
@@ -317,5 +310,5 @@ def _bytes(span: tuple[int, int] | None) -> str:
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return next((group for group in found.groups() if group), "") if found else ""
+    match = pattern.search(text)
+    return next((group for group in match.groups() if group), "") if match else ""

@@ -14,30 +14,175 @@ import functools
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import lt
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 import obstore.exceptions
-from obstore.store import GCSStore, S3Store
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from typing_extensions import Buffer
 
-from dataplane.errors import (
-    ConfigError,
-    DatasetChangedError,
-    StoreError,
-    TruncatedRead,
-)
+from dataplane.errors import ConfigError, DatasetChangedError, StoreError
 from dataplane.model import ObjectInfo
-from dataplane.store import direct
+from dataplane.store import connections
 from dataplane.store.base import LAST, NotInOrderError, Page
-from dataplane.store.clients import Client, client, may_renew
+from dataplane.store.connections import CONNECT_TIMEOUT_S
+from dataplane.store.faults import shortened
 from dataplane.store.obstore_faults import ODD, has_answer, has_no_range, is_mute, mapped
-from dataplane.store.pieces import NO_ETAG, check_etag, copy_into, in_pieces, is_strong, unmet
-from dataplane.store.race import current_race
-from dataplane.store.refusals import shortened
+from dataplane.store.reads import (
+    NO_ETAG,
+    check_etag,
+    copy_into,
+    in_pieces,
+    is_strong,
+    no_version,
+    short_read,
+    unmet,
+)
 from dataplane.store.urls import folder_of, key_of, scheme_of
+
+# Clients of obstore, made from the environment.
+#
+# obstore itself reads AWS_*, GOOGLE_* and AZURE_*; the functions below add the profiles of ~/.aws
+# (with SSO and the like), and permission to use an http endpoint without TLS.
+
+if TYPE_CHECKING:
+    # These exist for type checkers only: obstore's module does not have them at run time.
+    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+
+Client = S3Store | GCSStore | AzureStore | HTTPStore
+
+CREDENTIAL_LIFE = dt.timedelta(minutes=5)
+_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)
+# Other characters would end the host's name where the bucket is a part of it, and requests, with
+# their credentials, would go elsewhere.
+_BUCKET = re.compile(r"[\w.\-]+(@[\w.\-]+)?", re.ASCII)
+_NO_RETRIES: RetryConfig = {"max_retries": 0}
+
+
+def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
+    """Make a client of one bucket, container or http server.
+
+    Raises:  ConfigError: no bucket has this name, the profile does not exist, or the endpoint is
+    not a url.  ValueError and obstore's own errors, for other mistakes.
+    """
+    scheme, _, authority = base.partition("://")
+    if scheme not in ("http", "https") and not _BUCKET.fullmatch(authority):
+        raise ConfigError(
+            f"{base}: {authority!r} cannot be the name of a bucket or container, which has letters,"
+            " digits, dots, hyphens and underscores",
+            found=authority,
+        )
+    options: ClientConfig = {
+        "connect_timeout": dt.timedelta(seconds=min(CONNECT_TIMEOUT_S, request_timeout_s)),
+        "timeout": dt.timedelta(seconds=request_timeout_s),
+    }
+    if scheme == "s3":
+        return _s3(authority, environment, options)
+    if scheme == "gs":
+        return GCSStore(authority, client_options=options, retry_config=_NO_RETRIES)
+    if scheme in ("http", "https"):
+        options["allow_http"] = scheme == "http"
+        _check_endpoint(base, "the url")
+        return HTTPStore(base, client_options=options, retry_config=_NO_RETRIES)
+    return AzureStore.from_url(base, client_options=options, retry_config=_NO_RETRIES)
+
+
+def may_renew(base: str, environment: Mapping[str, str]) -> bool:
+    """Whether a new client may get other credentials: those in a process's environment never
+    change.
+    """
+    is_fixed = environment.get("AWS_ACCESS_KEY_ID") and not _needs_profile(environment)
+    return not (base.startswith("s3://") and is_fixed)
+
+
+def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S3Store:
+    config: S3Config = {}
+    endpoint = next((environment[name] for name in _S3_ENDPOINTS if environment.get(name)), "")
+    provider = None
+    if _needs_profile(environment):
+        session = _profile(environment)
+        endpoint = endpoint or session.get_scoped_config().get("endpoint_url", "")
+        region = session.get_config_variable("region")
+        if region:
+            config["region"] = region
+        credentials = session.get_credentials()
+        provider = _provider(credentials) if credentials is not None else None
+    if endpoint:
+        _check_endpoint(endpoint, "AWS_ENDPOINT_URL")
+        config["endpoint"] = endpoint
+        if endpoint.startswith("http://"):
+            options["allow_http"] = True
+    return S3Store(
+        bucket,
+        config=config,
+        client_options=options,
+        retry_config=_NO_RETRIES,
+        credential_provider=provider,
+    )
+
+
+def _check_endpoint(endpoint: str, origin: str) -> None:
+    """Refuse an endpoint that is not a url, since obstore panics at the first request to it."""
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        port = parts.port
+    except ValueError:
+        parts, port = urllib.parse.urlsplit(""), None
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
+        raise ConfigError(
+            f"{origin} is {endpoint!r}, which is not an endpoint: write http://host:port or "
+            "https://host"
+        )
+
+
+def _needs_profile(environment: Mapping[str, str]) -> bool:
+    """Whether credentials come from ~/.aws: a profile is named, or exists and nothing else is
+    given.
+    """
+    if environment.get("AWS_PROFILE"):
+        return True
+    given = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if any(environment.get(name) for name in given):
+        return False
+    home = Path(environment.get("HOME", "/")) / ".aws"
+    files = (
+        environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials",
+        environment.get("AWS_CONFIG_FILE") or home / "config",
+    )
+    return any(Path(file).is_file() for file in files)
+
+
+def _profile(environment: Mapping[str, str]) -> Any:
+    import botocore.exceptions
+    import botocore.session
+
+    session = botocore.session.Session(profile=environment.get("AWS_PROFILE"))
+    try:
+        session.get_scoped_config()
+    except botocore.exceptions.BotoCoreError as cause:
+        raise ConfigError(f"AWS_PROFILE or ~/.aws cannot be used: {cause}") from cause
+    return session
+
+
+def _provider(credentials: Any) -> Callable[[], S3Credential]:
+    """Botocore refreshes early enough that credentials stay valid for CREDENTIAL_LIFE."""
+
+    def provide() -> S3Credential:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": dt.datetime.now(dt.UTC) + CREDENTIAL_LIFE,
+        }
+
+    return provide
+
 
 T = TypeVar("T")
 LIST_PAGE = 1000
@@ -58,7 +203,7 @@ class ObstoreStore:
         self._is_http = scheme_of(base) in ("http", "https")
         self._request_timeout_s = request_timeout_s
         self._was_served = False
-        self._direct: direct.DirectReads | None = None
+        self._direct: connections.DirectReads | None = None
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -78,20 +223,20 @@ class ObstoreStore:
         # Not methods: an object that holds connections must not be part of a reference cycle.
         make = functools.partial(_client_of_query, self._request_timeout_s)
         self._client_of_query = functools.lru_cache(_QUERY_CLIENTS_MAX)(make)
-        if not direct.is_possible(os.environ):
+        if not connections.is_possible(os.environ):
             return
         if isinstance(made, S3Store):
             sign = functools.partial(_signed, made)
-            self._direct = direct.DirectReads(sign, self._request_timeout_s)
+            self._direct = connections.DirectReads(sign, self._request_timeout_s)
         elif self._is_http and "@" not in self._base:
-            self._direct = direct.DirectReads(str, self._request_timeout_s)
+            self._direct = connections.DirectReads(str, self._request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: names that do not match the prefix are dropped here.
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/")
-        listed = self._ask(prefix, lambda: self._listed(folder or None))
-        found = {f"{self._base}/{path}": meta for path, meta in listed.items()}
-        infos = [self._info(url, meta) for url, meta in found.items() if url.startswith(prefix)]
+        listed = self._call(prefix, lambda: self._listed(folder or None))
+        metas = {f"{self._base}/{path}": meta for path, meta in listed.items()}
+        infos = [self._info(url, meta) for url, meta in metas.items() if url.startswith(prefix)]
         return iter(sorted(infos, key=lambda info: info.url))
 
     def has_pages(self) -> bool:
@@ -106,13 +251,13 @@ class ObstoreStore:
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/") or None
         start = self._before(prefix) if after is None else after[len(self._base) + 1 :]
         while True:
-            listed = self._ask(prefix, lambda: self._next(folder, start))  # noqa: B023 - called now
-            found = [self._info(f"{self._base}/{meta['path']}", meta) for meta in listed]
-            urls = [f"{self._base}/{start or ''}", *(info.url for info in found if info.size_bytes)]
+            listed = self._call(prefix, lambda: self._next(folder, start))  # noqa: B023 - called now
+            infos = [self._info(f"{self._base}/{meta['path']}", meta) for meta in listed]
+            urls = [f"{self._base}/{start or ''}", *(info.url for info in infos if info.size_bytes)]
             if not all(map(lt, urls, urls[1:])):
                 raise NotInOrderError(f"{urls[0]}: what follows is not in url order")
-            shown = [info for info in found if info.url.startswith(prefix)]
-            end = max((info.url for info in found), default="")
+            shown = [info for info in infos if info.url.startswith(prefix)]
+            end = max((info.url for info in infos), default="")
             is_last = len(listed) < LIST_PAGE or end > f"{prefix}{LAST}"
             if shown or is_last:
                 objects = [info for info in shown if info.size_bytes]
@@ -123,9 +268,9 @@ class ObstoreStore:
 
     def head(self, url: str) -> ObjectInfo:
         if self._has_query(url):
-            return self._info(url, self._ask(url, lambda: _by_get(self._client_of_query(url), "")))
+            return self._info(url, self._call(url, lambda: _by_get(self._client_of_query(url), "")))
         key = self._key(url)
-        return self._info(url, self._ask(url, lambda: _by_head(self._client, key)))
+        return self._info(url, self._call(url, lambda: _by_head(self._client, key)))
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
         if length == 0:
@@ -134,17 +279,11 @@ class ObstoreStore:
         options: dict[str, Any] = {"range": (offset, offset + length)}
         if is_strong(etag):
             options["if_match"] = etag
-        result, body = self._ask(url, lambda: self._get(url, options), etag, (offset, length))
+        result, body = self._call(url, lambda: self._get(url, options), etag, (offset, length))
         # A server that ignores If-Match still reports the ETag of the bytes that it sent.
         check_etag(self._info(url, result.meta), etag)
         if len(body) != length:
-            raise TruncatedRead(
-                f"{url} gave {len(body)} bytes of the {length} asked for at {offset}",
-                shard=url,
-                offset=offset,
-                expected=length,
-                found=len(body),
-            )
+            raise short_read(url, offset, length, len(body))
         return body
 
     def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
@@ -156,16 +295,12 @@ class ObstoreStore:
         if ways is not None and is_direct and is_worth_it and length:
             key = url if has_query else self._key(url)
             try:
-                self._ask(url, lambda: ways.read_into(url, key, offset, etag, *into))
-            except direct.Refused:
+                self._call(url, lambda: ways.read_into(url, key, offset, etag, *into))
+            except connections.Refused:
                 pass  # obstore handles it
             else:
                 return
-        body = self.read(url, offset, length, etag)
-        race = current_race()
-        race.sent()
-        race.claim()
-        copy_into(body, *into)
+        copy_into(self.read(url, offset, length, etag), *into)
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
@@ -176,25 +311,25 @@ class ObstoreStore:
         obstore takes a page without a token for the last one, even if the page says that more
         follows. A full page may be such a page, so the keys after its last one are requested, too.
         """
-        found: dict[str, obstore.ObjectMeta] = {}
+        metas: dict[str, obstore.ObjectMeta] = {}
         while True:
-            before, last = len(found), max(found, default=None)
+            before, last = len(metas), max(metas, default=None)
             for page in obstore.list(self._client, folder, offset=last, chunk_size=LIST_PAGE):
-                count = len(found)
+                count = len(metas)
                 for meta in page:
-                    known = found.get(meta["path"])
+                    known = metas.get(meta["path"])
                     # An empty "folder/" does not stand for the object that has its path.
                     if known is None or not known["size"]:
-                        found[meta["path"]] = meta
-                if len(found) == count and len(page) == LIST_PAGE:
+                        metas[meta["path"]] = meta
+                if len(metas) == count and len(page) == LIST_PAGE:
                     raise StoreError(
                         f"{self._base}: the store lists {page[0]['path']} and what follows it "
                         "again and again, so that its lists never end: this server cannot be "
                         "asked for more than one page. Name each file instead; braces such as "
                         "{000..127} need no list",
                     )
-            if len(found) == before or len(found) % LIST_PAGE:
-                return found
+            if len(metas) == before or len(metas) % LIST_PAGE:
+                return metas
 
     def _next(self, folder: str | None, start: str | None) -> Sequence[obstore.ObjectMeta]:
         pages = obstore.list(self._client, folder, offset=start, chunk_size=LIST_PAGE)
@@ -218,10 +353,10 @@ class ObstoreStore:
             result = obstore.get(self._client, self._key(url), options=options)
         return result, result.bytes()
 
-    def _ask(
+    def _call(
         self,
         url: str,
-        question: Callable[[], T],
+        request: Callable[[], T],
         etag: str = "",
         span: tuple[int, int] | None = None,
     ) -> T:
@@ -232,7 +367,7 @@ class ObstoreStore:
                 shard=url,
             )
         try:
-            answer = question()
+            answer = request()
         except (obstore.exceptions.BaseError, OSError, ValueError) as cause:
             renews = self._was_served and may_renew(self._base, os.environ)
             fault = mapped(cause, url, self._base, span, may_renew=renews)
@@ -265,11 +400,7 @@ class ObstoreStore:
     def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
         etag, modified = meta["e_tag"], meta["last_modified"].timestamp()
         if not etag and not modified:
-            raise StoreError(
-                f"{url}: the server gives neither ETag nor Last-Modified, so a changed object "
-                "could not be told from the one that was indexed. Use a server that gives one",
-                shard=url,
-            )
+            raise no_version(url)
         # Lists have times to the millisecond, answers about one object to the second.
         return ObjectInfo(url, meta["size"], etag or f"{NO_ETAG}{int(modified)}-{meta['size']}")
 
@@ -308,9 +439,9 @@ def _by_get(client: Client, key: str) -> obstore.ObjectMeta:
 def _signed(client: S3Store, key: str) -> str:
     """Sign a request, and return its url.
 
-    Raises:  direct.Refused: there is nothing to sign with.
+    Raises:  connections.Refused: there is nothing to sign with.
     """
     try:
         return obstore.sign(client, "GET", key, SIGNED_FOR)
     except obstore.exceptions.BaseError as cause:
-        raise direct.Refused from cause
+        raise connections.Refused from cause

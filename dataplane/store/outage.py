@@ -1,9 +1,13 @@
-"""Track stores that do not answer. Each outage is reported once when it begins and once when it
-ends.
+"""Stores that do not answer, and pauses that stores ask for: processes of a host share both.
 
 An `Outage` is made of plain values, so that a process can send it to another one. The stores of
 `connect.Stores` report to one `observe(outage)`: when an outage begins, at every request that fails
 from then on, and, with `until` set, when it ends. `Outages.note` is such a function.
+
+Invariants:
+1. Each outage is reported once when it begins and once when it ends.
+2. Each pause is passed to every member except its source, in the thread that reports it. So no
+   member may block. A new member gets the pauses that still last.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.model import StorePause
+from dataplane.store.faults import Clock
 from dataplane.trace import Trace
 
 
@@ -27,7 +33,7 @@ class Outage(Struct, frozen=True):
     store: str
     since: float
     error: str
-    asked: float
+    last_request_at: float
     until: float = 0.0
 
     @property
@@ -38,7 +44,7 @@ class Outage(Struct, frozen=True):
 FORGOTTEN_S = 300.0
 
 Observe = Callable[[Outage], None]
-Tell = Callable[[Outage], None]
+Share = Callable[[StorePause], None]
 
 
 def log(outage: Outage) -> None:
@@ -53,13 +59,13 @@ def log(outage: Outage) -> None:
 class Outages:
     """The stores that are away, according to this process and those that report to it.
 
-    A store is away while at least one `source` says so. `tell` is called once when an outage
+    A store is away while at least one `source` says so. `report` is called once when an outage
     begins, and once, with `until` set, when it ends. Thread-safe.
     """
 
-    def __init__(self, tell: Tell = log) -> None:
-        self._tell = tell
-        self._lock = threading.RLock()  # `tell` may ask which stores are unreachable
+    def __init__(self, report: Observe = log) -> None:
+        self._report = report
+        self._lock = threading.RLock()  # `report` may call `now`
         self._seen: dict[str, dict[object, Outage]] = {}
 
     def note(self, outage: Outage, source: object = None) -> None:
@@ -74,17 +80,21 @@ class Outages:
             if after is None:
                 del self._seen[outage.store]
             if before is None and after is not None:
-                self._tell(after)
+                self._report(after)
             elif before is not None and after is None:
-                self._tell(replace(before, until=outage.until))
+                self._report(replace(before, until=outage.until))
 
     def now(self, now: float) -> tuple[Outage, ...]:
         """Return the stores that are away, sorted by name. A store without requests for a while is
         left out, since its state is unknown.
         """
         with self._lock:
-            found = [_together(self._seen[store]) for store in sorted(self._seen)]
-        return tuple(one for one in found if one is not None and now - one.asked < FORGOTTEN_S)
+            seen = [_together(self._seen[store]) for store in sorted(self._seen)]
+        return tuple(
+            outage
+            for outage in seen
+            if outage is not None and now - outage.last_request_at < FORGOTTEN_S
+        )
 
     def forget(self, source: object, now: float) -> None:
         """Remove a source. Outages that no other source sees are over."""
@@ -103,3 +113,43 @@ def _together(seen: dict[object, Outage]) -> Outage | None:
 
 
 _trace = Trace("store")
+
+
+class Pauses:
+    """The pauses that one process knows. An overloaded store limits the whole host, so all of its
+    processes that send requests keep them. Thread-safe.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
+        self._lock = threading.Lock()
+        self._joined: tuple[Share, ...] = ()
+        self._known: dict[str, tuple[StorePause, float]] = {}
+
+    def join(self, member: Share) -> None:
+        """Call this function with each pause, beginning with those that still last."""
+        with self._lock:
+            self._joined += (member,)
+        for pause in self.now():
+            member(pause)
+
+    def leave(self, member: Share) -> None:
+        """Stop calling this function. May be called twice."""
+        with self._lock:
+            self._joined = tuple(other for other in self._joined if other != member)
+
+    def publish(self, pause: StorePause, source: Share | None = None) -> None:
+        """Pass on a pause that a store has requested, or that `source`, a member, has reported."""
+        with self._lock:
+            self._known[pause.store] = (pause, self._clock.now() + pause.left_s)
+            joined = self._joined
+        for member in joined:
+            if member != source:
+                member(pause)
+
+    def now(self) -> list[StorePause]:
+        """Return the pauses that still last: the latest of each store."""
+        with self._lock:
+            now = self._clock.now()
+            self._known = {store: known for store, known in self._known.items() if known[1] > now}
+            return [replace(pause, left_s=until - now) for pause, until in self._known.values()]

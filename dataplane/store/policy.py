@@ -28,7 +28,7 @@ from dataplane.model import ObjectInfo
 from dataplane.redact import unpinned
 from dataplane.security.urls import covers, is_under
 from dataplane.store.base import Page, Paged, Pinning, Reconnecting, Store
-from dataplane.store.pieces import fill
+from dataplane.store.reads import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
 from dataplane.trace import Trace
 
@@ -130,11 +130,11 @@ class UrlPolicy(Struct, frozen=True):
 
     def _names(self, address: str) -> bool:
         """Whether a prefix has this very address as its host."""
-        return any(_address_in(one) == address for one in self.prefixes)
+        return any(_address_in(prefix) == address for prefix in self.prefixes)
 
     def _roots(self) -> tuple[str, ...]:
         """Return the resolved paths of file prefixes, which may contain links themselves."""
-        return tuple(_target(path) for one in self.prefixes if (path := local_path(one)))
+        return tuple(_target(path) for prefix in self.prefixes if (path := local_path(prefix)))
 
     def _denied(self, url: str, why: str = "is not below") -> StoreDenied:
         refused(url, f"it {why} allowed_urls")
@@ -186,13 +186,15 @@ def is_of_machine(address: str) -> bool:
     """Whether an IP address, however it is written, is link-local or one where a cloud serves
     credentials.
     """
-    found: _Address = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        found = inner or found
-    return found.is_link_local or found.is_unspecified or found.is_multicast or found in _METADATA
+    parsed: _Address = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour
+        if parsed in _NAT64:
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        parsed = inner or parsed
+    return (
+        parsed.is_link_local or parsed.is_unspecified or parsed.is_multicast or parsed in _METADATA
+    )
 
 
 class PolicedStore:
@@ -204,9 +206,9 @@ class PolicedStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         if not (unpinned(prefix) != prefix and self._policy.allows(prefix)):
             self._policy.check_names([prefix])
-        found = list(self._inner.list(prefix))
-        self._policy.check_all(one.url for one in found)
-        return iter(found)
+        infos = list(self._inner.list(prefix))
+        self._policy.check_all(info.url for info in infos)
+        return iter(infos)
 
     def pinned(self, url: str) -> str:
         """Implement `base.Pinning.pinned`."""
@@ -226,7 +228,7 @@ class PolicedStore:
         assert isinstance(self._inner, Paged)
         self._policy.check_names([prefix])
         page = self._inner.page(prefix, after)
-        self._policy.check_all(one.url for one in chain(page.objects, page.empty))
+        self._policy.check_all(info.url for info in chain(page.objects, page.empty))
         return page
 
     def head(self, url: str) -> ObjectInfo:

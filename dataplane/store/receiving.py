@@ -11,8 +11,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from dataplane import compiled
-from dataplane.store.race import Sink
-from dataplane.store.unreachable import SilentError
+from dataplane.store.faults import SilentError
+from dataplane.store.reads import Sink
 
 SOURCE = Path(__file__).with_name("receive.c")
 LIBRARY = Path(__file__).with_name("libreceive.so")

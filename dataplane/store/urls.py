@@ -1,4 +1,4 @@
-"""Parse and normalise the urls that a user names.
+"""Parse and normalise the urls that a user names, and match patterns over them.
 
 Normalised urls are "scheme://authority/key", with the key as the store knows it: nothing is
 percent-encoded, except in http urls, which keep the form of the web. A local file is
@@ -60,14 +60,14 @@ def normalise(url: Url) -> str:
         raise ConfigError(
             f"{text!r} is a chain of urls, which cannot be read by range: pass a single url"
         )
-    found = _SCHEME.match(text)
-    if found is None:
+    scheme_match = _SCHEME.match(text)
+    if scheme_match is None:
         _check_slashes(text)
-    if found is None and not text.startswith("file:"):
+    if scheme_match is None and not text.startswith("file:"):
         return _file_url(os.path.expanduser(text))  # noqa: PTH111 - Path would drop the last slash
-    scheme = found[1].lower() if found else "file"
+    scheme = scheme_match[1].lower() if scheme_match else "file"
     scheme = _ALIASES.get(scheme, scheme)
-    rest = text[found.end() :] if found else text.removeprefix("file:")
+    rest = text[scheme_match.end() :] if scheme_match else text.removeprefix("file:")
     if scheme in ("file", "local"):
         return _from_file_url(rest, text)
     authority = rest.partition("/")[0]
@@ -153,12 +153,12 @@ def braces(pattern: str) -> Iterator[str]:
     head, inner, tail = pattern[:start], pattern[start + 1 : end], pattern[end + 1 :]
     choices = _alternatives(inner)
     count = 0
-    for one in choices if choices is not None else [f"{{{inner}}}"]:
+    for choice in choices if choices is not None else [f"{{{inner}}}"]:
         for rest in braces(tail):
             count += 1
             if count > NAMES_MAX:
                 raise ConfigError(f"{pattern!r} expands to more than {NAMES_MAX} names")
-            yield f"{head}{one}{rest}"
+            yield f"{head}{choice}{rest}"
 
 
 def _file_url(path: str) -> str:
@@ -239,3 +239,94 @@ def _split(inner: str) -> list[str]:
             parts.append(inner[start:index])
             start = index + 1
     return [*parts, inner[start:]]
+
+
+# Glob patterns over urls, with the rules that data folders need.
+#
+# `*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
+# set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc",
+# "_temporary/") are hidden: wildcards do not match them, and folders do not include them.
+# "_key=value" is not hidden. Hadoop's "name._COPYING_" and "name_$folder$" are hidden, too.
+
+_MAGIC = re.compile(r"[*?\[]")
+_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
+_LEFT_BY_HADOOP = ("._COPYING_", "_$folder$")
+_VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
+"""At the start of a segment: the segment is not hidden."""
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern contains a wildcard. In an http url, a question mark starts the query."""
+    return _MAGIC.search(_searched(pattern)) is not None
+
+
+def literal_prefix(pattern: str) -> str:
+    """Return the longest start of the pattern without a wildcard: the prefix to list."""
+    wildcard = _MAGIC.search(_searched(pattern))
+    return pattern[: wildcard.start()] if wildcard else pattern
+
+
+def is_hidden(name: str) -> bool:
+    """Whether any segment of a key below a folder is hidden."""
+    return _HIDDEN.search(name) is not None or name.endswith(_LEFT_BY_HADOOP)
+
+
+def compile_glob(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression that whole urls match."""
+    scheme, _, rest = pattern.partition("://")
+    question = re.escape("?") if scheme in ("http", "https") else "[^/]"
+    segments = rest.split("/")
+    text = ""
+    for index, segment in enumerate(segments):
+        last = index == len(segments) - 1
+        if segment == "**":
+            below = f"(?:{_VISIBLE}[^/]+/)*"
+            text += below + (f"{_VISIBLE}[^/]+" if last else "")
+        else:
+            text += _segment(segment, question) + ("" if last else "/")
+    return re.compile(f"{re.escape(scheme)}://{text}", re.DOTALL)
+
+
+def _segment(segment: str, question: str) -> str:
+    shown = segment[:1] in ("*", "?") or (segment[:1] == "[" and segment[1:2] not in ("_", "."))
+    text = _VISIBLE if shown else ""
+    index = 0
+    while index < len(segment):
+        letter = segment[index]
+        close = segment.find("]", index + 2) if letter == "[" else -1
+        if letter == "*":
+            text += "[^/]*"
+        elif letter == "?":
+            text += question
+        elif close > 0:
+            text += _set(segment[index + 1 : close])
+            index = close
+        else:
+            text += re.escape(letter)
+        index += 1
+    return text
+
+
+def _set(inner: str) -> str:
+    negated = inner[0] in "!^" and len(inner) > 1
+    body = inner[1:] if negated else inner
+    parts: list[str] = []
+    index = 0
+    while index < len(body):
+        if body[index + 1 : index + 2] == "-" and index + 2 < len(body):
+            low, high = sorted((body[index], body[index + 2]))
+            parts.append(f"{re.escape(low)}-{re.escape(high)}")
+            index += 3
+        else:
+            parts.append(re.escape(body[index]))
+            index += 1
+    return f"(?!/)[{'^' if negated else ''}{''.join(parts)}]"
+
+
+def _searched(pattern: str) -> str:
+    """Return the part that may contain wildcards. The query of an http url may not, and is sent
+    unchanged.
+    """
+    if pattern.startswith(("http://", "https://")):
+        return pattern.partition("?")[0]
+    return pattern

@@ -19,8 +19,8 @@ from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import ShardBatches
 from dataplane.model import ObjectInfo, StorePause
 from dataplane.rpc.fetches import StartFetching
-from dataplane.store.gate import SLOW_DOWN
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Pauses
+from dataplane.store.retry import SLOW_DOWN
 
 BASE = "s3://bucket"
 CONTENT = parquet_bytes(pa.table({"id": range(60)}), row_group_size=20)
@@ -65,7 +65,7 @@ def test_readers_keep_the_pauses_of_the_host(awry: Awry, monkeypatch: pytest.Mon
     names = sorted(SHARDS)
     pause, pauses = StorePause(BASE, 1, 1e6), Pauses()
     expected = index_dataset(BASE).to_bytes()
-    with indexing(keep=lambda *_: pauses.tell(pause), pauses=pauses, budget_s=0.2) as found:
+    with indexing(keep=lambda *_: pauses.publish(pause), pauses=pauses, budget_s=0.2) as found:
         assert found.of(BASE).to_bytes() == expected
     in_flight = 4 * batches._BATCHES_A_PAIR
     assert found.alone >= set(names[in_flight + 4 :]), "those that come after the first preamble"

@@ -32,7 +32,7 @@ from dataplane.fetcher.process import Reads
 from dataplane.model import Region, StorePause
 from dataplane.rpc import fetches, local, sockets, tasks
 from dataplane.store.connect import open_store
-from dataplane.store.pauses import Pauses
+from dataplane.store.outage import Pauses
 from dataplane.worker.forking import fork_server
 
 __all__ = ["awry"]
@@ -247,7 +247,9 @@ def test_a_pause_that_one_process_was_asked_for_is_kept_by_all(awry: Awry) -> No
             assert (at.pauses[0].store, at.pauses[0].level) == ("s3://bucket", 1)
 
             awry.be()
-            at.all_pauses.tell(StorePause("s3://bucket", 3, 1e6))  # the node's own calls were asked
+            at.all_pauses.publish(
+                StorePause("s3://bucket", 3, 1e6)
+            )  # the node's own calls were asked
             await asyncio.sleep(0)
             for _ in range(2):
                 error = await at.read(etag)

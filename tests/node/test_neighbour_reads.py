@@ -52,7 +52,7 @@ def order(etag: str, neighbour: fetches.Neighbour, at: int = 0) -> fetches.ReadR
 def no_store(at: Node) -> None:
     """Nothing is asked of the store, however late a busy machine makes a neighbour."""
     at.fetchers.start()
-    at.all_pauses.tell(StorePause("s3://bucket", 3, 1e6))
+    at.all_pauses.publish(StorePause("s3://bucket", 3, 1e6))
 
 
 async def from_store(at: Node, awry: Awry, read: fetches.ReadRange) -> None:

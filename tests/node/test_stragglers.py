@@ -84,7 +84,7 @@ def test_a_read_that_waits_for_a_pause_is_no_straggler(awry: Awry) -> None:
                 assert await at.read(etag) is None
             awry.be(Mood.SLOW_DOWN)
             assert await at.read(etag) is None
-            at.all_pauses.tell(StorePause("s3://bucket", 1, 0.5))
+            at.all_pauses.publish(StorePause("s3://bucket", 1, 0.5))
             await asyncio.sleep(0)
             assert await at.read(etag) is None
             assert at.fetchers.statistics().hedged_bytes == 0

@@ -27,9 +27,8 @@ from dataplane.rpc.messages import DatasetSource
 from dataplane.security.urls import is_under
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores, open_store
-from dataplane.store.pieces import fill
 from dataplane.store.policy import UrlPolicy, is_of_machine
-from dataplane.store.race import EndedEarlyError, Race, raced
+from dataplane.store.reads import EndedEarlyError, Race, fill, raced
 
 
 @pytest.mark.parametrize(
@@ -286,7 +285,7 @@ ISOLATED = """
 import http.server, json, socket, sys, threading
 from dataplane.errors import StoreDenied
 from dataplane.store.connect import Stores
-from dataplane.store.race import EndedEarlyError, Race, raced
+from dataplane.store.reads import EndedEarlyError, Race, raced
 from dataplane.store.policy import UrlPolicy
 
 asked = []

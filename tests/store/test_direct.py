@@ -27,11 +27,11 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.store import direct
+from dataplane.store import connections
 from dataplane.store.base import Filling, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.connections import Connections
-from dataplane.store.race import Race, raced
+from dataplane.store.reads import Race, raced
 
 BODY = (bytes(range(251)) * 12_000)[:600_000]
 URL = "s3://bucket/a folder/shard+1.bin"
@@ -226,7 +226,7 @@ def test_a_server_that_refuses_direct_requests_is_asked_through_obstore(
     store = open_store("s3://bucket")
     etag = store.head(URL).etag
     awry.be(then=Mood.WHOLE)
-    for _ in range(direct._REFUSALS_MAX):
+    for _ in range(connections._REFUSALS_MAX):
         with pytest.raises(StoreError):
             _fill(store, etag)
     awry.be()
@@ -243,8 +243,8 @@ def test_a_server_that_refuses_direct_requests_is_asked_through_obstore(
 def test_no_connection_of_ours_goes_past_a_proxy_or_is_signed_unasked(
     name: str, value: str
 ) -> None:
-    assert direct.is_possible({})
-    assert not direct.is_possible({name.lower(): value})
+    assert connections.is_possible({})
+    assert not connections.is_possible({name.lower(): value})
 
 
 def test_idle_connections_that_the_collector_finds_are_closed_first() -> None:

@@ -11,8 +11,9 @@ from fake_clock import Time
 
 from dataplane.errors import ClosedError, StoreThrottled, StoreUnavailable
 from dataplane.model import StorePause
-from dataplane.store.gate import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Clock, Gate, SlowDown
+from dataplane.store.faults import Clock
 from dataplane.store.outage import Outage
+from dataplane.store.retry import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Gate, SlowDown
 
 FAR = 1e9
 STORE = "s3://bucket"
@@ -70,7 +71,7 @@ def test_failures_without_an_answer_for_a_second_are_one_outage() -> None:
         gate.failed(turn, down())
         time.now += AWAY_AFTER_S / 4
     assert {outage.since for outage in seen} == {began}
-    assert seen[0].asked == began + AWAY_AFTER_S
+    assert seen[0].last_request_at == began + AWAY_AFTER_S
 
 
 def test_a_request_that_hung_has_been_away_since_it_began() -> None:

@@ -1,13 +1,22 @@
-"""Stores that are away, as seen by one process and those that report to it."""
+"""Outages of stores, and pauses that stores ask for, as processes of a host share them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+from awry import Awry, Mood, awry_server
+from fake_clock import Time
 from msgspec.structs import replace
+from servers import reach
 
-from dataplane.store.outage import FORGOTTEN_S, Outage, Outages
+from dataplane.model import StorePause
+from dataplane.store.connect import Stores
+from dataplane.store.outage import FORGOTTEN_S, Outage, Outages, Pauses
+from dataplane.store.retry import SLOW_DOWN
 
-BEGAN = Outage("s3://lab", 100.0, "refused", asked=100.0)
-ENDED = replace(BEGAN, asked=160.0, until=161.0)
+BEGAN = Outage("s3://lab", 100.0, "refused", last_request_at=100.0)
+ENDED = replace(BEGAN, last_request_at=160.0, until=161.0)
 
 
 def outages() -> tuple[Outages, list[Outage]]:
@@ -18,7 +27,7 @@ def outages() -> tuple[Outages, list[Outage]]:
 def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None:
     seen, told = outages()
     seen.note(BEGAN)
-    seen.note(replace(BEGAN, error="reset", asked=130.0))
+    seen.note(replace(BEGAN, error="reset", last_request_at=130.0))
     assert [one.error for one in seen.now(130.0)] == ["reset"]
     seen.note(ENDED)
     assert seen.now(161.0) == ()
@@ -28,7 +37,7 @@ def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None
 def test_a_store_is_away_as_long_as_one_process_says_so() -> None:
     seen, told = outages()
     seen.note(BEGAN, "fetching")
-    seen.note(replace(BEGAN, since=90.0, asked=101.0), "indexing")
+    seen.note(replace(BEGAN, since=90.0, last_request_at=101.0), "indexing")
     (now,) = seen.now(102.0)
     assert now.since == 90.0
     seen.note(ENDED, "fetching")
@@ -49,12 +58,66 @@ def test_stores_are_apart_and_an_end_without_a_beginning_is_nothing() -> None:
 def test_an_unused_store_is_not_shown_as_away_for_ever() -> None:
     seen, _ = outages()
     seen.note(BEGAN)
-    assert seen.now(BEGAN.asked + FORGOTTEN_S - 1)
-    assert not seen.now(BEGAN.asked + FORGOTTEN_S)
+    assert seen.now(BEGAN.last_request_at + FORGOTTEN_S - 1)
+    assert not seen.now(BEGAN.last_request_at + FORGOTTEN_S)
 
 
 def test_a_callback_may_ask_which_stores_are_away() -> None:
     found: list[tuple[Outage, ...]] = []
-    seen = Outages(lambda one: found.append(seen.now(one.asked)))
+    seen = Outages(lambda one: found.append(seen.now(one.last_request_at)))
     seen.note(BEGAN)
     assert found == [(BEGAN,)]
+
+
+STORE = "s3://bucket"
+URL = f"{STORE}/a.bin"
+
+
+class Told(list[StorePause]):
+    def hear(self, pause: StorePause) -> None:
+        self.append(pause)
+
+
+def test_all_but_the_source_are_told_and_newcomers_of_what_lasts() -> None:
+    time = Time()
+    pauses, first, second, late = Pauses(time.clock()), Told(), Told(), Told()
+    pauses.join(first.hear)
+    pauses.join(second.hear)
+    short, long = StorePause(STORE, 1, 2.0), StorePause("s3://another", 3, 8.0)
+    pauses.publish(short, first.hear)
+    pauses.publish(long)
+    assert (first, second) == ([long], [short, long])
+    time.now += 3.0
+    pauses.join(late.hear)
+    assert late == pauses.now() == [StorePause("s3://another", 3, 5.0)]
+    pauses.leave(second.hear)
+    pauses.leave(second.hear)
+    pauses.publish(short)
+    assert len(second) == 2
+    assert late[1:] == [short]
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"bucket/a.bin": bytes(100)}) as server:
+        reach(server, monkeypatch)
+        yield server
+
+
+def test_stores_tell_of_their_pauses_and_keep_those_of_others(awry: Awry) -> None:
+    time, told = Time(), Told()
+    stores = Stores(clock=time.clock())
+    stores.pauses.join(told.hear)
+    stores.connect(URL).head(URL)
+    awry.be(Mood.SLOW_DOWN)
+    stores.connect(URL).head(URL)
+    assert [(pause.store, pause.level) for pause in told] == [(STORE, 1)]
+
+    # A store that is open, and one that is opened during the pause.
+    for others in (stores, Stores(clock=time.clock())):
+        time.waited.clear()
+        others.pauses.publish(StorePause(STORE, 1, 7.0), told.hear)
+        others.connect(URL).head(URL)
+        assert time.waited[0] >= 7.0
+        assert time.waited[0] <= 7.0 + SLOW_DOWN.span_s(2)
+    assert len(told) == 1, "nobody is told what it has told"

@@ -21,8 +21,8 @@ from dataplane.errors import (
 )
 from dataplane.store.base import Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
-from dataplane.store.pieces import fill
 from dataplane.store.policy import UrlPolicy
+from dataplane.store.reads import fill
 
 BODY = bytes(i % 251 for i in range(300_000))
 URL = "s3://bucket/shard.bin"

@@ -23,12 +23,14 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
-from dataplane.store.gate import PROBE, SLOW_DOWN
+from dataplane.store.faults import FAULTS, fault_of, kind_of
 from dataplane.store.outage import Outage, Outages
-from dataplane.store.pieces import PIECE_BYTES
-from dataplane.store.retry import RETRY_TABLE, SHORT_ANSWERS_MAX, Retrying
+from dataplane.store.reads import PIECE_BYTES
+from dataplane.store.retry import PROBE, SLOW_DOWN, Retrying
 
 URL = "s3://bucket/key"
+RETRIED = {fault.error: fault.wait for fault in FAULTS if fault.wait is not None}
+SHORT_ANSWERS_MAX = fault_of(TruncatedRead("cut")).attempts_max or 0
 
 
 @dataclass
@@ -79,7 +81,17 @@ def retrying(inner: Failing, budget_s: float = 60.0, *, is_known: bool = True) -
     return made
 
 
-@pytest.mark.parametrize("kind", RETRY_TABLE)
+def test_the_table_has_one_row_for_each_error_and_each_status() -> None:
+    assert {fault.error for fault in FAULTS} == {StoreError, *StoreError.__subclasses__()}
+    statuses = [status for fault in FAULTS for status in fault.statuses]
+    assert len(statuses) == len(set(statuses))
+    for fault in FAULTS:
+        assert fault_of(fault.error("down")) is fault
+        assert all(kind_of(status) is fault.error for status in fault.statuses)
+        assert all(kind_of(400, code) is fault.error for code in fault.codes)
+
+
+@pytest.mark.parametrize("kind", RETRIED)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_is_in_the_table_is_tried_again(kind: type[StoreError], is_known: bool) -> None:
     store = Failing([kind("once"), kind("twice")])
@@ -155,7 +167,7 @@ def test_a_store_that_stays_away_is_an_error_once_the_budget_of_a_call_is_spent(
 
 
 def test_pauses_of_a_call_that_fails_alone_grow_to_the_cap_and_are_drawn_from_zero() -> None:
-    wait = RETRY_TABLE[StoreUnavailable]
+    wait = RETRIED[StoreUnavailable]
     for chance in (1.0, 0.0):
         time = Time(chance=chance)
         store = Failing([], time=time)
@@ -184,9 +196,7 @@ class Served(list):  # type: ignore[type-arg]
 
 
 @given(
-    kinds=st.lists(
-        st.sampled_from(sorted(RETRY_TABLE, key=lambda kind: kind.__name__)), max_size=30
-    ),
+    kinds=st.lists(st.sampled_from(sorted(RETRIED, key=lambda kind: kind.__name__)), max_size=30),
     chance=st.floats(0, 1),
     cost_s=st.floats(0, 10),
     budget_s=st.floats(0.1, 100),
@@ -242,7 +252,7 @@ def test_an_outage_is_observed_from_its_first_failure_to_the_first_answer() -> N
     assert (first.store, first.since, first.error) == ("s3://bucket", began, "gone")
     assert not first.is_over
     assert (last.since, last.until) == (began, time.now)
-    assert began < last.asked < last.until
+    assert began < last.last_request_at < last.until
     assert [outage.is_over for outage in seen].count(True) == 1
 
 

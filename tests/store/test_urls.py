@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
-from dataplane.store import globs
-from dataplane.store.urls import base_of, braces, folder_of, key_of, local_path, normalise
+from dataplane.store.urls import (
+    base_of,
+    braces,
+    compile_glob,
+    folder_of,
+    is_glob,
+    is_hidden,
+    key_of,
+    literal_prefix,
+    local_path,
+    normalise,
+)
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1)
 
@@ -195,11 +205,11 @@ def test_braces_that_do_not_close_or_explode_are_refused(pattern: str) -> None:
     ],
 )
 def test_globs_match_the_expected_names(pattern: str, yes: list[str], no: list[str]) -> None:
-    matches = globs.compile_glob(pattern).fullmatch
+    matches = compile_glob(pattern).fullmatch
 
     assert [name for name in yes if not matches(f"s3://b/{name}")] == []
     assert [name for name in no if matches(f"s3://b/{name}")] == []
-    assert all(f"s3://b/{name}".startswith(globs.literal_prefix(pattern)) for name in yes)
+    assert all(f"s3://b/{name}".startswith(literal_prefix(pattern)) for name in yes)
 
 
 @given(
@@ -207,21 +217,21 @@ def test_globs_match_the_expected_names(pattern: str, yes: list[str], no: list[s
     name=st.text("ab1-.", min_size=1, max_size=6),
 )
 def test_within_a_folder_globs_are_those_of_fnmatch(pattern: str, name: str) -> None:
-    if globs.is_hidden(name) or pattern.startswith("[") or pattern == "**":
+    if is_hidden(name) or pattern.startswith("[") or pattern == "**":
         return
-    mine = globs.compile_glob(f"s3://b/{pattern}").fullmatch(f"s3://b/{name}") is not None
+    mine = compile_glob(f"s3://b/{pattern}").fullmatch(f"s3://b/{name}") is not None
 
     assert mine == fnmatch.fnmatchcase(name, pattern)
 
 
 def test_a_question_mark_opens_the_query_of_an_http_url() -> None:
-    assert not globs.is_glob("https://host/a?b=1")
-    assert globs.is_glob("s3://bucket/a?")
-    assert not globs.is_glob("https://host/a?b=*[1]")
-    assert globs.is_glob("https://host/a*?b=1")
-    assert globs.literal_prefix("https://host/a*?b=1") == "https://host/a"
-    assert globs.compile_glob("https://host/a*?b=1").fullmatch("https://host/a2?b=1")
-    assert not globs.is_glob("s3://bucket/a{0..1}")
+    assert not is_glob("https://host/a?b=1")
+    assert is_glob("s3://bucket/a?")
+    assert not is_glob("https://host/a?b=*[1]")
+    assert is_glob("https://host/a*?b=1")
+    assert literal_prefix("https://host/a*?b=1") == "https://host/a"
+    assert compile_glob("https://host/a*?b=1").fullmatch("https://host/a2?b=1")
+    assert not is_glob("s3://bucket/a{0..1}")
     assert os.sep == "/"
 
 
@@ -229,4 +239,4 @@ def test_a_question_mark_opens_the_query_of_an_http_url() -> None:
 def test_a_name_is_hidden_if_one_of_its_segments_is(name: str) -> None:
     segments = name.split("/")
     expected = any(s[:1] == "." or (s[:1] == "_" and "=" not in s) for s in segments)
-    assert globs.is_hidden(name) == expected
+    assert is_hidden(name) == expected

@@ -1,7 +1,9 @@
-"""Servers whose etags cannot be asked for, or that have none."""
+"""Reads: the etags that pin them, and two requests that race for one."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +13,8 @@ from servers import reach
 from dataplane.errors import DatasetChangedError, StoreError
 from dataplane.store.base import Reconnecting, Store
 from dataplane.store.connect import open_store
-from dataplane.store.pieces import fill
 from dataplane.store.policy import UrlPolicy
+from dataplane.store.reads import EndedEarlyError, Race, current_race, fill, raced
 
 BODY = (bytes(range(251)) * 12_000)[:300_000]
 
@@ -99,3 +101,62 @@ def test_a_server_that_refuses_without_a_condition_is_no_change(
     with pytest.raises(StoreError, match="412"):
         fill(opened, url, 10, etag, memoryview(bytearray(1000)))
     assert len(awry.seen) <= 3
+
+
+TIMEOUT_S = 60.0
+
+
+def test_the_first_request_wins_if_it_is_done_first() -> None:
+    race = Race()
+    race.claim()
+    assert not race.overtake(TIMEOUT_S)
+    race.claim()
+
+
+def test_a_request_that_was_overtaken_may_neither_begin_nor_end() -> None:
+    race = Race()
+    assert race.overtake(TIMEOUT_S)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for attempt in (race.claim, lambda: race.hold(ours)):
+            with pytest.raises(EndedEarlyError):
+                attempt()
+
+
+def test_overtaking_waits_until_the_first_request_writes_no_more() -> None:
+    race, order = Race(), list[str]()
+    ours, theirs = socket.socketpair()
+
+    def first() -> None:
+        race.hold(ours)
+        held.set()
+        assert ours.recv(1) == b"", "its connection is shut down"
+        order.append("ended")
+        race.release()
+
+    held = threading.Event()
+    with ours, theirs:
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert held.wait(TIMEOUT_S)
+        assert race.overtake(TIMEOUT_S)
+        order.append("overtaken")
+        thread.join(TIMEOUT_S)
+    assert order == ["ended", "overtaken"]
+
+
+def test_a_first_request_that_does_not_end_is_told() -> None:
+    race = Race()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        race.hold(ours)
+        with pytest.raises(TimeoutError):
+            race.overtake(0.0)
+
+
+def test_a_thread_without_a_race_runs_alone() -> None:
+    race = Race()
+    with raced(race):
+        assert current_race() is race
+    assert current_race() is not race
+    current_race().claim()

@@ -1,0 +1,249 @@
+"""Faults of stores, as tables: how each shows, which error it becomes, and how it is tried again.
+
+All stores and the retries use these two. `FAULTS` has the meanings of answers. `BREAKS` has the
+ways in which a connection fails, all of them temporary: a server restarts, the network is down, DNS
+does not know a name yet. Permanent causes, such as an untrusted certificate, are plain StoreErrors.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from dataplane.errors import (
+    ShardNotFound,
+    StoreDenied,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+    TruncatedRead,
+)
+
+
+class Wait(Struct, frozen=True):
+    """The growth of waits: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
+    random between zero and that ("full jitter").
+
+    Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    """
+
+    base_s: float
+    cap_s: float
+
+    def span_s(self, attempt: int) -> float:
+        """Return the longest wait after the attempt with this number, counted from 1."""
+        return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
+
+
+class Clock(Struct, frozen=True):
+    """Time and randomness for retries; tests pass their own. `wait` waits for a condition whose
+    lock is held, and may return early.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Condition, float], object] = threading.Condition.wait
+    random: Callable[[], float] = random.random
+    wall: Callable[[], float] = time.time
+
+
+class Fault(Struct, frozen=True):
+    """One kind of fault, in an answer with one of these HTTP statuses or error codes. `wait`: how a
+    call pauses before it tries again; None: it never does. `attempts_max`: after so many attempts
+    it gives up, even if time is left. `is_answer`: the fault shows that the store answers.
+    """
+
+    error: type[StoreError]
+    meaning: str
+    wait: Wait | None = None
+    attempts_max: int | None = None
+    is_answer: bool = False
+    statuses: frozenset[int] = frozenset()
+    codes: tuple[str, ...] = ()
+
+
+# The first row that has the status or the code counts. S3 gives codes with status 400, too.
+FAULTS = (
+    # All callers of a store that asks to slow down leave it alone (see SlowDown in retry.py), so a
+    # call itself does not pause.
+    Fault(
+        StoreThrottled,
+        "the store asks to slow down",
+        wait=Wait(base_s=0.0, cap_s=0.0),
+        statuses=frozenset({429, 503}),
+    ),
+    # 501 and 505 are about what a server cannot do at all.
+    Fault(
+        StoreUnavailable,
+        "the store reported an internal failure",
+        wait=Wait(base_s=0.1, cap_s=10.0),
+        statuses=frozenset({408, 425, *range(500, 600)} - {501, 503, 505}),
+        codes=("RequestTimeout", "InternalError"),
+    ),
+    Fault(
+        StoreDenied,
+        "access refused",
+        is_answer=True,
+        statuses=frozenset({401, 403, 407}),
+        codes=("ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
+    ),
+    Fault(ShardNotFound, "there is no such object", is_answer=True, statuses=frozenset({404, 410})),
+    Fault(
+        TruncatedRead,
+        "the answer is too short",
+        wait=Wait(base_s=0.05, cap_s=2.0),
+        attempts_max=5,
+        is_answer=True,
+    ),
+    Fault(StoreError, "the store refused the request"),
+)
+_THROTTLE_WORDS = (
+    "SlowDown", "Throttl", "TooManyRequests", "RequestLimitExceeded", "ServerBusy",
+    "ateLimitExceeded"
+)  # fmt: skip
+"""Parts of error codes that ask to slow down."""
+UNREACHABLE = (StoreUnavailable, StoreThrottled)
+"""The errors of a store that is unreachable for now."""
+_TEXT_MAX = 300
+
+
+def fault_of(error: StoreError) -> Fault:
+    """Return the row of `FAULTS` for an error of ours."""
+    return next(fault for fault in FAULTS if isinstance(error, fault.error))
+
+
+def kind_of(status: int, code: str = "") -> type[StoreError]:
+    """Return the class of error that an HTTP status means. The store's own code, if any, is more
+    specific.
+    """
+    return _fault_of_answer(status, code).error
+
+
+def _fault_of_answer(status: int, code: str) -> Fault:
+    if is_throttle(code):
+        return FAULTS[0]
+    fitting = (fault for fault in FAULTS if status in fault.statuses or code in fault.codes)
+    return next(fitting, FAULTS[-1])
+
+
+def is_throttle(text: str) -> bool:
+    """Whether an error code asks to slow down."""
+    return any(word in text for word in _THROTTLE_WORDS)
+
+
+def refusal(url: str, status: int, code: str = "") -> StoreError:
+    """Return the error for an answer of which no more is known, or may be shown."""
+    fault = _fault_of_answer(status, code)
+    return fault.error(f"{url}: {fault.meaning} ({f'HTTP {status} {code}'.strip()})", shard=url)
+
+
+def shortened(text: str) -> str:
+    """Shorten a server's or library's text for an error message: some are whole pages."""
+    line = text.strip().partition("\n")[0].strip()
+    return line if len(line) <= _TEXT_MAX else f"{line[:_TEXT_MAX]}…"
+
+
+class SilentError(TimeoutError):
+    """A server sent a part of an answer, and then nothing for too long."""
+
+
+class Why(enum.Enum):
+    """The way in which a store cannot be reached."""
+
+    SILENT = "stopped in the middle of an answer"
+    LATE = "did not answer in time"
+    NO_ADDRESS = "has no address"
+    REFUSED = "refused the connection"
+    NO_ROUTE = "cannot be reached: there is no route to it"
+    UNKNOWN = "cannot be connected to"
+    BROKEN = "closed the connection"
+
+
+class Break(Struct, frozen=True):
+    """One way in which a connection fails: what to check ({port} and {host} depend on the scheme),
+    the exceptions and error numbers of Python, and the words of obstore's messages.
+    """
+
+    advice: str = ""
+    exceptions: tuple[type[BaseException], ...] = ()
+    errnos: frozenset[int] = frozenset()
+    words: tuple[str, ...] = ()
+
+
+_NETWORK = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
+)
+# In this order: a SilentError is a TimeoutError, too.
+BREAKS = {
+    Why.SILENT: Break(": it may be overloaded, or the connection is dead", (SilentError,)),
+    Why.LATE: Break(
+        ": it may be overloaded, or a firewall drops packets",
+        (TimeoutError,),
+        words=("kind: Timeout", "TimedOut"),
+    ),
+    Why.NO_ADDRESS: Break(
+        ": check the host name ({host}) and DNS",
+        (socket.gaierror,),
+        words=("dns error", "failed to lookup"),
+    ),
+    Why.REFUSED: Break(
+        ": check that it runs, and {port}", (ConnectionRefusedError,), words=("ConnectionRefused",)
+    ),
+    Why.NO_ROUTE: Break(
+        ": check the network",
+        errnos=_NETWORK,
+        words=("HostUnreachable", "NetworkUnreachable", "NetworkDown"),
+    ),
+    Why.UNKNOWN: Break(
+        ": check the endpoint, the network, the proxy and TLS", words=("kind: Connect,",)
+    ),
+    Why.BROKEN: Break(exceptions=(ConnectionError,)),
+}
+# A disk or a network file system may recover from these, and a process may close descriptors.
+_PASSING = _NETWORK | {
+    errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EMFILE, errno.ENFILE,
+    errno.ENOBUFS, errno.ENOMEM, errno.EREMOTEIO, errno.EPROTO, errno.ENONET, errno.ENOTCONN,
+}  # fmt: skip
+_ENDPOINT_HINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL, AWS_REGION"),
+    "http": ("the port in the url", "in the url"),
+    "https": ("the port in the url", "in the url"),
+}
+_OTHER_HINT = ("the endpoint", "of the endpoint")
+
+
+def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
+    """Return the error for an unreachable store, with what to check. `endpoint` did not answer."""
+    port, host = _ENDPOINT_HINTS.get(url.partition("://")[0], _OTHER_HINT)
+    advice = BREAKS[why].advice.format(port=port, host=host)
+    return StoreUnavailable(f"{url}: {endpoint} {why.value}{advice}", shard=url)
+
+
+def why_of(error: BaseException) -> Why | None:
+    """Return how a connection failed; None if it failed in another way."""
+    number = error.errno if isinstance(error, OSError) else None
+    for why, kind in BREAKS.items():
+        if isinstance(error, kind.exceptions) or number in kind.errnos:
+            return why
+    return None
+
+
+def why_of_text(text: str) -> Why:
+    """Return how a connection failed, by a message of obstore."""
+    return next(
+        (why for why, kind in BREAKS.items() if any(word in text for word in kind.words)),
+        Why.BROKEN,
+    )
+
+
+def passes(error: OSError) -> bool:
+    """Whether an OSError may be gone at the next attempt. Libraries raise OSErrors without an errno
+    for network errors of all kinds.
+    """
+    return why_of(error) is not None or error.errno is None or error.errno in _PASSING

@@ -1,0 +1,304 @@
+"""Read an object: in pieces, into memory, and by two requests that race.
+
+A request for a whole object lasts as long as its consumer is slow: it trips the timeouts of clients
+and proxies, and when it breaks there is nothing to resume. So every store streams an object in
+pieces, each pinned to the object's etag.
+
+Invariants:
+1. Exactly one of two racing requests wins. The loser never writes into the destination after that.
+2. A store writes into a destination that may be raced for only between `hold` and `claim`, or
+   after `claim`; and in either case only after `sent`, or through a `Sink`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from dataplane.errors import DatasetChangedError, StoreError, TruncatedRead
+from dataplane.model import ObjectInfo
+from dataplane.store.base import Filling, Store
+
+
+class EndedEarlyError(Exception):
+    """Another request has read these bytes: this read is over, and has no result."""
+
+
+class Sink(Protocol):
+    """Memory that is no part of a mapping yet: a part of the file `fd`, which is filled from its
+    start. The next byte belongs at `offset`. Raises what `Race.sent` may raise.
+    """
+
+    fd: int
+    offset: int
+
+    def write(self, body: Buffer) -> int:
+        """Write these bytes, and return how many were written."""
+
+    def moved(self, count: int, error: int = 0) -> None:
+        """Note that the kernel has put this many bytes there, and the error that ended it."""
+
+
+class Race:
+    """The first request of a read. Thread-safe. `meanwhile` is done, once, while its answer is on
+    its way: it makes the destination ready. That is not needed for what goes through `sink`, which
+    gives a Sink for a part of the destination, or None if there is none.
+    """
+
+    def __init__(
+        self,
+        meanwhile: Callable[[], None] | None = None,
+        sink: Callable[[memoryview], Sink | None] | None = None,
+    ) -> None:
+        self._meanwhile = meanwhile
+        self._sink = sink
+        self._changed = threading.Condition()
+        self._sock: socket.socket | None = None
+        self._is_won = False
+        self._is_over = False
+        self._is_cut_off = False
+
+    def hold(self, sock: socket.socket) -> None:
+        """Note that the first request is about to be sent over this socket, and its answer written
+        into the destination.
+
+        Raises:  EndedEarlyError.
+        """
+        with self._changed:
+            self._check()
+            self._sock = sock
+
+    def sent(self) -> None:
+        """Note that the first request was sent, or that its answer is here already: make the
+        destination ready. May be called again.
+
+        Raises:  errors of `meanwhile`.
+        """
+        meanwhile = self._meanwhile
+        if meanwhile is not None:
+            meanwhile()
+            self._meanwhile = None
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether parts of the destination may have a Sink."""
+        return self._sink is not None
+
+    def sink(self, into: memoryview) -> Sink | None:
+        """A new Sink for this part of the destination, if there is one."""
+        return None if self._sink is None else self._sink(into)
+
+    def release(self) -> None:
+        """Note that the first request is over, whatever its outcome, and writes no more."""
+        with self._changed:
+            self._sock = None
+            self._changed.notify_all()
+
+    def claim(self) -> None:
+        """Let the first request win, which has all bytes or has failed, if it was not ended early.
+        May be called twice.
+
+        Raises:  EndedEarlyError.
+        """
+        with self._changed:
+            self._check()
+            self._is_won = True
+
+    def cut_off(self) -> None:
+        """Make the first request fail in whatever it waits for."""
+        with self._changed:
+            self._is_cut_off = True
+            if self._sock is not None:
+                _shut(self._sock)
+
+    def overtake(self, timeout_s: float) -> bool:
+        """End the first request, since the second has all bytes. Return True once the first writes
+        no more, False if it has won.
+
+        Raises:  TimeoutError: the first request does not end.
+        """
+        with self._changed:
+            if self._is_won:
+                return False
+            self._is_over = True
+            if self._sock is not None:
+                _shut(self._sock)
+            if not self._changed.wait_for(lambda: self._sock is None, timeout_s):
+                raise TimeoutError
+            return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the first request has been ended early."""
+        return self._is_over
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the first request was made to fail."""
+        return self._is_cut_off
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise EndedEarlyError
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket, which is not meant for another thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def raced(race: Race) -> Iterator[None]:
+    """Make this race that of the thread's reads within the block, as its first request."""
+    _local.race = race
+    try:
+        yield
+    finally:
+        _local.race = None
+
+
+def current_race() -> Race:
+    """Return the race of this thread's read; if there is none, a race without a second request."""
+    return getattr(_local, "race", None) or Race()
+
+
+@contextlib.contextmanager
+def first_request() -> Iterator[Race]:
+    """Return the race of this thread's read, whose first request is made within the block.
+
+    Raises:  EndedEarlyError: the request failed since it was ended early.
+    """
+    race = current_race()
+    try:
+        yield race
+    except Exception:
+        if race.is_over:
+            raise EndedEarlyError from None
+        raise
+    finally:
+        race.release()
+
+
+# Whole objects as ranged reads, and the etags that pin them.
+
+PIECE_BYTES = 8 << 20
+NO_ETAG = "modified-"
+"""Prefix of the etags that we make from time and size, for servers without etags."""
+_WEAK = "W/"
+_OF_NOTHING = hashlib.blake2b(b"", digest_size=8).hexdigest()
+
+
+def etag_of_size(size_bytes: int) -> str:
+    """Return the etag of an object about which the store knows only its size. Another object of the
+    same size has the same etag.
+    """
+    return f"{_OF_NOTHING}-{size_bytes:x}"
+
+
+def no_version(url: str) -> StoreError:
+    """Return the error for an object whose changes could not be noticed."""
+    return StoreError(
+        f"{url}: the server gives neither ETag nor Last-Modified, so a changed object could not be "
+        "told from the one that was indexed. Use a server that gives one",
+        shard=url,
+    )
+
+
+def in_pieces(store: Store, url: str, etag: str) -> Iterator[Buffer]:
+    """Yield the object from its start. Every piece but the last has PIECE_BYTES.
+
+    Raises:  DatasetChangedError.  Errors of the store's `read` and `head`.
+    """
+    info = store.head(url)
+    check_etag(info, etag)
+    for offset in range(0, info.size_bytes, PIECE_BYTES):
+        yield store.read(url, offset, min(PIECE_BYTES, info.size_bytes - offset), etag)
+
+
+def check_etag(info: ObjectInfo, etag: str) -> None:
+    """Refuse an object that is not the pinned one.
+
+    Raises:  DatasetChangedError: shard, expected, found.
+    """
+    if info.etag != etag:
+        raise DatasetChangedError(
+            f"{info.url} changed since it was indexed: its etag was {etag} and is now "
+            f"{info.etag}. Index the dataset again, or restore the object",
+            shard=info.url,
+            expected=etag,
+            found=info.etag,
+        )
+
+
+def short_read(url: str, offset: int, length: int, count: int, where: str = "") -> TruncatedRead:
+    """Return the error for an answer of `count` bytes to a read of `length`. `where`: from where on
+    they are, if not from `offset` on.
+    """
+    return TruncatedRead(
+        f"{url} gave {count} bytes{where} of the {length} requested at {offset}",
+        shard=url,
+        offset=offset,
+        expected=length,
+        found=count,
+    )
+
+
+def unmet(store: Store, url: str, etag: str) -> StoreError | DatasetChangedError:
+    """Return the error for a read that was refused because the object has another etag (412); the
+    error names the present one. Some servers and proxies refuse although it is the same.
+    """
+    try:
+        check_etag(store.head(url), etag)
+    except (StoreError, DatasetChangedError) as better:
+        return better
+    return StoreError(
+        f"{url}: a read of the object with the etag {etag} is refused (HTTP 412), though it has "
+        "this etag: the server, or a proxy before it, does not know If-Match. Use one that does",
+        shard=url,
+    )
+
+
+def is_strong(etag: str) -> bool:
+    """Whether a server accepts this etag in a condition (If-Match). A weak etag never matches
+    there, even if the object is unchanged.
+
+    Source: RFC 9110, 13.1.1.
+    """
+    return not etag.startswith((NO_ETAG, _WEAK))
+
+
+def copy_into(body: Buffer, *into: memoryview) -> None:
+    """Copy the answer to a read into these buffers, one after the other, as the first request of
+    this thread's race, without holding the interpreter's lock.
+    """
+    import numpy as np  # a late import: a process that only lists a store needs no arrays
+
+    race = current_race()
+    race.sent()
+    race.claim()
+    source, at = np.frombuffer(memoryview(body), np.uint8), 0
+    for part in into:
+        np.copyto(np.frombuffer(part, np.uint8), source[at : at + len(part)])
+        at += len(part)
+
+
+def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> None:
+    """Fill these buffers, one after the other, with bytes of an object, using the fastest way of
+    the store.
+
+    Raises:  as `Store.read`.
+    """
+    if isinstance(store, Filling):
+        store.read_into(url, offset, etag, *into)
+    else:
+        copy_into(store.read(url, offset, sum(map(len, into)), etag), *into)
