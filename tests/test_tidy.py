@@ -35,9 +35,9 @@ CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
     "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 44, "tests": 207},
-    "names": {"dataplane": 1150, "loaders": 74, "benchmarks": 502, "tests": 2323},
-    "functions": {"dataplane": 56, "loaders": 2, "benchmarks": 11, "tests": 49},
-    "crumbs": {"dataplane": 22, "loaders": 5},
+    "names": {"dataplane": 1050, "loaders": 47, "benchmarks": 502, "tests": 2309},
+    "functions": {"dataplane": 56, "loaders": 0, "benchmarks": 11, "tests": 49},
+    "crumbs": {"dataplane": 13, "loaders": 3},
 }
 
 PRAGMA = re.compile(r"\s*# (noqa|type: ignore|fmt:).*$")

@@ -151,7 +151,7 @@ class FreeTrial:
             else:
                 break
         self._ends_now[start], self._starts_now[end] = end, start
-        apart = [each for each in self._largest if not start <= each[1] < end]
+        apart = [extent for extent in self._largest if not start <= extent[1] < end]
         self._largest = sorted([*apart, (end - start, start)])[-2:]
         return end - start
 
@@ -174,4 +174,6 @@ class FreeTrial:
         """
         need, other = rounded(first), rounded(second) if second else 0
         largest = self._largest[-1:] if self._largest[-1][0] >= need + other else self._largest
-        return any(at <= each.offset < at + length for length, at in largest for each in regions)
+        return any(
+            at <= region.offset < at + length for length, at in largest for region in regions
+        )

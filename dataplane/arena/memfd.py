@@ -10,6 +10,8 @@ Invariants:
 5. Mapped pages stay mapped, and allocated memory stays allocated until it is released, so one call
    is enough.
 6. A forked child keeps only the pages that it can read (`keep_only`), and no descriptor.
+7. An arena that another process has lent is closed once it was taken back and has no user. So
+   nobody reads or writes through a descriptor whose number was reused.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.arena import pages
@@ -132,10 +135,10 @@ class Arena:
         """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
-            found = os.fstat(fd).st_size
-            if seals & _SEALS != _SEALS or found != size_bytes:
+            size = os.fstat(fd).st_size
+            if seals & _SEALS != _SEALS or size != size_bytes:
                 raise ClosedError(
-                    f"expected a sealed arena of {size_bytes} bytes, found {found} bytes"
+                    f"expected a sealed arena of {size_bytes} bytes, found {size} bytes"
                 )
             return cls(fd, size_bytes)
         except BaseException as error:  # a signal handler, too, may raise
@@ -193,7 +196,7 @@ class Arena:
         end = max(self._allocated.rfind(0, first, end), first) + 1
         start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, self.size_bytes)
         if pages.shared_huge_pages() == "advise":
-            # Only page faults look at the advice: fallocate would take small pages.
+            # Only page faults follow the advice: fallocate would allocate small pages.
             with contextlib.suppress(OSError):
                 pages.advise(self._address + start, stop - start, _MADV_POPULATE_WRITE)
         with self.allocation(stop):
@@ -203,7 +206,7 @@ class Arena:
 
     @contextlib.contextmanager
     def allocation(self, stop: int) -> Iterator[None]:
-        """The block allocates memory up to there, alone in this process.
+        """Within this block, allocate memory up to `stop`, alone in this process.
 
         Raises:  BudgetTooSmall.
         """
@@ -228,7 +231,7 @@ class Arena:
         return huge == "deny" or (huge == "never" and _huge_pages.pass_by(length))
 
     def new_memory(self, view: memoryview) -> NewMemory | None:
-        """The memory below a view of this arena, to be filled anew; None for other memory."""
+        """The memory behind a view of this arena, for the kernel to fill; None for other memory."""
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         is_here = offset >= 0 and offset + len(view) <= self.size_bytes
         return NewMemory(self, offset, len(view)) if is_here else None
@@ -254,7 +257,7 @@ class Arena:
         return -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
 
     def was_filled(self, offset: int, length: int) -> None:
-        """All of these bytes have been written, so their memory is allocated."""
+        """Note that all of these bytes were written, so their memory is allocated."""
         first, end = self._inner_pieces(offset, length)
         self._allocated[first:end] = b"\1" * max(end - first, 0)
 
@@ -326,3 +329,62 @@ class Arena:
         os.close(self.fd)
         self._buffer.release()
         self._buffer = None
+
+
+class BorrowedArena(Struct, eq=False):
+    """One arena, and the number of its users."""
+
+    arena: Arena
+    users: int = 0
+    is_over: bool = False
+
+
+class BorrowedArenas:
+    """Arenas by number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._borrowed: dict[int, BorrowedArena] = {}
+
+    def attach(self, arena_id: int, fd: int) -> Arena:
+        """Map this arena, whose descriptor then belongs to it.
+
+        Raises:  ClosedError: it is no sealed arena.
+        """
+        arena = Arena.attach(fd, os.fstat(fd).st_size)
+        self.detach(arena_id)
+        with self._lock:
+            self._borrowed[arena_id] = BorrowedArena(arena)
+        return arena
+
+    def detach(self, arena_id: int) -> None:
+        """Close this arena, at once or when its last user is done; nothing if there is none."""
+        with self._lock:
+            borrowed = self._borrowed.pop(arena_id, None)
+            if borrowed is not None:
+                borrowed.is_over = True
+                _close_unused(borrowed)
+
+    def use(self, arena_id: int) -> BorrowedArena | None:
+        """The arena of this number, which stays open until `done`."""
+        with self._lock:
+            borrowed = self._borrowed.get(arena_id)
+            if borrowed is not None:
+                borrowed.users += 1
+            return borrowed
+
+    def done(self, borrowed: BorrowedArena) -> None:
+        """End one use of an arena."""
+        with self._lock:
+            borrowed.users -= 1
+            _close_unused(borrowed)
+
+    def close(self) -> None:
+        """Detach all of them."""
+        for arena_id in [*self._borrowed]:
+            self.detach(arena_id)
+
+
+def _close_unused(borrowed: BorrowedArena) -> None:
+    if borrowed.is_over and not borrowed.users:
+        borrowed.arena.close()

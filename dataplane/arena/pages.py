@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _SMALL_BYTES_FIRST = 32 << 20
 _CPU_S_MAX = 0.3e-3
-"""For a MiB of huge pages. Small ones take 0.3 to 0.8 ms."""
+"""Huge pages are cheap if a MiB of them takes no longer: small ones take 0.3 to 0.8 ms."""
 _TRIAL_CPU_S = 6e-6
 """The time that trials may take for each MiB of small pages between them."""
 _PAUSE_BYTES = 256 << 20
@@ -91,10 +91,11 @@ class HugePages:
     gives none by itself but makes them on request: as long as they take less CPU time than small
     ones.
 
-    Where the machine has them at hand, they take a tenth of it. On a virtual machine whose host
-    takes back free memory they take several times as much, since the host has to give it again.
-    So it is measured, after the first 32 MiB, and once more after 256 MiB of small pages, 512, ...;
-    later if a trial took long, so that trials take a hundredth of what small pages do.
+    Where the machine has huge pages ready, they take a tenth of that time. On a virtual machine
+    whose host takes back free memory, they take several times as much, since the host must provide
+    it again. So one is tried after the first 32 MiB, and if it was slow, again after 256 MiB of
+    small pages, 512, ...; later if a trial took long, so that trials take a hundredth of the time
+    that small pages take.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class HugePages:
         self._is_cheap = False
 
     def pass_by(self, size_bytes: int) -> bool:
-        """Whether so much new memory is to be small pages, which the caller then makes."""
+        """Whether new memory of this size should get small pages, which the caller allocates."""
         if self._small_bytes_left <= 0:
             return False
         self._small_bytes_left -= size_bytes
@@ -165,10 +166,10 @@ def view_of(address: int, size_bytes: int) -> memoryview:
 
 
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
-    found: int | None = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
-    if found is None or found == _FAILED:
+    mapped: int | None = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+    if mapped is None or mapped == _FAILED:
         raise OSError(number := ctypes.get_errno(), os.strerror(number))
-    return found
+    return mapped
 
 
 def _check(status: int) -> None:

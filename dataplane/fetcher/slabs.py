@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from msgspec import Struct, field
 
-from dataplane.arena.borrowed import BorrowedArenas
+from dataplane.arena.memfd import BorrowedArenas
 from dataplane.errors import ClosedError, DataplaneError, NeighbourGone
 from dataplane.fetcher.hedging import Hedging, HedgingRule
 from dataplane.fetcher.limits import SLABS_MAX

@@ -131,9 +131,9 @@ BUILT_IN: Mapping[str, tuple[str, str]] = {
 def _is_declared(group: str) -> bool:
     """Whether an installed package may have entry points of this group.
 
-    importlib.metadata takes 25 to 50 ms of CPU to import and to say so, which is a tenth of what a
-    node takes until its first batch. If packages may lie elsewhere than in folders of `sys.path`,
-    only importlib.metadata knows.
+    Importing importlib.metadata for the answer takes 25 to 50 ms of CPU, a tenth of what a node
+    needs until its first batch. It is necessary only if packages may lie elsewhere than in folders
+    of `sys.path`.
     """
     if any(
         hasattr(finder, "find_distributions")

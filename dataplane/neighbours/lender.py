@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from dataplane.arena.borrowed import BorrowedArenas
+from dataplane.arena.memfd import BorrowedArenas
 from dataplane.errors import ClosedError, PeerLost
 from dataplane.machine import collect_rarely, raise_descriptor_limit
 from dataplane.model import BlockForm

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import google_crc32c
 import numpy as np
 
-from dataplane.arena.borrowed import BorrowedArena
+from dataplane.arena.memfd import BorrowedArena
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import (
     NO_DATASET,

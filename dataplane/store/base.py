@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 from dataplane.model import ObjectInfo
 
 LAST = "\U0010ffff" * 256
-"""After all keys, which have 1024 bytes at most."""
+"""Comes after all keys, which have at most 1024 bytes."""
 
 
 class NotInOrderError(Exception):

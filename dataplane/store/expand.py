@@ -233,7 +233,7 @@ def _of_folder(name: str, folder: str, below: Sequence[ObjectInfo], store: Store
 def _matching(pattern: str, stores: Connect) -> _Found:
     prefix, store = literal_prefix(pattern), stores(pattern)
     listed = list(store.list(prefix))
-    # What has the very name is meant, whatever brackets and stars it has.
+    # An object of exactly this name is meant, whatever brackets and stars the name has.
     exact = [info for info in listed if info.url == pattern]
     if exact:
         return exact, ()

@@ -228,7 +228,7 @@ def _described(
     span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
     etag = answer.getheader("ETag", "")
     size, given = int(span[3]) if span else 0, 0
-    if answer.status == 416 and not (span and etag):  # its time, if any, is not the object's
+    if answer.status == 416 and not (span and etag):  # a time would be the error page's
         raise short_read(url, offset, length, 0)
     is_empty = answer.status == 200 and answer.length == 0
     if not is_empty and (answer.status not in (206, 416) or span is None):
@@ -254,7 +254,7 @@ def _given(
     """
     first, last, size = int(span[1] or 0), int(span[2] or -1), int(span[3])
     given = last + 1 - first
-    # An object may have been stored compressed; then this is its size, and the range one of it.
+    # The size and the ranges of an object that is stored compressed are of its compressed bytes.
     is_encoded = answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
     if is_encoded and answer.length != given:
         raise StoreError(

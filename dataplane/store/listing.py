@@ -55,19 +55,19 @@ class KeyRange(Struct, eq=False):
     until: str
     objects: list[ObjectInfo] = field(default_factory=list)
     pages: int = 0
-    """How many pages were read of it that are not its last."""
+    """How many pages of the range were read, without its last."""
     first: str = ""
     next: str = ""
-    """The first key after its start, and the first after its end; no text if there is none. Those
-    of objects with bytes.
+    """The first key after the range's start, and the first after its end, of objects with bytes;
+    empty if there is none.
     """
     leap: float = _LEAP
-    """How many pages may be cut off at once, where nobody knows the end."""
+    """How many pages a cut may skip while the end is unknown."""
     is_open: bool = True
-    """Whether there may be nothing in the part of it that is still to be listed."""
+    """Whether the part that is still to be listed may be empty."""
     doubt: float = 1.0
     cut_from: KeyRange | None = None
-    """The range before it, until its own first page has come."""
+    """The range that this one was cut from, until its own first page has come."""
 
 
 class Spelling:

@@ -82,7 +82,7 @@ def same_files(infos: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ObjectInfo] | N
     counts = Counter(info.etag for info in files)
     by_place: dict[tuple[int, int], ObjectInfo] = {}
     for info in files if len(counts) < len(files) else ():
-        if counts[info.etag] == 1:  # it is alone, and need not be looked at
+        if counts[info.etag] == 1:  # no link has this etag
             continue
         with contextlib.suppress(OSError):
             status = _path(info.url).stat()

@@ -60,14 +60,14 @@ _NOT_LISTED = re.compile(
     re.DOTALL,
 )
 _BARE_REDIRECT = "redirect without LOCATION"
-# How a store, and then a plain http server, answers a ranged read with status 200.
+# obstore's words for status 200 as the answer to a ranged read, of a store or an http server.
 _WHOLE = ("NotPartial", "RangeNotSupported")
 _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
-# The store does not know these credentials any more; others may be there by now.
+# Of credentials that are no longer valid; new ones may be available by now.
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 ODD = "an empty, '.' or '..' part, or with a control character"
-"""How keys are that obstore refuses."""
+"""The parts of keys that obstore refuses."""
 Fault = StoreError | DatasetChangedError
 
 

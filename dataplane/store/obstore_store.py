@@ -190,7 +190,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 SIGNED_FOR = dt.timedelta(minutes=15)
 # Below this the copy costs less than the request.
 _DIRECT_BYTES_MIN = 128 << 10
-# Each takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
+# A client takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads do without.
 _QUERY_CLIENTS_MAX = 256
 
 

@@ -351,7 +351,7 @@ class Retrying:
         if isinstance(inner, Paged) and inner.has_pages():
             with contextlib.suppress(NotInOrderError):
                 return iter(listed(prefix, functools.partial(self._page, inner, prefix)))
-        # If it breaks off, it starts again: such a store cannot go on at an exact place.
+        # A list that breaks off starts again: such a store cannot continue at a key.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*inner.list(prefix)]))
 
     def pinned(self, url: str) -> str:

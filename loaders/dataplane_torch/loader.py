@@ -381,7 +381,7 @@ class DataLoader(LoaderBase[_T_co]):
         dataset = cast("Dataset[Any]", given.urls)
         super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
         if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
-            opening.make_told(self.sampler)
+            opening.make_epoch_settable(self.sampler)
 
     def _new_pass(self) -> Pass:
         resume, self._resume = self._resume, None

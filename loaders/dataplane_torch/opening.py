@@ -64,11 +64,11 @@ def new_pass(
     return WorkerPass(loader, resume, loaded_in, target)
 
 
-def make_told(sampler: object) -> None:
-    """Call `sampling.make_told`, imported late."""
+def make_epoch_settable(sampler: object) -> None:
+    """Call `sampling.make_epoch_settable`, imported late."""
     from dataplane_torch.local import sampling
 
-    sampling.make_told(sampler)
+    sampling.make_epoch_settable(sampler)
 
 
 def target_of(device: Given) -> Target | None:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dataplane.store.unreachable import SilentError
 from typing_extensions import Buffer
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall
+from dataplane.store.faults import SilentError
 from dataplane.store.receiving import Patience, receive_into_file, receive_into_memory
 
 BODY = os.urandom(3 << 20)

@@ -1,4 +1,4 @@
-"""How a pass over a user's Dataset begins, anew or where another one was left."""
+"""Begin a pass over a user's Dataset, at its start or where a saved pass was left."""
 
 from __future__ import annotations
 
@@ -90,25 +90,25 @@ class Beginning:
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
         self._epochs: dict[str, int] | None = None
-        self._is_asked = self._is_told = self._is_aside = False
+        self._is_started = self._has_new_epoch = self._is_aside = False
         if resume is not None:
             resume.check(self.place.state())
-            self._is_told = epochs_of(self._index_sampler) != loaded_in
+            self._has_new_epoch = epochs_of(self._index_sampler) != loaded_in
         # A finished pass only leaves its end state: the next pass begins at its own start.
         self.goes_on = None if resume is None or resume.is_finished else resume
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Around torch's own constructor, and `places`. What a resumed pass draws it, or the one
-        before, drew long ago: torch's default generator is left alone, unless it stands where the
-        next pass would have found it.
+        """Run torch's own constructor, and `places`, within this block. A resumed pass repeats
+        draws that were made before, so torch's default generator stays unchanged, unless it has
+        the state with which the next pass would have begun.
         """
         resume = self.resume
         if resume is None:
             self.remember()
             yield
             return
-        goes_on = self.goes_on is not None and not self._is_told
+        goes_on = self.goes_on is not None and not self._has_new_epoch
         load_samplers(self._index_sampler, resume.sampler, same_epoch=goes_on)
         is_next = resume.is_finished and stands_as(resume.sampler)
         self._is_aside = not is_next
@@ -124,11 +124,15 @@ class Beginning:
         return self.goes_on is None and (self.resume is None or not self._persists)
 
     def remember(self) -> None:
-        """Torch is about to make an iterator of the samplers, which may draw."""
+        """Remember the generators' states before torch makes an iterator of samplers, which may
+        draw.
+        """
         self._made_with = generator_states(self._index_sampler, self._generator)
 
     def places(self, torch_pass: PassNames) -> Places | None:
-        """Indices from where the pass goes on; None where they mean nothing. Sets torch's seeds."""
+        """Return the indices from where the pass continues, and set torch's seeds; None for an
+        iterable dataset, whose indices mean nothing.
+        """
         place, goes_on = self.place, self.goes_on
         iterator = torch_pass.indices
         if goes_on is not None:
@@ -150,26 +154,26 @@ class Beginning:
             self._index_sampler, self._generator, self._every, state, iterator, self._made_with
         )
         if self._is_aside:
-            # The first index of most shuffles is what draws, and would be asked for only when
-            # torch's default generator stands where it stood before.
+            # Most shuffles draw when their first index is requested: later, torch's default
+            # generator has been restored.
             places.draw_first()
         self._places = places
         torch_pass.indices = places.walk()
         return places
 
     def begun(self) -> None:
-        """The first indices are drawn. A sampler may count its epochs by this."""
-        if not self.place.is_iterable and not self._is_asked:
+        """Note the samplers' epochs once the first indices are drawn, which may change them."""
+        if not self.place.is_iterable and not self._is_started:
             self._epochs = epochs_of(self._index_sampler)
-            if self._is_told and self.goes_on is not None:
+            if self._has_new_epoch and self.goes_on is not None:
                 # An epoch that was set after the state was loaded replaces the state's epoch.
                 self._epochs |= self.goes_on.sampler.epochs
 
-    def is_told_otherwise(self) -> bool:
-        """Whether samplers were told another epoch since, as frameworks do that call iter() before.
-        It looks once: when the first batch is asked for.
+    def has_new_epoch(self) -> bool:
+        """Whether the samplers' epoch was set after the pass began, as by frameworks that call
+        iter() first. Checks once, when the first batch is requested.
         """
-        begun_in, self._epochs, self._is_asked = self._epochs, None, True
+        begun_in, self._epochs, self._is_started = self._epochs, None, True
         return begun_in is not None and begun_in != epochs_of(self._index_sampler)
 
     def forget_resumed(self, torch_pass: PassNames) -> None:
@@ -194,7 +198,7 @@ class Beginning:
         return iterator
 
     def finish(self) -> None:
-        """The pass has come to its end."""
+        """Record that the pass has ended."""
         place = self.place
         place.is_finished = True
         generators = explicit_generators(self._index_sampler, self._generator)

@@ -23,14 +23,20 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+
 from dataplane.client.mount import Pinning
+from dataplane_torch.device import Target
 from dataplane_torch.local import frames
 from dataplane_torch.local.segments import MappedSegments
 from dataplane_torch.local.worker import Setup, work
+from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.torch_private import workers
+from dataplane_torch.torch_private.iteration import PassNames, is_iterable, sharding_init_fn
 
 _END_S = 5.0
-_LOOK_MS = 1000
+_POLL_MS = 1000
 
 
 class Crew:
@@ -68,7 +74,7 @@ class Crew:
         """Whether this process started it."""
         return os.getpid() == self._pid
 
-    def tell(self, worker_id: int, frame: frames.ToWorker) -> None:
+    def send(self, worker_id: int, frame: frames.ToWorker) -> None:
         """Send a frame. A dead worker is skipped; waiting for it raises.
 
         Raises:  whatever the pickling of its index raises.
@@ -82,7 +88,7 @@ class Crew:
         """Tell a worker that it is no longer needed."""
         if worker_id not in self._ended:
             self._ended.add(worker_id)
-            self.tell(worker_id, frames.Stop())
+            self.send(worker_id, frames.Stop())
 
     def wait(self, deadline: float | None) -> list[int]:
         """Wait until workers send something, or until the deadline (by time.monotonic). `heard`
@@ -128,7 +134,7 @@ class Crew:
             for worker_id in self._gone - self._ended:
                 process = self.processes[worker_id]
                 process.join(_END_S)
-                # An interrupt ends a worker with status 0. It is no reason to have no others.
+                # An interrupt ends a worker with status 0: a pass may replace such workers.
                 self._has_raised = process.exitcode != 0
                 raise RuntimeError(_obituary(process.pid, process.exitcode))
         except BaseException:
@@ -138,9 +144,7 @@ class Crew:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether workers have ended that nobody let go, as an interrupt ends them, and no other
-        way.
-        """
+        """Whether an interrupt ended workers, and nothing else did."""
         codes = {process.exitcode for process in self.processes}
         return not self._has_raised and codes <= {None, 0} and 0 in codes
 
@@ -196,7 +200,7 @@ class Crew:
         self._poll.register(ours.fileno(), select.POLLIN)
 
     def _hear_no_more(self, worker_id: int) -> None:
-        """A worker that is blocked in a send gets an error, and ends."""
+        """Receive no more: a worker that is blocked in a send gets an error, and ends."""
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self._connections[worker_id].fileno())) as ours,
@@ -208,25 +212,25 @@ class Crew:
             workers.unwatch(id(self))
 
     def _lost(self, worker_id: int) -> None:
-        """A worker's socket has ended, on request or on its own."""
+        """Note that a worker's socket was closed, on request or because the worker died."""
         self._poll.unregister(self._connections[worker_id].fileno())
         self._gone.add(worker_id)
         self.look_after()
 
     def _wait_ms(self, deadline: float | None) -> int:
         if deadline is None:
-            return _LOOK_MS
-        return max(0, min(_LOOK_MS, int(1000 * (deadline - time.monotonic()) + 1)))
+            return _POLL_MS
+        return max(0, min(_POLL_MS, int(1000 * (deadline - time.monotonic()) + 1)))
 
 
 def _obituary(pid: int | None, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
-        told = (
+        cause = (
             f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}. "
         )
         if -exit_code == signal.SIGKILL:
-            return f"{told}Most often the kernel was out of memory: try fewer num_workers"
-        return f"{told}To debug the dataset, run it in this process with num_workers=0"
+            return f"{cause}Most often the kernel was out of memory: try fewer num_workers"
+        return f"{cause}To debug the dataset, run it in this process with num_workers=0"
     return (
         f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exit_code}: look above "
         "for its last output; num_workers=0 runs the dataset in this process"
@@ -243,3 +247,40 @@ def _close_all() -> None:
 
 # Registered after multiprocessing's handler, so it runs first: that one would signal workers.
 atexit.register(_close_all)
+
+
+def hire(worker_pass: PassNames, loader: Any, target: Target | None) -> Crew:
+    """Start the workers of a pass, which torch's constructor has made by now."""
+    init_fn = loader.worker_init_fn
+    if isinstance(worker_pass.dataset, IterDataPipe | MapDataPipe):
+        init_fn = sharding_init_fn(init_fn, worker_pass.world_size, worker_pass.rank)
+    pinning = (
+        cuda_pinning(wanted=worker_pass.is_pinning)
+        if target is None
+        else target.pinning(reads_all=False)  # arrays, for one, stay with the user
+    )
+    of_iterable = is_iterable(loader)
+    every = loader.snapshot_every_n_steps
+    # A map-style dataset cannot skip batches, so its state is saved after each one.
+    state_every = -(-every // loader.num_workers) if of_iterable else 1
+
+    def setup(worker_id: int, parent_pid: int) -> Setup:
+        return Setup(
+            is_iterable=of_iterable,
+            dataset=worker_pass.dataset,
+            auto_collation=worker_pass.auto_collation,
+            collate_fn=worker_pass.collate_fn,
+            drop_last=worker_pass.drop_last,
+            batch_size=loader.batch_size or 1,
+            base_seed=int(worker_pass.base_seed),
+            init_fn=init_fn,
+            worker_id=worker_id,
+            worker_count=worker_pass.worker_count,
+            shared_seed=worker_pass.shared_seed,
+            is_pinned=pinning is not None,
+            state_every=state_every,
+            parent_pid=parent_pid,
+        )
+
+    context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+    return Crew(worker_pass.worker_count, context, setup, pinning)

@@ -14,7 +14,7 @@ _MADE, _MAKE = 0, 1
 
 
 class Begin(Struct, frozen=True):
-    """Open the dataset for a pass, where `state` says; or, with `anew`, for the pass after that."""
+    """Open the dataset for a pass at `state`; with `anew`, for the pass after that one."""
 
     pass_id: int
     shared_seed: int | None
@@ -67,7 +67,7 @@ class NewSegment(Struct, frozen=True):
 
 
 class OldSegment(Struct, frozen=True):
-    """The worker writes no more into it; the trainer has given all of its extents back."""
+    """The worker writes no more into a segment of which it has all extents back."""
 
     segment_id: int
 
@@ -81,7 +81,7 @@ def encode(frame: ToWorker | FromWorker) -> bytes:
 
     Raises:  whatever the pickling of an index, or of a state, raises.
     """
-    # The frequent ones as small as can be.
+    # Frequent frames travel as tuples, which are shorter.
     if isinstance(frame, Made) and frame.state is None:
         fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
@@ -97,7 +97,7 @@ def _is_plain(index: object) -> bool:
 
 
 def decode(encoded: bytes) -> Any:
-    """The frame of these bytes: of the other side's kind."""
+    """Return the frame that these bytes encode."""
     decoded = pickle.loads(encoded)
     if not isinstance(decoded, tuple):
         return decoded

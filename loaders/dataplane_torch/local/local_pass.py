@@ -16,8 +16,13 @@ from msgspec.structs import replace
 
 from dataplane_torch.device import Target
 from dataplane_torch.local.beginning import Beginning, PassPlace
-from dataplane_torch.local.progress import PassState, WorkerState
-from dataplane_torch.local.stateful import load_state, skip_samples, state_of
+from dataplane_torch.local.progress import (
+    PassState,
+    WorkerState,
+    load_state,
+    skip_samples,
+    state_of,
+)
 from dataplane_torch.sending import Sending
 from dataplane_torch.torch_private.iteration import LocalPassBase
 
@@ -38,21 +43,21 @@ class LocalPass(LocalPassBase):
     ) -> None:
         self._lock = threading.RLock()
         self.beginning = begin = Beginning(loader, 0, resume, loaded_in)
-        told = None if resume is None else resume.workers[0]
-        if told is not None and told.dataset is not None:
-            load_state(loader.dataset, told.dataset)
+        state = None if resume is None else resume.workers[0]
+        if state is not None and state.dataset is not None:
+            load_state(loader.dataset, state.dataset)
         with begin.drawing():
             super().__init__(loader)
             self._places = begin.places(self)
-        if begin.goes_on is not None and told is not None and begin.place.is_iterable:
-            self._go_on(begin.goes_on, told)
+        if begin.goes_on is not None and state is not None and begin.place.is_iterable:
+            self._go_on(begin.goes_on, state)
         begin.begun()
         self._copy_stream = None if target is None else target.copy_stream()
-        self._is_asked = False
+        self._is_started = False
 
     @property
     def place(self) -> PassPlace:
-        """Where it stands, with the states of the dataset as they are now."""
+        """The position of the pass, with the present states of the dataset."""
         place, fetcher = self.beginning.place, self.fetcher
         place.step = self.yielded_count
         if self._places is not None and not place.is_finished:
@@ -64,12 +69,12 @@ class LocalPass(LocalPassBase):
             is_ended=place.is_iterable and fetcher.ended,
             fetched=place.step,
         )
-        skip = 0 if state.is_told or not place.is_iterable else place.step
+        skip = 0 if state.has_state or not place.is_iterable else place.step
         place.workers = [replace(state, skip=skip, fetched=place.step - skip)]
         return place
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
     def __del__(self) -> None:
         # The loader keeps the position, not the pass: the iterator ends with the pass.
@@ -82,9 +87,9 @@ class LocalPass(LocalPassBase):
 
     def next_batch(self) -> Any:
         """Make the next batch as torch does; with a target device, copy it there."""
-        if not self._is_asked:
-            self._is_asked = True
-            if self.beginning.is_told_otherwise():
+        if not self._is_started:
+            self._is_started = True
+            if self.beginning.has_new_epoch():
                 self.beginning.forget_resumed(self)
                 self._places = self.beginning.places(self)
         try:
@@ -95,9 +100,9 @@ class LocalPass(LocalPassBase):
             raise
         return batch if self._copy_stream is None else Sending(self._copy_stream, lambda: batch)()
 
-    def _go_on(self, state: PassState, told: WorkerState) -> None:
+    def _go_on(self, state: PassState, worker: WorkerState) -> None:
         fetcher = self.fetcher
-        if told.iterator is not None:
-            fetcher.dataset_iter = load_state(fetcher.dataset_iter, told.iterator)
-        fetcher.ended = told.is_ended
-        skip_samples(fetcher, told.skip * (state.batch_size or 1))
+        if worker.iterator is not None:
+            fetcher.dataset_iter = load_state(fetcher.dataset_iter, worker.iterator)
+        fetcher.ended = worker.is_ended
+        skip_samples(fetcher, worker.skip * (state.batch_size or 1))

@@ -66,7 +66,7 @@ class Packer:
         make_no_shared_storage()
 
     def pack(self, batches: list[Any]) -> Parcel:
-        """The one object in `batches`, which is taken out of it: nobody else may hold it.
+        """Pack the only object in `batches`, and remove it there: nobody else may hold it.
 
         Raises:  whatever its pickling raises.
         """
@@ -79,7 +79,7 @@ class Packer:
             raise
 
     def take_back(self, parcel: Parcel) -> None:
-        """Drop it unsent."""
+        """Free the extents of a parcel that is not sent."""
         outer = [] if isinstance(parcel.pickled, bytes) else [parcel.pickled]
         for extent in [*dict.fromkeys(parcel.beside), *outer]:
             self._segments.free(extent.segment, extent.offset)
@@ -106,7 +106,7 @@ class Packer:
         return torch.stack(tuple(batch), 0, out=out)
 
     def _unused(self, address: int) -> None:
-        """A collated buffer died before it was packed."""
+        """Free the extent of a collated buffer that died before it was packed."""
         collated = self._collated.pop(address, None)
         if collated is not None:
             self._segments.free_soon(collated[0].segment, collated[0].offset)
@@ -126,8 +126,11 @@ class Packer:
         placed, collated = self._placed(buffers)
         buffers.clear()
         held = self._held(collated)
-        handed = {one: self._copied(one) if one in held else one for one in dict.fromkeys(placed)}
-        beside = [handed[one] for one in placed]
+        handed = {
+            place: self._copied(place) if place in held else place
+            for place in dict.fromkeys(placed)
+        }
+        beside = [handed[place] for place in placed]
         if file.tell() <= 2 * _BESIDE_BYTES:
             return Parcel(file.getvalue(), beside)
         extent = self._take(file.tell())
@@ -137,25 +140,25 @@ class Packer:
     def _placed(
         self, buffers: list[pickle.PickleBuffer]
     ) -> tuple[list[Extent], dict[Extent, _Collated]]:
-        """The extents of buffers' bytes, and what had been collated there. Two buffers of the same
-        bytes, such as a batch and a view of it, have one extent.
+        """Return the extents of the buffers' bytes, and which of them were collated there. Two
+        buffers of the same bytes, such as a batch and a view of it, have one extent.
         """
-        found: dict[tuple[int, int], Extent] = {}
+        extents: dict[tuple[int, int], Extent] = {}
         collated: dict[Extent, _Collated] = {}
         placed = []
         for buffer in buffers:
             source = np.frombuffer(buffer.raw(), np.uint8)
             address, length = _address(source), source.nbytes
-            if (address, length) not in found:
+            if (address, length) not in extents:
                 known = self._collated.get(address)
                 if known is not None and known[0].length == length:
-                    found[address, length] = extent = known[0]
+                    extents[address, length] = extent = known[0]
                     collated[extent] = known
                 else:
-                    found[address, length] = extent = self._take(length)
+                    extents[address, length] = extent = self._take(length)
                     np.frombuffer(self._segments.memory(extent), np.uint8)[:] = source
-            placed.append(found[address, length])
-        for (address, _), extent in found.items():
+            placed.append(extents[address, length])
+        for (address, _), extent in extents.items():
             if extent in collated:
                 del self._collated[address]
         return placed, collated
@@ -195,7 +198,7 @@ def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pickled_whole(given: object) -> bytes:
-    """A pickle in which everything is, as it would be in a parcel.
+    """Pickle an object as for a parcel, but with all bytes in the pickle.
 
     Raises:  whatever its pickling raises.
     """
@@ -215,15 +218,15 @@ class Arrived:
             self._pickled = mapped.take(parcel.pickled)
 
     def unpack(self) -> Any:
-        """The object, once. If unpickling raises, the call may be repeated.
+        """Return the object, once. If unpickling raises, the call may be repeated.
 
         Raises:  whatever its unpickling raises.
         """
         if self._buffers is None:
             raise RuntimeError("an interrupt destroyed this batch")
-        found = pickle.loads(self._pickled, buffers=self._buffers)
+        unpacked = pickle.loads(self._pickled, buffers=self._buffers)
         self._pickled = self._buffers = None  # a tensor that is kept keeps its memory
-        return found
+        return unpacked
 
 
 def discard(parcel: Parcel, mapped: MappedSegments) -> None:
@@ -243,7 +246,7 @@ class _Pickler(pickle.Pickler):
     )
 
     def reducer_override(self, given: object) -> Any:
-        """How tensors and arrays are pickled; anything else by the default."""
+        """Return how to pickle a tensor or an array; other objects have the default."""
         if isinstance(given, torch.Tensor):
             return _reduced(given)
         if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
@@ -272,8 +275,8 @@ def _reduced(tensor: torch.Tensor) -> Any:
     if kind is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
-    # A piece of memory that is longer than all elements has others between them; one that is not is
-    # of another memory format, say, or expanded.
+    # A span longer than all elements has other bytes between them. Any other tensor may have
+    # another memory format, or be expanded.
     if _span(plain.shape, plain.stride()) > plain.numel():
         plain = plain.contiguous()
     # Dimensions of one element may have any stride.
@@ -303,7 +306,7 @@ def _special_tensor(
     kind: type[torch.Tensor],
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """The same with a memory format, expanded, with a gradient, or of a subclass."""
+    """Make a tensor that has a memory format, a gradient or a subclass, or is expanded."""
     if stride is None:
         tensor = tensor_over(buffer, dtype, shape)
     else:
@@ -324,7 +327,7 @@ def _is_plain_subclass(kind: type[torch.Tensor]) -> bool:
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first of a tensor's elements to its last, how many lie there."""
+    """Return how many elements fit from a tensor's first one to its last."""
     if 0 in shape:
         return 0
     return 1 + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))

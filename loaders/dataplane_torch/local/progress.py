@@ -9,13 +9,59 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Protocol, TypeGuard, TypeVar
 
 from msgspec import Struct, field, structs
 
 from dataplane.errors import ConfigError, VersionMismatch
 from dataplane.ledger import PLACE_MAX
 from dataplane.units import whole
+from dataplane_torch.torch_private.iteration import DatasetFetcher
+
+_Any = TypeVar("_Any")
+
+
+class Stateful(Protocol):
+    """A dataset, an iterator of one, or a sampler whose state is saved with the loader's.
+
+    Source:  torchdata.stateful_dataloader.Stateful.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present position."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from this position."""
+        ...
+
+
+def is_stateful(given: object) -> TypeGuard[Stateful]:
+    """Whether it has both methods. A check of the protocol would take ten times as long."""
+    return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
+
+
+def state_of(given: object) -> dict[str, Any] | None:
+    """Return the state of an object; None if it has no state_dict()."""
+    return given.state_dict() if is_stateful(given) else None
+
+
+def load_state(given: _Any, state: dict[str, Any] | None) -> _Any:
+    """Load a state into an object, if that can have one, and return the object."""
+    if state is not None and is_stateful(given):
+        given.load_state_dict(state)
+    return given
+
+
+def skip_samples(fetcher: DatasetFetcher, count: int) -> None:
+    """Draw and drop `count` samples of the iterable dataset of one of torch's fetchers."""
+    for _ in range(count):
+        try:
+            next(fetcher.dataset_iter)
+        except StopIteration:
+            fetcher.ended = True
+            return
+
 
 VERSION: Final = 1
 
@@ -33,7 +79,7 @@ class WorkerState(Struct, frozen=True):
     skip: int = 0
 
     @property
-    def is_told(self) -> bool:
+    def has_state(self) -> bool:
         """Whether the dataset itself returned a state."""
         return self.dataset is not None or self.iterator is not None
 
@@ -41,7 +87,7 @@ class WorkerState(Struct, frozen=True):
 class SamplerState(Struct, frozen=True):
     """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
     None where no part has a state; `generators` as they stood when the pass began, or when it had
-    ended, and the `epochs` that its parts had been told. `missing` are indices that were drawn
+    ended, and the `epochs` to which its parts were set. `missing` are indices that were drawn
     and whose batches were not yielded, as with in_order=False. Generators stood as `made_with`
     before an iterator was made that is not a generator object; else that is empty.
     """
@@ -173,18 +219,20 @@ class PassState(Struct, frozen=True):
         for name, texts in (("generators", sampler.generators), ("made_with", sampler.made_with)):
             are_texts = isinstance(texts, dict) and all(map(_is_text, (*texts, *texts.values())))
             yield name, texts, are_texts
-        told = sampler.epochs
-        are_epochs = isinstance(told, dict) and all(map(_is_text, told))
-        are_epochs = are_epochs and all(map(_is_epoch, told.values()))
-        yield "epochs", told, are_epochs
-        for each in self.workers:
-            is_right = _is_count(each.fetched) and _is_count(each.skip) and each.skip <= self.step
-            yield "a worker", each, is_right and isinstance(each.is_ended, bool)
+        epochs = sampler.epochs
+        are_epochs = isinstance(epochs, dict) and all(map(_is_text, epochs))
+        are_epochs = are_epochs and all(map(_is_epoch, epochs.values()))
+        yield "epochs", epochs, are_epochs
+        for worker in self.workers:
+            is_right = (
+                _is_count(worker.fetched) and _is_count(worker.skip) and worker.skip <= self.step
+            )
+            yield "a worker", worker, is_right and isinstance(worker.is_ended, bool)
         count = len(self.workers)
         yield "the number of workers", count, count == max(1, int(self.worker_count))
 
     def check(self, now: PassState) -> None:
-        """Whether a pass that begins as `now` can go on from here.
+        """Check that a pass that begins as `now` can continue from this state.
 
         Raises:  ConfigError: it cannot; says what differs, and what to do.
         """
@@ -216,8 +264,10 @@ class PassState(Struct, frozen=True):
                 "Pass the same shuffle and sampler",
                 field="sampler",
             )
-        told = any(worker.is_told for worker in self.workers)
-        if max(1, self.worker_count) != max(1, now.worker_count) and (self.is_iterable or told):
+        have_states = any(worker.has_state for worker in self.workers)
+        if max(1, self.worker_count) != max(1, now.worker_count) and (
+            self.is_iterable or have_states
+        ):
             raise ConfigError(
                 f"the state was taken with num_workers={self.worker_count}, and this loader has "
                 f"{now.worker_count}: the state has a position for each worker, so pass the same "

@@ -1,6 +1,6 @@
 """A sampler's batches of indices, with the sampler's position after each of them.
 
-A sampler with a state is asked for it. A sampler without one is run again from the start of the
+The state of a sampler that has one is saved. Any other sampler runs again from the start of the
 pass: with its generators restored to that moment, it draws the same indices.
 
 Invariants:
@@ -26,8 +26,7 @@ import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from dataplane.errors import ConfigError
-from dataplane_torch.local.progress import SamplerState
-from dataplane_torch.local.stateful import is_stateful, load_state
+from dataplane_torch.local.progress import SamplerState, is_stateful, load_state
 
 GeneratorStates = dict[str, torch.Tensor]
 
@@ -53,10 +52,10 @@ class Places:
         self._is_ahead = False
         # A generator function has not started its body; any other iterator may have drawn already.
         self._made_with = {} if inspect.isgenerator(iterator) else _all_encoded(made_with)
-        # Many samplers draw from a generator only when asked for their first index.
+        # Many samplers draw from a generator only when their first index is requested.
         self._generators = generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
-        self._epochs = told_epochs_of(index_sampler)
+        self._epochs = set_epochs_of(index_sampler)
         self._drawn = 0 if state is None else state.drawn
         self._missing = deque(() if state is None else state.missing)
         self._iterator = iterator
@@ -78,13 +77,13 @@ class Places:
         self._states_at = self._drawn
 
     def walk(self) -> Iterator[Any]:
-        """The indices of one batch after the other: a generator, as the quickest of iterators."""
+        """Yield the indices of each batch. A generator, since no iterator is faster."""
         while self._missing:
             yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:
             self._generators = generator_states(self._index_sampler, self._generator)
             self._encoded = None
-            self._epochs = told_epochs_of(self._index_sampler)
+            self._epochs = set_epochs_of(self._index_sampler)
         every = self._every if self._states is not None else 0
         for index in self._iterator:
             self._drawn += 1
@@ -94,7 +93,7 @@ class Places:
         self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
 
     def place(self) -> SamplerState:
-        """After the draws so far. A shuffle that is asked for it before its first index draws its
+        """Return the position after the draws so far. Before the first of them, a shuffle draws its
         seed now, as a resumed one will, whatever the loop draws in between.
         """
         if not self._drawn and not self._is_ahead:
@@ -121,8 +120,8 @@ class Places:
         ) and not any(is_stateful(part) for part in parts)
 
     def draw_first(self) -> None:
-        """Draw the first index now, since torch's default generator stands as it needs it only
-        now; unless a sampler has a state or a generator of its own, which would be ahead, too.
+        """Draw the first index now, while torch's default generator has the state for it; unless a
+        sampler has a state or a generator of its own, which would then be ahead, too.
         """
         is_own = self._states is not None or _generators(self._index_sampler, self._generator)
         if not (self._drawn or self._is_ahead or is_own):
@@ -138,8 +137,8 @@ class Places:
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
 
     def _come_to_the_end(self, state: SamplerState) -> None:
-        """After the last batch: a sampler that ended with it is already at the next pass; any
-        other sampler must be asked once more before it ends.
+        """Load a state after the last batch: a sampler that ended with that batch is at the next
+        pass already; any other ends at one more request.
         """
         if next(self._iterator, None) is not None:
             self._iterator = iter(())
@@ -165,48 +164,48 @@ def step_count(index_sampler: Any) -> float:
 
 def epochs_of(index_sampler: Any) -> dict[str, int]:
     """The current epochs of a loader's samplers."""
-    found = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
-    return {name: epoch for name, epoch in found.items() if epoch is not None}
+    epochs = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
+    return {name: epoch for name, epoch in epochs.items() if epoch is not None}
 
 
-def told_epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The same, without those samplers that would be told in vain, and were not."""
-    parts, found = _parts(index_sampler), epochs_of(index_sampler)
-    return {name: epoch for name, epoch in found.items() if _was_told(parts[name].set_epoch)}
+def set_epochs_of(index_sampler: Any) -> dict[str, int]:
+    """The same, without samplers of torch on which nobody has called set_epoch()."""
+    parts, epochs = _parts(index_sampler), epochs_of(index_sampler)
+    return {name: epoch for name, epoch in epochs.items() if _was_called(parts[name].set_epoch)}
 
 
-class _Told:
+class _SetEpoch:
     """The set_epoch() of a sampler that torch made. It does not refer to the sampler: a cycle would
     keep the dataset after its loader is dropped.
     """
 
     def __init__(self) -> None:
-        self.epoch, self.was_told = 0, False
+        self.epoch, self.was_called = 0, False
 
     def __call__(self, epoch: int) -> None:
-        self.epoch, self.was_told = epoch, True
+        self.epoch, self.was_called = epoch, True
 
 
-def make_told(sampler: Any) -> None:
+def make_epoch_settable(sampler: Any) -> None:
     """Give a sampler that torch made a set_epoch(), as a DistributedSampler has. It does not change
-    the order: it tells a pass that the pass whose state was loaded is over.
+    the order: a call shows that the pass whose state was loaded is over.
     """
-    sampler.set_epoch = _Told()
+    sampler.set_epoch = _SetEpoch()
 
 
-def _was_told(set_epoch: object) -> bool:
-    return not isinstance(set_epoch, _Told) or set_epoch.was_told
+def _was_called(set_epoch: object) -> bool:
+    return not isinstance(set_epoch, _SetEpoch) or set_epoch.was_called
 
 
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
     """The states of the generators that a loader and its samplers were given, in base 64."""
-    found = _generators(index_sampler, generator)
-    return _all_encoded({name: each.get_state() for name, each in found.items()})
+    generators = _generators(index_sampler, generator)
+    return _all_encoded({name: known.get_state() for name, known in generators.items()})
 
 
 def load_samplers(index_sampler: Any, state: SamplerState, *, same_epoch: bool) -> None:
-    """Samplers that have a state stand as they did, and in the same epoch those that were told it:
-    a DistributedSampler has no other state.
+    """Restore the states of samplers, and with `same_epoch` their epochs: a DistributedSampler has
+    no other state.
     """
     for name, part in _parts(index_sampler).items():
         load_state(part, (state.states or {}).get(name))
@@ -217,14 +216,14 @@ def load_samplers(index_sampler: Any, state: SamplerState, *, same_epoch: bool) 
 def load_generators(
     index_sampler: Any, generator: torch.Generator | None, states: Mapping[str, str]
 ) -> None:
-    """Generators stand as they did, torch's default one included.
+    """Restore the states of generators, torch's default one included.
 
     Raises:  ConfigError: a generator's state is damaged.
     """
     standing = {**_generators(index_sampler, generator), _DEFAULT: torch.default_generator}
-    for name, each in standing.items():
+    for name, known in standing.items():
         if name in states:
-            _set_state(each, states[name])
+            _set_state(known, states[name])
 
 
 def default_generator() -> dict[str, str]:
@@ -233,16 +232,16 @@ def default_generator() -> dict[str, str]:
 
 
 def stands_as(state: SamplerState) -> bool:
-    """Whether torch's default generator stands as it did."""
+    """Whether torch's default generator has the state that was saved, if one was."""
     return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
     """Return the present states of the generators from which a loader's samplers may draw."""
-    found = _generators(index_sampler, generator)
+    generators = _generators(index_sampler, generator)
     if generator is None:
-        found = {**found, _DEFAULT: torch.default_generator}
-    return {name: each.get_state() for name, each in found.items()}
+        generators = {**generators, _DEFAULT: torch.default_generator}
+    return {name: known.get_state() for name, known in generators.items()}
 
 
 def _all_encoded(states: GeneratorStates) -> dict[str, str]:
@@ -252,7 +251,7 @@ def _all_encoded(states: GeneratorStates) -> dict[str, str]:
 def _epoch_of(part: Any) -> int | None:
     """The epoch that a sampler was set to, as torch's DistributedSampler keeps it."""
     set_epoch = getattr(part, "set_epoch", None)
-    epoch = getattr(set_epoch if isinstance(set_epoch, _Told) else part, "epoch", None)
+    epoch = getattr(set_epoch if isinstance(set_epoch, _SetEpoch) else part, "epoch", None)
     return epoch if callable(set_epoch) and type(epoch) is int else None
 
 
@@ -277,14 +276,16 @@ def names_of(index_sampler: Any) -> str:
 def _generators(
     index_sampler: Any, generator: torch.Generator | None
 ) -> dict[str, torch.Generator]:
-    found: dict[str, torch.Generator] = {}
+    generators: dict[str, torch.Generator] = {}
     candidates = {"loader": generator}
     for name, part in _parts(index_sampler).items():
         candidates[name] = getattr(part, "generator", None)
-    for name, each in candidates.items():
-        if isinstance(each, torch.Generator) and all(each is not known for known in found.values()):
-            found[name] = each
-    return found
+    for name, candidate in candidates.items():
+        if isinstance(candidate, torch.Generator) and all(
+            candidate is not known for known in generators.values()
+        ):
+            generators[name] = candidate
+    return generators
 
 
 def _encoded(state: torch.Tensor) -> str:

@@ -27,10 +27,86 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.arena import forks
-from dataplane.arena.allocator import rounded
-from dataplane.arena.memfd import Arena
+from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
+from dataplane.arena.memfd import PIECE_BYTES, Arena
 from dataplane.client.mount import NoDevice, Pinning
-from dataplane_torch.local.segment import Segment, mark_dead
+
+# One segment of a worker's memory: taken extents, allocated pages, and dead extents.
+#
+# Behind the extents lies one mark byte for every possible start of an extent. The trainer sets it
+# when the extent dies, so that the worker can see this at any time; a first byte says whether any
+# mark is set.
+#
+# Pages of a taken extent are allocated; those of free ones only until somebody needs the memory.
+# The trainer makes a mark once, and the worker takes it once.
+
+
+def data_bytes(size_bytes: int) -> int:
+    """The bytes of a segment that extents lie in; behind them are the marks."""
+    return size_bytes - rounded(1 + size_bytes // GRANULE_BYTES)
+
+
+def mark_dead(arena: Arena, offset: int) -> None:
+    """Mark the extent that begins at `offset` as no longer needed by the trainer."""
+    memory, marks = arena.buffer, data_bytes(arena.size_bytes)
+    memory[marks + 1 + offset // GRANULE_BYTES] = 1
+    memory[marks] = 1
+
+
+class Segment:
+    """The worker's side, with room for `length` bytes. With `whole` all of its pages are there from
+    the start, and stay, as memory that is pinned must.
+
+    Raises:  BudgetTooSmall: the machine, or this container, has no more.
+    """
+
+    def __init__(self, length: int, *, whole: bool) -> None:
+        size_bytes = rounded(length)
+        while data_bytes(size_bytes) < length:
+            size_bytes += rounded(length - data_bytes(size_bytes))
+        self.arena = Arena.create(f"dataplane-worker-{os.getpid()}", size_bytes)
+        if whole:
+            self.arena.reserve(0, size_bytes)
+        self.allocator = Allocator(data_bytes(size_bytes))
+        at = data_bytes(size_bytes)
+        self._marks = self.arena.view(at, size_bytes - at)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no extent is taken."""
+        return self.allocator.free_bytes == self.allocator.size_bytes
+
+    def dead(self) -> list[int]:
+        """The starts of the extents that the trainer marked since the last call."""
+        if not self._marks[0]:
+            return []
+        self._marks[0] = 0
+        # A copy, since the trainer may mark others meanwhile; those are found the next time.
+        marks = bytes(self._marks[1 : 2 + self.allocator.high_water // GRANULE_BYTES])
+        numbers: list[int] = np.flatnonzero(np.frombuffer(marks, np.uint8)).tolist()
+        for number in numbers:
+            self._marks[1 + number] = 0
+        return [number * GRANULE_BYTES for number in numbers]
+
+    def release(self, wanted_bytes: int) -> int:
+        """Give unused pages back until they reach `wanted_bytes`; returns how many bytes."""
+        released = 0
+        for offset, length in self.allocator.free_extents():
+            if released >= wanted_bytes:
+                break
+            start, end = -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
+            start, whole = start * PIECE_BYTES, (end - start) * PIECE_BYTES
+            present = whole - self.arena.missing_bytes(start, whole) if whole > 0 else 0
+            if present:
+                self.arena.release(start, whole)
+                released += present
+        return released
+
+    def close(self) -> None:
+        """Close the segment; the trainer has its own mapping."""
+        self._marks.release()
+        self.arena.close()
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,7 +164,7 @@ class Segments:
         return extent
 
     def memory(self, extent: Extent) -> memoryview:
-        """Its bytes, writable."""
+        """The bytes of an extent, writable."""
         return self._segments[extent.segment].arena.view(extent.offset, extent.length)
 
     def free(self, segment_id: int, offset: int) -> None:
@@ -101,12 +177,12 @@ class Segments:
             self._give_up(segment_id, segment)
 
     def free_soon(self, segment_id: int, offset: int) -> None:
-        """The same for finalizers, which can run at any point of the program."""
+        """Give an extent back later; for finalizers, which can run at any point."""
         self._unheld.append((segment_id, offset))
 
     def release_unused(self) -> bool:
-        """Give all memory back to the machine in which nothing lies; whether something may become
-        free later. For when nothing is to be done: to allocate it anew takes time.
+        """Release unused memory to the machine; return whether more may become unused later. Call
+        this when idle, since allocating memory again takes time.
         """
         self._free_dead()
         if not self._whole and self._there > self._used + _SMALLEST_BYTES:
@@ -128,8 +204,8 @@ class Segments:
         return None
 
     def _reserve(self, extent: Extent) -> None:
-        """Have the pages of an extent. Others are given back for them, so that there are no more
-        than were in use at once lately.
+        """Allocate the pages of an extent, and release others, so that there are no more than were
+        in use at once lately.
         """
         segment = self._segments[extent.segment]
         missing = segment.arena.missing_bytes(extent.offset, extent.length)
@@ -148,9 +224,9 @@ class Segments:
             self._there -= released
 
     def _give_up(self, segment_id: int, segment: Segment) -> None:
-        """Retire a segment that nothing lies in, unless it may be needed."""
+        """Retire an empty segment, unless it may be needed."""
         every = self._segments.values()
-        rest = sum(each.arena.size_bytes for each in every) - segment.arena.size_bytes
+        rest = sum(other.arena.size_bytes for other in every) - segment.arena.size_bytes
         if rest >= _SLACK * max(self._peak, self._peak_before, _SMALLEST_BYTES):
             del self._segments[segment_id]
             self._there -= segment.arena.reserved_bytes
@@ -158,7 +234,7 @@ class Segments:
             self._retire(segment_id)
 
     def _grow(self, length: int) -> None:
-        """A segment as large as all that are there, so that there are never many."""
+        """Add a segment as large as all others together, so that there are never many."""
         total = sum(segment.arena.size_bytes for segment in self._segments.values())
         segment = Segment(max(2 * rounded(length), total, _SMALLEST_BYTES), whole=self._whole)
         segment_id, self._next_id = self._next_id, self._next_id + 1
@@ -222,13 +298,13 @@ class MappedSegments:
         self._segments[extent.segment].mark_dead(extent.offset)
 
     def let_go(self) -> None:
-        """Give back what forked children had to read until now."""
+        """Give back extents that no forked child can read any more."""
         for mapping, offset in self._kept.let_go():
             self._unused(mapping, offset)
 
     def close(self) -> None:
-        """The worker is gone: mappings end with their last views, and nobody writes what children
-        may read. May be called twice.
+        """Forget the segments of a worker that has ended: mappings end with their last views, and
+        nobody overwrites what children may read. May be called twice.
         """
         self._segments.clear()
         self._is_closed, self._kept = True, forks.Kept()

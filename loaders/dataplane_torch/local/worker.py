@@ -27,9 +27,8 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from dataplane_torch.local import frames
 from dataplane_torch.local.parcel import Packer, pickled_whole
-from dataplane_torch.local.progress import WorkerState
+from dataplane_torch.local.progress import WorkerState, load_state, skip_samples, state_of
 from dataplane_torch.local.segments import Segments
-from dataplane_torch.local.stateful import load_state, skip_samples, state_of
 from dataplane_torch.torch_private import workers
 from dataplane_torch.torch_private.iteration import fetcher_of
 
@@ -60,7 +59,7 @@ class Setup(Struct, frozen=True):
 
 
 class Worker:
-    """One worker's life."""
+    """The main loop of one worker."""
 
     def __init__(self, setup: Setup, connection: Connection, inbox: _Inbox) -> None:
         self._setup, self._connection, self._inbox = setup, connection, inbox
@@ -94,7 +93,7 @@ class Worker:
         if setup.init_fn is not None:
             try:
                 setup.init_fn(setup.worker_id)
-            except Exception:  # noqa: BLE001 - whatever it is, the trainer is told
+            except Exception:  # noqa: BLE001 - whatever it is, the trainer reports it
                 self._fault = self._wrapped()
         while (frame := self._next_frame()) is not None:
             match frame:
@@ -129,7 +128,7 @@ class Worker:
                 state = self._state(is_first=True)
         except Exception:  # noqa: BLE001 - as above
             self._fault = self._wrapped()
-        self._tell(frames.Ready(self._pass, state))
+        self._send_state(frames.Ready(self._pass, state))
 
     def _open(self, state: WorkerState | None) -> None:
         """The dataset's state first, then its iterator, then the iterator's state."""
@@ -168,10 +167,10 @@ class Worker:
                 self._fetched += 1
                 if self._is_stateful and self._is_due():
                     state = self._state()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer reports it
                 if isinstance(error, StopIteration) and self._setup.is_iterable:
                     self._is_done = True
-                    self._tell(frames.Ended(self._pass, frame.task, self._last_state()))
+                    self._send_state(frames.Ended(self._pass, frame.task, self._last_state()))
                     return
                 made, kind = [self._wrapped()], "error"
         self._connection.send_bytes(self._encoded(frame.task, kind, made, state))
@@ -239,7 +238,7 @@ class Worker:
     def _retire(self, segment_id: int) -> None:
         self._send(frames.OldSegment(segment_id))
 
-    def _tell(self, frame: frames.Ready | frames.Ended) -> None:
+    def _send_state(self, frame: frames.Ready | frames.Ended) -> None:
         try:
             encoded = frames.encode(frame)
         except Exception:  # noqa: BLE001 - of the user's state; the next batch raises it

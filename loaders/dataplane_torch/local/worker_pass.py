@@ -19,21 +19,65 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane_torch.device import Target
 from dataplane_torch.local import frames
 from dataplane_torch.local.beginning import Beginning, PassPlace
-from dataplane_torch.local.crew import Crew
-from dataplane_torch.local.hiring import hire
-from dataplane_torch.local.parcel import discard
-from dataplane_torch.local.progress import PassState, WorkerState
-from dataplane_torch.local.task import BatchTask
-from dataplane_torch.sending import Sending
+from dataplane_torch.local.crew import Crew, hire
+from dataplane_torch.local.parcel import Arrived, discard
+from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
+from dataplane_torch.local.segments import MappedSegments
+from dataplane_torch.sending import CopyStream, Sending
 from dataplane_torch.torch_private.iteration import WorkerPassBase
 from dataplane_torch.torch_private.memory import pin_memory
+
+
+class BatchTask(Struct):
+    """A batch that a worker makes, and the sampler's position after its index. `make` is set when
+    the memory of its parcel is taken, for a device perhaps before it is due; `raised` is the last
+    error of `make`.
+    """
+
+    worker_id: int
+    index: Any
+    sampler: SamplerState | None
+    answer: frames.Made | frames.Ended | None = None
+    make: Callable[[], Any] | None = None
+    raised: str | None = None
+
+    def take(
+        self,
+        made: frames.Made,
+        mapped: MappedSegments,
+        copy_stream: CopyStream | None,
+        pin: Callable[[Any], Any] | None,
+    ) -> Callable[[], Any]:
+        """Take the memory of the parcel. Return a function that makes the batch, or the worker's
+        error; if it raises, it may be called again.
+        """
+        if self.make is None:
+            unpack = partial(_unpacked, Arrived(made.parcel, mapped), pin)
+            self.make = unpack
+            if copy_stream is not None and made.kind != "error":
+                self.make = Sending(copy_stream, unpack)
+        return self.make
+
+    def raises_again(self, error: Exception) -> bool:
+        """Whether its batch raises the same error again. An exception from a signal handler does
+        not repeat; an unpickling error does, and is reported once.
+        """
+        before, self.raised = self.raised, repr(error)
+        return before == self.raised
+
+
+def _unpacked(arrived: Arrived, pin: Callable[[Any], Any] | None) -> Any:
+    batch = arrived.unpack()
+    return batch if pin is None else pin(batch)
 
 
 class WorkerPass(WorkerPassBase):
@@ -74,14 +118,14 @@ class WorkerPass(WorkerPassBase):
     @property
     def place(self) -> PassPlace:
         """The state of the pass. Waits for the dataset states that workers send when they start."""
-        if not self._is_told:
+        if not self._has_states:
             with self._lock:
-                while not self._is_told:
+                while not self._has_states:
                     self._hear(None, rests=True)
         return self.beginning.place
 
     @property
-    def _is_told(self) -> bool:
+    def _has_states(self) -> bool:
         is_over = self.beginning.place.is_finished or self._is_closed or self._is_torn
         return is_over or all(self._is_ready) or not self.is_ours
 
@@ -107,7 +151,7 @@ class WorkerPass(WorkerPassBase):
             self.close()
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-        """The next pass, with the same workers if they live and no frame was cut short."""
+        """Begin the next pass, with the same workers if they live and no frame was cut short."""
         with self._lock:
             was_torn, self._is_torn = self._is_torn, True
             begin = self._begin(loader, None, {})
@@ -136,10 +180,10 @@ class WorkerPass(WorkerPassBase):
         self._pass_id += 1
         self._is_active, self._is_ready = [True] * self.worker_count, [False] * self.worker_count
         for worker_id in range(self.worker_count):
-            crew.tell(worker_id, frames.Begin(self._pass_id, self.shared_seed, None, anew=False))
+            crew.send(worker_id, frames.Begin(self._pass_id, self.shared_seed, None, anew=False))
         for task_id, task in self._tasks.items():
             task.answer = task.make = None
-            crew.tell(task.worker_id, frames.Make(self._pass_id, task_id, task.index))
+            crew.send(task.worker_id, frames.Make(self._pass_id, task_id, task.index))
         return True
 
     def _open_anew(self) -> None:
@@ -180,7 +224,7 @@ class WorkerPass(WorkerPassBase):
         for worker_id, state in enumerate(states):
             anew = resume is not None and resume.is_finished
             begin = frames.Begin(self._pass_id, self.shared_seed, state, anew)
-            self._crew.tell(worker_id, begin)
+            self._crew.send(worker_id, begin)
         self._fill()
         self.beginning.begun()
 
@@ -219,7 +263,7 @@ class WorkerPass(WorkerPassBase):
             )
 
     def _next(self) -> Any:
-        if self.beginning.is_told_otherwise():
+        if self.beginning.has_new_epoch():
             self.beginning.forget_resumed(self)
             self._take_places(self.beginning)
             self._open_anew()
@@ -235,7 +279,7 @@ class WorkerPass(WorkerPassBase):
             raise
 
     def next_batch(self) -> Any:
-        """The batch whose turn it is, when its worker has made it."""
+        """Return the next batch once its worker has made it."""
         if self._is_closed:
             raise StopIteration
         deadline = time.monotonic() + self.timeout_s if self.timeout_s > 0 else None
@@ -270,19 +314,19 @@ class WorkerPass(WorkerPassBase):
 
     def _taken(self, task_id: int) -> Any:
         task = self._tasks[task_id]
-        make, was_told = self._take(task), False
+        make, was_reported = self._take(task), False
         batch: Any = None
         self._is_torn = False  # whatever raises here is tried again
         try:
             batch = make()
         except Exception as error:
-            if not (was_told := task.is_told_again(error)):
+            if not (was_reported := task.raises_again(error)):
                 raise
         self._is_torn = True
         self._tasks.pop(task_id, None)
         self._next_out = task_id + 1
         self._fill()
-        if was_told:
+        if was_reported:
             return self.next_batch()
         made = cast("frames.Made", task.answer)
         if made.kind == "error":
@@ -331,10 +375,10 @@ class WorkerPass(WorkerPassBase):
         if task.sampler is not None and self._in_order:
             place.sampler = task.sampler
         elif task.sampler is not None:
-            self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda each: each[0])
+            self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda pair: pair[0])
             last, reached = self._furthest
             # Indices that were drawn before, and whose batches are still in progress.
-            missing = tuple(each.index for i, each in self._tasks.items() if i < last)
+            missing = tuple(other.index for i, other in self._tasks.items() if i < last)
             place.sampler = replace(reached, missing=missing + reached.missing)
         if state is not None:
             place.workers[task.worker_id] = state
@@ -354,7 +398,7 @@ class WorkerPass(WorkerPassBase):
                 return
             assert self._crew is not None
             make = frames.Make(self._pass_id, self._next_task, index)
-            self._crew.tell(worker_id, make)
+            self._crew.send(worker_id, make)
             place = None if self._places is None else self._places.place()
             self._tasks[self._next_task] = BatchTask(worker_id, index, place)
             self._next_task += 1
@@ -377,8 +421,8 @@ class WorkerPass(WorkerPassBase):
         return sum(task.worker_id == worker_id and task.answer is None for task in tasks)
 
     def _hear(self, deadline: float | None, *, rests: bool) -> bool:
-        """Take what workers say; False when the deadline came first. While it waits, the pass is
-        whole if it `rests`: nobody has anything of it in hand.
+        """Take the workers' messages; return False if the deadline came first. `rests`: no batch is
+        being handed over, so an interrupt of the wait leaves the pass whole.
 
         Raises:  RuntimeError: a worker died.
         """
@@ -412,7 +456,7 @@ class WorkerPass(WorkerPassBase):
         return deadline is None or time.monotonic() < deadline
 
     def _ended(self, worker_id: int, frame: frames.Ended) -> None:
-        """A worker's samples are used up: it will not answer the tasks it has besides."""
+        """Note that a worker has no more samples, and will not answer its other tasks."""
         assert self._crew is not None
         self._is_active[worker_id] = False
         for task in self._tasks.values():

@@ -88,11 +88,11 @@ class Walk:
 
         context = torch.multiprocessing.get_context("fork")
         self.crew = Crew(1, context, setup, DevicePinning(device))
-        self.crew.tell(0, frames.Begin(0, None, None, anew=False))
+        self.crew.send(0, frames.Begin(0, None, None, anew=False))
         self.task = 0
 
     def next(self) -> Any:
-        self.crew.tell(0, frames.Make(0, self.task, [self.task]))
+        self.crew.send(0, frames.Make(0, self.task, [self.task]))
         self.task += 1
         while True:
             for _, frame in self.crew.heard(self.crew.wait(None)):

@@ -1,6 +1,4 @@
-"""Workers keep no more memory than was recently in use at once, and idle ones only memory in use.
-Numbers in brackets are invariants of dataplane_torch.local.segment.
-"""
+"""Workers keep no more memory than was recently in use at once, and idle ones only memory in use."""
 
 from __future__ import annotations
 
