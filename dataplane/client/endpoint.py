@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
 
-from dataplane.client.begun import BegunNode
-from dataplane.client.launch import node_command, start_node
+from dataplane.client.launch import BegunNode, node_command, start_node
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError, PeerLost
 from dataplane.rpc import names, sockets
@@ -186,19 +185,18 @@ def _welcomed(
     sock: socket.socket, deadline: float, name: str, notice: Notice
 ) -> tuple[Wire, Welcome]:
     # A late import: a node may be started before messages are imported.
-    from dataplane.client import greeting
-    from dataplane.client.wire import NoAnswer
+    from dataplane.client.wire import NoAnswer, hello, welcomed, wire_of
 
-    wire = greeting.wire_of(sock, name)
+    wire = wire_of(sock, name)
     try:
-        request_id = greeting.hello(wire, deadline)
+        request_id = hello(wire, deadline)
     except NoAnswer:
         wire.close()
         raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from None
     except BaseException:
         wire.close()
         raise
-    return wire, greeting.welcomed(wire, request_id, name, deadline, notice)
+    return wire, welcomed(wire, request_id, name, deadline, notice)
 
 
 def _left(deadline: float) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dataplane.client.environments import LAUNCHERS
+from dataplane.client.topology import LAUNCHERS
 from dataplane.redact import unsigned
 
 _ANCESTORS_MAX = 16

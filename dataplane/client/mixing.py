@@ -15,10 +15,9 @@ from msgspec import structs
 
 from dataplane.changes import EpochSteps, MixAt
 from dataplane.client.describe import answer_of
-from dataplane.client.digest import RowsDigest
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
-from dataplane.client.state import RunState
+from dataplane.client.state import RowsDigest, RunState
 from dataplane.errors import ConfigError, PeerLost
 from dataplane.ledger import LedgerPosition
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged

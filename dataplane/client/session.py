@@ -22,13 +22,11 @@ from msgspec import structs
 
 from dataplane.arena.memfd import Arena
 from dataplane.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
-from dataplane.client.begun import BegunNode
-from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
-from dataplane.client.first_batch import NOT_YET, Opening
+from dataplane.client.launch import BegunNode
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.state import RunState
-from dataplane.client.statistics import Statistics, Tally, sum_of
+from dataplane.client.statistics import NOT_YET, Opening, Recent, Statistics, Tally, sum_of
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
 from dataplane.errors import (

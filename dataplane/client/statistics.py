@@ -1,4 +1,5 @@
-"""Sum up the causes of a trainer's waits, from the stage times that each slab carries.
+"""Sum up the causes of a trainer's waits, from the stage times that each slab carries, and find the
+stage that limits a run.
 
 The stages of a slab follow one another up to its hand-over. So a trainer that waited for the slab
 waited during its last stages, and the wait is attributed to these, from the last one back.
@@ -6,15 +7,120 @@ waited during its last stages, and the wait is attributed to these, from the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+import math
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
-from dataplane.client.first_batch import NOT_YET, FirstBatch
-from dataplane.client.waits import Waits, stages_waited_for
-from dataplane.rpc.messages import Slab
+from dataplane.rpc.messages import JobOpened, Slab, StageTimes
+
+# -- waits -------------------------------------------------------------------------------------
+#
+# Divide the wait for a slab by stage.
+
+Waits = tuple[int, int, int, int, int, int]
+"""(fetch, decode, room, queue, assemble, other), in microseconds."""
+
+
+def stages_waited_for(waited: int, times: StageTimes) -> Waits:
+    """(fetch, decode, room, queue, assemble, other): the wait for this slab, divided by stage. If
+    the slab was ready before it was requested, the wait was for the request itself, and counts as
+    other.
+    """
+    stages = (times.assemble, times.queue, times.room, times.decode, times.fetch)
+    ready = min(waited, times.ready)
+    left, parts = waited - ready, []
+    for stage in stages:
+        parts.append(min(left, stage))
+        left -= parts[-1]
+    assemble, queue, room, decode, fetch = parts
+    return fetch, decode, room, queue, assemble, ready + left
+
+
+# -- first batch -------------------------------------------------------------------------------
+#
+# Divide the time until a loader's first batch by stage.
+#
+# The client measures how long the node took to answer and to open the job. The node reports how
+# much of that it spent on the dataset's index and on planning. The rest comes from the stage times
+# of the first slab. Nothing is measured afterwards.
 
 _US_A_S = 1e6
+
+
+class FirstBatch(Struct, frozen=True):
+    """The stages of the first batch, one after the other, in seconds; all 0.0 until it arrived.
+
+    `node_s`: until the node answered, which an embedded one does once it has started. `index_s`:
+    its shards were listed and indexed, or their saved index was read. `plan_s`: columns, the place
+    in the job, memory. `connect_s`: everything else until the job was open. Then the wait for the
+    first slab, as in Statistics: `fetch_s`, `decode_s`, `room_s`, `queue_s`, `assemble_s`, and
+    `hand_over_s`, which has the plan of its rows and the messages. `queue_s` is the wait for a
+    worker: the start of its process, and all that it is told before the slab, are in it.
+    """
+
+    node_s: float = 0.0
+    connect_s: float = 0.0
+    index_s: float = 0.0
+    plan_s: float = 0.0
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
+    room_s: float = 0.0
+    queue_s: float = 0.0
+    assemble_s: float = 0.0
+    hand_over_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The time from the first use of the loader to its first batch."""
+        return sum(self.stages().values())
+
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in their order: "node", "connect", …"""
+        return {
+            "node": self.node_s,
+            "connect": self.connect_s,
+            "index": self.index_s,
+            "plan": self.plan_s,
+            "fetch": self.fetch_s,
+            "decode": self.decode_s,
+            "room": self.room_s,
+            "queue": self.queue_s,
+            "assemble": self.assemble_s,
+            "hand_over": self.hand_over_s,
+        }
+
+
+NOT_YET = FirstBatch()
+
+
+class Opening(Struct, frozen=True):
+    """The opening of a job; times in seconds, `done_at` in time.monotonic()."""
+
+    node_s: float
+    open_s: float
+    done_at: float
+    index_s: float
+    plan_s: float
+
+    @classmethod
+    def of(cls, began: float, reached: float, done: float, job: JobOpened) -> Opening:
+        """Make an opening from times `began`, `reached` and `done`, in time.monotonic()."""
+        return cls(reached - began, done - reached, done, job.index_s, job.plan_s)
+
+    def first_batch(self, asked: float, arrived: float, times: StageTimes) -> FirstBatch:
+        """Return the stages of a slab that was requested and arrived at these times, in
+        time.monotonic(). If the request opened the job, it waited for the slab only after that.
+        """
+        waited_s = max(arrived - max(asked, self.done_at), 0.0)
+        parts = stages_waited_for(round(waited_s * _US_A_S), times)
+        fetch, decode, room, queue, assemble, other = (part / _US_A_S for part in parts)
+        connect_s = max(self.open_s - self.index_s - self.plan_s, 0.0)
+        return FirstBatch(
+            self.node_s, connect_s, self.index_s, self.plan_s,
+            fetch, decode, room, queue, assemble, other,
+        )  # fmt: skip
 
 
 class Statistics(Struct, frozen=True):
@@ -178,3 +284,135 @@ class Tally:
             sum(self._waits) / _US_A_S, fetch, decode, room, queue, assemble, other,
             reading, decoding, assembling, disk, *self._by_place,
         )  # fmt: skip
+
+
+# -- bound -------------------------------------------------------------------------------------
+#
+# Finds the stage that limits a run, and the rate without that limit. Pure.
+#
+# If a stage (workers or storage) is busy all the time while the trainer waits, it is the bound.
+# Otherwise the bound is the stage that the trainer waited for longest. If the trainer hardly waits,
+# it is the bound itself.
+
+WAITED_SHARE_MIN = 0.1
+"""A trainer that waits for less than this share of its time could gain no more than that."""
+_BUSY_SHARE = 0.85
+_RECENT_S = 2.0
+
+
+class Stage(enum.Enum):
+    """The stages that may limit a run."""
+
+    STORAGE = "storage"
+    DECODE = "decode"
+    ASSEMBLE = "assemble"
+    WORKERS = "workers"
+    """The workers are busy with other jobs, or no other node makes slabs for one without any."""
+    ROOM = "delivery memory"
+    NODE = "node"
+    CONSUMER = "consumer"
+
+
+class Bound(Struct, frozen=True):
+    """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share of time that
+    each stage was busy, averaged over all workers.
+
+    `samples_per_s_without` is the approximate rate if this stage took no time at all: the rate of
+    the slowest other stage. None: there was no other stage to measure.
+    """
+
+    stage: Stage
+    samples_per_s: float
+    samples_per_s_without: float | None
+    waited_share: float
+    busy: tuple[tuple[Stage, float], ...]
+
+
+class Recent:
+    """The bound of a loader over its last seconds. `statistics` cover its whole run so far."""
+
+    def __init__(self, statistics: Callable[[], Statistics]) -> None:
+        self._statistics = statistics
+        self._before = Statistics()
+        self._told_at = -math.inf
+        self._stage = ""
+
+    def stage(self, now: float) -> str:
+        """The name of the stage; "" if none is known yet."""
+        if now - self._told_at >= _RECENT_S:
+            self._told_at = now
+            found = self._statistics()
+            bound = bound_of(found.since(self._before))
+            self._before = found
+            self._stage = self._stage if bound is None else bound.stage.value
+        return self._stage
+
+
+def bound_of(found: Statistics) -> Bound | None:
+    """The bound of the run with these statistics; None before its first slab is consumed."""
+    elapsed_s = found.elapsed_s
+    if not found.samples or elapsed_s <= 0:
+        return None
+    disk = _disk_part(found)
+    workers = max(found.worker_count, 1)
+    seconds = {
+        # Workers read local files, so all of them may wait for a disk at once.
+        Stage.STORAGE: found.reading_s + found.disk_wait_s / workers,
+        Stage.DECODE: found.decoding_s * (1 - disk) / workers,
+        Stage.ASSEMBLE: found.assembling_s * (1 - disk) / workers,
+        Stage.CONSUMER: found.consumed_s,
+    }
+    busy = {stage: min(spent / elapsed_s, 1.0) for stage, spent in seconds.items()}
+    stage = _stage(found, seconds, disk)
+    return Bound(
+        stage,
+        found.samples_per_s,
+        _without(found, stage, seconds),
+        found.waited_s / elapsed_s,
+        tuple(busy.items()),
+    )
+
+
+def _disk_part(found: Statistics) -> float:
+    worked_s = found.decoding_s + found.assembling_s
+    return min(found.disk_wait_s / worked_s, 1.0) if worked_s else 0.0
+
+
+def _stage(found: Statistics, seconds: dict[Stage, float], disk: float) -> Stage:
+    elapsed_s = found.elapsed_s
+    if found.waited_s < WAITED_SHARE_MIN * elapsed_s:
+        return Stage.CONSUMER
+    worked_s = (found.decoding_s + found.assembling_s) / max(found.worker_count, 1)
+    if worked_s >= _BUSY_SHARE * elapsed_s:
+        return _of_workers(seconds, disk)
+    if found.reading_s >= _BUSY_SHARE * elapsed_s and found.fetch_wait_s:
+        return Stage.STORAGE
+    waits = {
+        Stage.STORAGE: found.fetch_wait_s,
+        Stage.DECODE: found.decode_wait_s,
+        Stage.ROOM: found.room_wait_s,
+        Stage.WORKERS: found.queue_wait_s,
+        Stage.ASSEMBLE: found.assemble_wait_s,
+        Stage.NODE: found.other_wait_s,
+    }
+    longest = max(waits, key=lambda stage: waits[stage])
+    if longest is Stage.WORKERS and worked_s >= elapsed_s / 2:
+        return _of_workers(seconds, disk)
+    if longest in {Stage.DECODE, Stage.ASSEMBLE} and disk > 1 / 2:
+        return Stage.STORAGE
+    return longest
+
+
+def _of_workers(seconds: dict[Stage, float], disk: float) -> Stage:
+    if disk > 1 / 2:
+        return Stage.STORAGE
+    return max((Stage.DECODE, Stage.ASSEMBLE), key=lambda stage: seconds[stage])
+
+
+def _without(found: Statistics, stage: Stage, seconds: dict[Stage, float]) -> float | None:
+    """Return the rate of the slowest other stage. Decoding and assembly share the workers."""
+    left = {other: spent for other, spent in seconds.items() if other is not stage}
+    workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
+    # The time for messages and planning remains.
+    slowest_s = max(workers_s, found.other_wait_s, *left.values())
+    return found.samples / slowest_s if slowest_s > 0 else None

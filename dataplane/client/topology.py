@@ -1,7 +1,7 @@
 """Finds the place of this process among the ranks of its run.
 
 Sources, in this order: an explicit topology; a DeviceMesh; the frameworks that the process uses
-(frameworks.py); the environment of its launcher (environments.py). Without any, the process is a
+(meshes.py); the environment of its launcher. Without any, the process is a
 single rank. The topology says which source won.
 """
 
@@ -12,16 +12,187 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
-from dataplane.client.environments import ALONE, LIMIT, from_environment, several_pods
-from dataplane.client.frameworks import Modules, from_frameworks, ranks_of
-from dataplane.client.meshes import Mesh, mesh_topology
+from dataplane.client.meshes import Mesh, Modules, from_frameworks, mesh_topology, ranks_of
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.units import whole
+
+# -- environments ------------------------------------------------------------------------------
+#
+# Read the place of this process from its launcher's environment variables.
+
+LIMIT: Final = 1 << 31
+ALONE: Final = "no launcher: a single process"
+
+
+class Launcher(Struct, frozen=True):
+    """The variables of one launcher. `local_size` may be several numbers, in Slurm's notation.
+
+    Sources:  torchrun: "Environment Variables" of docs.pytorch.org/docs/stable/elastic/run.html;
+    also set for each pod by Kubeflow's PyTorchJob (pkg/controller.v1/pytorch/envvar.go) and
+    Volcano's pytorch plugin (docs/user-guide/how_to_use_pytorch_plugin.md).
+    Horovod: horovod/runner/gloo_run.py.  Slurm: "OUTPUT ENVIRONMENT VARIABLES" of srun(1).
+    Open MPI: "Environment variables" of docs.open-mpi.org, and PMI: MPICH's Hydra and Intel MPI.
+    Kubeflow Trainer: its torch plugin sets torchrun's own PET_ variables in the pods of a JobSet.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: tuple[str, ...]
+
+
+# MPI and PMI come last: processes started by the other launchers often inherit their variables.
+LAUNCHERS: Final = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    Launcher(
+        "Horovod",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        ("HOROVOD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+)
+_OF_TRAINER = Launcher("a JobSet of Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", "", ())
+
+
+def from_environment(environ: Mapping[str, str]) -> Topology:
+    """The topology in the launcher's variables; a single rank without a launcher.
+
+    A shell inside a Slurm allocation has the size but no rank: it was not launched as a rank, so it
+    is a single rank.
+
+    Raises:  ConfigError: a rank without a size, invalid numbers, or contradictory ones; or a rank
+    that is not one of processes.
+    """
+    _refuse_pod_rank(environ)
+    for launcher in LAUNCHERS:
+        if launcher.rank in environ and not _is_batch_script(environ, launcher):
+            return _launched(environ, launcher)
+    if environ.get("PET_NPROC_PER_NODE") == "1" and _OF_TRAINER.rank in environ:
+        return _launched(environ, _OF_TRAINER)
+    index = environ.get("JOB_COMPLETION_INDEX")
+    if index is None:
+        return Topology(source=ALONE)
+    return Topology(source=f"{ALONE} (pod {index} of a Job or JobSet, which gives it no rank)")
+
+
+def several_pods(environ: Mapping[str, str]) -> str:
+    """Return the variable that shows that a process without a rank is in one of several pods of a
+    Job or JobSet; "" if there is none. The first pod has index 0, like a single pod, but manifests
+    name a master's address only for several.
+    """
+    index, master = environ.get("JOB_COMPLETION_INDEX", ""), environ.get("MASTER_ADDR", "")
+    if index.isdecimal() and int(index):
+        return f"JOB_COMPLETION_INDEX={index}"
+    return f"JOB_COMPLETION_INDEX=0 and MASTER_ADDR={master}" if index == "0" and master else ""
+
+
+def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
+    """Refuse the variables that PyTorchJob sets in a pod of several processes: RANK counts pods
+    there, and WORLD_SIZE processes. They are meant for torchrun, which replaces both, and sets
+    LOCAL_RANK.
+    """
+    names = ("RANK", "WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
+    if "LOCAL_RANK" in environ or not all(environ.get(name, "").isdecimal() for name in names):
+        return
+    rank, size, pods, each = (int(environ[name]) for name in names)
+    if each > 1 and size == pods * each and environ.get("PET_NODE_RANK") == str(rank):
+        raise ConfigError(
+            f"RANK={rank} is the number of this pod, and WORLD_SIZE={size} counts the processes of "
+            f"{pods} pods with PET_NPROC_PER_NODE={each} each: start them with torchrun, or pass "
+            "dp_rank= and dp_size=",
+            variable="RANK",
+        )
+
+
+def _is_batch_script(environ: Mapping[str, str], launcher: Launcher) -> bool:
+    """Whether this is the script of an sbatch job itself: its variables give it rank 0 of all
+    tasks, but only processes started by srun are tasks.
+    """
+    in_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
+    return launcher.name == "Slurm" and in_script
+
+
+def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
+    if launcher.size not in environ:
+        raise ConfigError(
+            f"{launcher.rank} is set but {launcher.size} is not: {launcher.name} sets both; set "
+            "both, or unset both to run as a single process",
+            variable=launcher.size,
+        )
+    rank, size = (_number(environ, name) for name in (launcher.rank, launcher.size))
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"{launcher.rank}={rank} is not in 0..{size - 1}, as {launcher.size}={size} says",
+            variable=launcher.rank,
+            expected=f"0..{size - 1}",
+            found=rank,
+        )
+    local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else 0
+    named = next((name for name in launcher.local_size if name in environ), None)
+    # Slurm writes "4(x2),3": two nodes with four tasks and one with three. Which of them this node
+    # is cannot be known and does not matter: take the smallest consistent number.
+    text = "" if named is None else environ[named]
+    local_size = int(text) if text.isdecimal() else local_rank + 1
+    if named is not None and not text.isdecimal() and launcher.name != "Slurm":
+        _number(environ, named)
+    if local_rank >= local_size:
+        raise ConfigError(
+            f"{launcher.local_rank}={local_rank} is not in 0..{local_size - 1}, as "
+            f"{named}={local_size} says",
+            variable=launcher.local_rank,
+            expected=f"0..{local_size - 1}",
+            found=local_rank,
+        )
+    source = f"{_named(environ, launcher)}: {launcher.rank}={rank}, {launcher.size}={size}"
+    return Topology(rank, size, rank, size, local_rank, local_size, source=source)
+
+
+def _named(environ: Mapping[str, str], launcher: Launcher) -> str:
+    """Return the launcher that set these variables: others than torchrun set RANK and WORLD_SIZE
+    too.
+    """
+    if launcher.rank != "RANK" or "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
+        return launcher.name
+    if "VC_TASK_INDEX" in environ or "VK_TASK_INDEX" in environ:
+        return "Volcano"
+    if "JOB_COMPLETION_INDEX" in environ:
+        return "JobSet"
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return "PyTorchJob"
+    return "environment"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdecimal()) or int(text) >= LIMIT:
+        raise ConfigError(
+            f"{name}={environ[name]!r} is not a number of processes",
+            variable=name,
+            found=environ[name],
+        )
+    return int(text)
 
 
 class MeshGiven(Struct, frozen=True):

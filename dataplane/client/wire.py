@@ -25,9 +25,18 @@ import time
 from collections.abc import Callable
 
 from dataplane.client.waiting import Notice
-from dataplane.errors import DataplaneError, PeerLost
-from dataplane.rpc import local
-from dataplane.rpc.messages import FromNode, FromNodeBody, ToNode, ToNodeBody, Working
+from dataplane.config import PROTOCOL_VERSION, VERSION
+from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.rpc import local, sockets
+from dataplane.rpc.messages import (
+    FromNode,
+    FromNodeBody,
+    Hello,
+    ToNode,
+    ToNodeBody,
+    Welcome,
+    Working,
+)
 
 Descriptors = tuple[int, ...]
 Answer = tuple[FromNodeBody, Descriptors]
@@ -322,3 +331,58 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise NoAnswer
     return left
+
+
+# -- greeting ----------------------------------------------------------------------------------
+#
+# The first messages between a process and a node: they introduce both, and check that they fit
+# together.
+
+
+def wire_of(sock: socket.socket, name: str) -> Wire:
+    """Make a connection to the node of this name, over a socket that it then owns.
+
+    Raises:  ConfigError: another user listens there.
+    """
+    wire = Wire(sock)
+    _, uid, _ = sockets.peer_credentials(sock)
+    if uid != os.getuid():
+        wire.close()
+        raise ConfigError(
+            f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is not "
+            "our node"
+        )
+    return wire
+
+
+def hello(wire: Wire, deadline: float) -> int:
+    """Send Hello, and return the id of the answer.   Raises:  PeerLost, NoAnswer."""
+    return wire.ask(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline)
+
+
+def welcomed(wire: Wire, request_id: int, name: str, deadline: float, notice: Notice) -> Welcome:
+    """Return the answer to a Hello; on an error, the connection is closed.
+
+    Raises:  PeerLost: it does not answer, or is gone.  ConfigError: it is no node.
+    VersionMismatch: it has another version.
+    """
+    try:
+        answer = wire.answered(request_id, deadline, notice)[0]
+        if isinstance(answer, DataplaneError):
+            raise answer
+        if not isinstance(answer, Welcome):
+            raise ConfigError(f"the process that listens at @{name} is not a node")
+        if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
+            raise VersionMismatch(
+                f"the node at @{name} is dataplane {answer.version}, and this process "
+                f"has {VERSION}: install one version on this host, and restart the node",
+                expected=VERSION,
+                found=answer.version,
+            )
+    except NoAnswer:
+        wire.close()
+        raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from None
+    except BaseException:
+        wire.close()
+        raise
+    return answer

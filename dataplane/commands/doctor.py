@@ -28,8 +28,7 @@ from dataplane.commands.own_node import own_session, warn_of
 from dataplane.model import ListPolicy
 
 if TYPE_CHECKING:
-    from dataplane.client.bound import Bound
-    from dataplane.client.first_batch import FirstBatch
+    from dataplane.client.statistics import Bound, FirstBatch
     from dataplane.commands.doctor_run import Trial, TrialLength
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
@@ -176,7 +175,7 @@ def _examine(
         output.stdout().print()
     with _empty_cache(config.cache_dir, indexing_s) as empty:
         done = _tried(request, settings, empty, step_ms / 1e3, length)
-    from dataplane.client.bound import bound_of
+    from dataplane.client.statistics import bound_of
 
     first = _with_indexing(done.found.first_batch, 0.0 if empty else indexing_s)
     bound = bound_of(done.found)

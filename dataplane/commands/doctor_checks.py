@@ -17,7 +17,7 @@ import numpy.typing as npt
 import psutil
 
 from dataplane.arena import pages
-from dataplane.client.environments import from_environment
+from dataplane.client.topology import from_environment
 from dataplane.commands import output
 from dataplane.commands.datasets import STORES
 from dataplane.config import NodeConfig

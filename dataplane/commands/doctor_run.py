@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.client.bound import Bound, Stage
-from dataplane.client.first_batch import FirstBatch
 from dataplane.client.session import Session
-from dataplane.client.statistics import Statistics
+from dataplane.client.statistics import Bound, FirstBatch, Stage, Statistics
 from dataplane.client.stream import SlabStream
 from dataplane.commands import output
 from dataplane.commands.doctor_checks import MORE, Probe

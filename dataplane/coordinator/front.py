@@ -10,21 +10,21 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane import background
 from dataplane.config import PROTOCOL_VERSION
-from dataplane.coordinator.journal import Journal
-from dataplane.coordinator.keyed import KeyedNodes
 from dataplane.coordinator.manifests import ManifestTurns
-from dataplane.coordinator.records import Answer, Event, Tick
+from dataplane.coordinator.records import Answer, Event, Key, Record, Tick, Write, key_of
 from dataplane.coordinator.state import CoordinatorState
-from dataplane.coordinator.store import MEMORY
+from dataplane.coordinator.store import MEMORY, JobStore
 from dataplane.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -45,6 +45,140 @@ from dataplane.rpc.membership import (
 )
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.trace import Trace, tell_suppressed
+
+if TYPE_CHECKING:
+    from dataplane.security.neighbour_keys import NeighbourKeys
+
+
+# -- journal -----------------------------------------------------------------------------------
+#
+# Pending writes to the store: merged by record and committed in groups, from one thread.
+#
+# Invariants:
+# 1. Records reach the disk in the order of the decisions, whole decisions at a time.
+# 2. When `commit()` returns, everything that was added before it was called is on disk.
+# 3. A failed commit loses nothing: its writes wait for the next one.
+# 4. The number of pending writes is bounded by the number of records.
+
+
+class Journal:
+    """The store, seen from the event loop. Joins that arrive together share one fsync."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # The connection is made, used and closed by this one thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator-store")
+        self._store: JobStore | None = None
+        self._waiting: dict[Key, Write] = {}
+        self._added = 0
+        self._committed = 0
+        self._commit: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[Record]:
+        """Open the store and read it.
+
+        Raises:  ConfigError: as `JobStore`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, self._open)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    def _open(self) -> list[Record]:
+        store = JobStore(self._path)
+        try:
+            records = store.load()
+        except BaseException:
+            store.close()
+            raise
+        self._store = store
+        return records
+
+    def add(self, writes: Iterable[Write]) -> None:
+        """Add a decision's writes to the next commit."""
+        for write in writes:
+            self._waiting[key_of(write)] = write
+            self._added += 1
+
+    async def commit(self) -> None:
+        """Return when everything added so far is on disk.
+
+        Raises:  NotWrittenError: the disk is full or failed; the writes wait for the next commit.
+        """
+        wanted = self._added
+        while self._committed < wanted:
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(self._commit_waiting())
+                # Callers that wait get the failure; there may be none left.
+                self._commit.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # A cancelled caller must not cancel the commit that others wait for.
+            await asyncio.shield(self._commit)
+
+    async def _commit_waiting(self) -> None:
+        writes, self._waiting = self._waiting, {}
+        target = self._added
+        store = self._store
+        assert store is not None, "commit() comes after open()"
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, store.write, tuple(writes.values()))
+        except BaseException:
+            self._waiting = writes | self._waiting
+            raise
+        self._committed = target
+
+    async def close(self) -> None:
+        """Close the store; may be called twice. Pending writes are dropped."""
+        if self._commit is not None and not self._commit.done():
+            await asyncio.wait([self._commit])
+        if self._store is not None:
+            store, self._store = self._store, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
+        self._thread.shutdown(wait=False)
+
+
+# -- keyed -------------------------------------------------------------------------------------
+#
+# Adds the key to the nodes of a job, before they are sent to a node.
+
+_JOBS_MAX = 64
+
+
+class KeyedNodes:
+    """Nodes of jobs with their keys. The same nodes give the same object, so that it is serialized
+    once for all receivers. Without `keys`, a secret of this process is made when it is needed: an
+    embedded coordinator, whose node has no neighbours, needs none and imports nothing for it.
+    """
+
+    def __init__(self, keys: NeighbourKeys | None) -> None:
+        self._keys = keys
+        self._made: OrderedDict[str, tuple[JobNodes, JobNodes]] = OrderedDict()
+
+    def of(self, nodes: JobNodes) -> JobNodes:
+        """Return the nodes with their key, if there are any."""
+        if not nodes.nodes:
+            return nodes
+        before = self._made.get(nodes.job_id)
+        if before is not None and before[0] is nodes:
+            return before[1]
+        key = self.key(nodes.job_id, nodes.generation, nodes.only_under)
+        keyed = replace(nodes, key=key)
+        self._made[nodes.job_id] = (nodes, keyed)
+        self._made.move_to_end(nodes.job_id)
+        if len(self._made) > _JOBS_MAX:
+            self._made.popitem(last=False)
+        return keyed
+
+    def key(self, job_id: str, generation: int, only_under: tuple[str, ...] = ()) -> bytes:
+        """Return the key; see `NeighbourKeys.key`."""
+        if self._keys is None:
+            from dataplane.security.neighbour_keys import own_keys
+
+            self._keys = own_keys()
+        return self._keys.key(job_id, generation, only_under)
+
 
 _trace, _audit = Trace("coordinator"), Trace("security")
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from dataplane.errors import ConfigError
 from dataplane.security.calls import Caller, Role, WrongTokenError
+from dataplane.security.private_file import Watched, content
 from dataplane.security.tokens import TokenSource
-from dataplane.security.watched import Watched, content
 from dataplane.trace import UNSAFE
 
 AUDIENCE = "dataplane"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dataplane.errors import ConfigError
 from dataplane.security import private_file
-from dataplane.security.watched import content
+from dataplane.security.private_file import content
 
 OWN_NAME = "neighbours.key"
 _SECRET_BYTES = 32

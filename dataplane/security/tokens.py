@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dataplane.errors import ConfigError
 from dataplane.security import private_file
-from dataplane.security.watched import Watched, content
+from dataplane.security.private_file import Watched, content
 
 VARIABLE = "DATAPLANE_TOKEN"
 OWN_NAME = "token"

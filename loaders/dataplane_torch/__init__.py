@@ -12,8 +12,7 @@ with collector.resting():
 
 if TYPE_CHECKING:
     from dataplane import errors as _errors
-    from dataplane.client.bound import bound_of
-    from dataplane.client.statistics import Statistics
+    from dataplane.client.statistics import Statistics, bound_of
     from dataplane.errors import *  # noqa: F403
     from dataplane.model import Topology
     from dataplane.transforms.mixture_options import Mixture, Source
@@ -55,7 +54,7 @@ _MODULES = {
     "Stack": "dataplane.transforms.stacks",
     "Statistics": "dataplane.client.statistics",
     "Topology": "dataplane.model",
-    "bound_of": "dataplane.client.bound",
+    "bound_of": "dataplane.client.statistics",
 }
 
 

@@ -14,8 +14,8 @@ from msgspec import Struct, structs
 from torch.utils.data import Dataset
 
 from dataplane.client import identity
-from dataplane.client.begun import BegunNode
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
+from dataplane.client.launch import BegunNode
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.ledger import PLACE_MAX

@@ -12,9 +12,8 @@ from msgspec import structs
 from msgspec.structs import replace
 from torch.utils.data import IterableDataset
 
-from dataplane.client.begun import BegunNode
 from dataplane.client.describe import describe_columns, read_categories
-from dataplane.client.digest import RowsDigest
+from dataplane.client.launch import BegunNode
 from dataplane.client.mixing import (
     changed,
     epoch_steps,
@@ -25,6 +24,7 @@ from dataplane.client.mixing import (
 )
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
+from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ClosedError, ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of

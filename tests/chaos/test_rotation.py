@@ -27,7 +27,7 @@ from dataplane.errors import AccessDenied, PeerLost
 from dataplane.rpc import guard
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
-from dataplane.security import tokens, watched
+from dataplane.security import private_file, tokens
 from dataplane.security.security import Security
 from dataplane.security.tls import Certificates, TlsFiles
 from dataplane.security.tokens import TokenSource
@@ -82,7 +82,7 @@ class Lines:
     def __init__(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         self._caplog = caplog
         caplog.set_level(logging.INFO, "dataplane")
-        for module in (guard, watched):  # each test has its own limit of lines a minute
+        for module in (guard, private_file):  # each test has its own limit of lines a minute
             monkeypatch.setattr(module, "_trace", Trace("security"))
 
     def with_words(self, *words: str) -> list[str]:

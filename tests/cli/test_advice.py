@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from dataplane.client.bound import Bound, Stage
-from dataplane.client.statistics import Statistics
+from dataplane.client.statistics import Bound, Stage, Statistics
 from dataplane.commands.doctor_checks import Probe
 from dataplane.commands.doctor_run import TrialSetup, advice, verdict
 from dataplane.config import NodeConfig

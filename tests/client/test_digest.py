@@ -1,4 +1,4 @@
-"""The digest of the rows that a run was given, by its invariants in client/digest.py."""
+"""The digest of the rows that a run was given, by its invariants in client/state.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from dataplane.client.digest import RowsDigest
+from dataplane.client.state import RowsDigest
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, View

@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 
 from dataplane.client import topology
-from dataplane.client.environments import ALONE, from_environment
-from dataplane.client.topology import find_topology
+from dataplane.client.topology import ALONE, find_topology, from_environment
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from dataplane.client.first_batch import NOT_YET, FirstBatch, Opening
-from dataplane.client.statistics import Statistics, sum_of
+from dataplane.client.statistics import NOT_YET, FirstBatch, Opening, Statistics, sum_of
 from dataplane.commands import doctor_run
 from dataplane.rpc.messages import StageTimes
 

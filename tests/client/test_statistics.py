@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from dataplane.client.bound import Recent, Stage, bound_of
-from dataplane.client.statistics import Statistics, Tally, sum_of
-from dataplane.client.waits import stages_waited_for
+from dataplane.client.statistics import (
+    Recent,
+    Stage,
+    Statistics,
+    Tally,
+    bound_of,
+    stages_waited_for,
+    sum_of,
+)
 from dataplane.model import Region
 from dataplane.rpc.messages import Batch, Slab, StageTimes
 

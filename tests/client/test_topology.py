@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.client.environments import LAUNCHERS, from_environment
 from dataplane.client.identity import job_id, launch_identity, node_name
-from dataplane.client.topology import find_topology
+from dataplane.client.topology import LAUNCHERS, find_topology, from_environment
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 

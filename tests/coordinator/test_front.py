@@ -10,8 +10,7 @@ from membership import SPEC, VERSION, beat, join, leave, progress
 from msgspec import structs
 from trusted import TRUSTED
 
-from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
-from dataplane.coordinator.journal import Journal
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig, Journal, steady_wall_clock
 from dataplane.coordinator.records import Forget, Incarnation, Keep, Member, Phase
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.coordinator.store import JobStore, _body

@@ -1,4 +1,4 @@
-"""What the nodes of a job are told of each other: numbers are those of coordinator/neighbours.py, 10
+"""What the nodes of a job are told of each other: numbers are those of coordinator/roster.py, 10
 is that of coordinator/state.py.
 """
 

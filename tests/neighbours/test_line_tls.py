@@ -309,7 +309,7 @@ def test_many_handshakes_of_one_host_crowd_out_only_each_other(
 def test_new_connections_use_new_certificates_and_open_ones_stay(
     run_mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dataplane.security.watched.LOOK_S", 0.0)
+    monkeypatch.setattr("dataplane.security.private_file.LOOK_S", 0.0)
     tls = peer_tls(Authority.made().write(tmp_path, "node"))
     bench = Bench(tls=tls)
     try:

@@ -11,7 +11,7 @@ from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 
 from dataplane.changes import Changes, EpochSteps, Gaps, Skip, TakenDocument, Tombstone, rows_layout
-from dataplane.client.digest import RowsDigest
+from dataplane.client.state import RowsDigest
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.mixture import MixtureSpec, SourceSpec

@@ -9,7 +9,7 @@ import pytest
 from certificates import Authority
 from cryptography import x509
 
-from dataplane.security.validity import why_not_valid
+from dataplane.security.tls import why_not_valid
 
 HOUR = dt.timedelta(hours=1)
 NOW = dt.datetime.now(dt.UTC)

@@ -16,7 +16,7 @@ from dataplane_torch import DataLoader, Topology
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dataplane.client.frameworks import READERS
+from dataplane.client.meshes import READERS
 from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.rpc.messages import OpenJob
