@@ -33,7 +33,7 @@ from dataplane.build_kernels import (
 )
 from dataplane.compiled import Signature
 from dataplane.errors import ConfigError
-from dataplane.formats import parquet_facts
+from dataplane.formats import parquet_footers
 from dataplane.plan import loops
 from dataplane.store import receiving
 from dataplane.transforms import pixels_library
@@ -70,7 +70,7 @@ ALL = (
     Loaded(LOOPS, _needed("loops_source_crc", loops._SIGNATURES), "loops.c"),
     Loaded(
         FOOTER,
-        _needed("parquet_facts_source_crc", parquet_facts._SIGNATURES),
+        _needed("parquet_facts_source_crc", parquet_footers._SIGNATURES),
         "parquet_facts.c",
     ),
     Loaded(RECEIVE, _needed("receive_source_crc", receiving._SIGNATURES), "receive.c"),

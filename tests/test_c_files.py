@@ -12,7 +12,7 @@ import pytest
 
 from dataplane import compiled
 from dataplane.build_kernels import LIBRARIES, Library
-from dataplane.formats import parquet_facts
+from dataplane.formats import parquet_footers
 from dataplane.plan import loops
 from dataplane.store import receiving
 from dataplane.transforms import pixels_library
@@ -41,7 +41,7 @@ POINTERS = {ctypes.c_void_p, ctypes.c_char_p}
 SIGNATURES: Mapping[str, Mapping[str, compiled.Signature]] = {
     "libkernel.so": kernel._SIGNATURES,
     "libloops.so": loops._SIGNATURES,
-    "libparquet_facts.so": parquet_facts._SIGNATURES,
+    "libparquet_facts.so": parquet_footers._SIGNATURES,
     "libpixels.so": pixels_library._SIGNATURES,
     "libreceive.so": receiving._SIGNATURES,
 }

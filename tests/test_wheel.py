@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MADE = """
 import hashlib, json, pathlib, sys
 import numpy as np
-from dataplane.formats.parquet_facts import reader
+from dataplane.formats.parquet_footers import facts_library
 from dataplane.worker.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.transforms import pixels
@@ -39,7 +39,7 @@ mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libjpeg" in l
 print(json.dumps({
     "name": maker().name,
     "missing": maker().missing,
-    "libraries": [library()._name for library in (kernel, loops, reader)],
+    "libraries": [library()._name for library in (kernel, loops, facts_library)],
     "module": pixels.__file__,
     "mapped": sorted(mapped),
     "pixels": hashlib.sha256(out.tobytes()).hexdigest(),

@@ -61,9 +61,8 @@ def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
 
 
 class NewMemory:
-    """Part of an arena that the kernel allocates as it copies bytes there, so that nobody clears
-    it or maps it before. Fills it from its start; each call returns how many bytes it has put
-    behind those of the last one.
+    """Part of an arena that the kernel allocates as it copies bytes there, so that it is neither
+    cleared nor mapped before. It is filled from its start; `offset` is that of the next byte.
 
     Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
     """

@@ -93,11 +93,11 @@ def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:
 Int64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Smaller blocks have nothing that is worth a request to leave out (see node/projection.py), and a
-# dataset may have millions of them.
+# Leaving columns out of a smaller block saves less than a request costs (see index/projection.py),
+# and a dataset may have millions of such blocks.
 PLACED_BYTES_MIN = 512 << 10
-# Text of one column is assumed to compress at most this much; the size of the whole batch, which
-# assumes less, remains the limit.
+# The text of a column is assumed to compress at most this much. The estimate for the whole batch
+# assumes less, and remains the limit.
 COLUMN_RATIO = 32
 _SHARES_MAX = 1 << 62
 _VIEWS = frozenset({pa.string_view().id, pa.binary_view().id})

@@ -27,7 +27,7 @@ LARGE = float(1 << 53)
 UINT64_MAX = (1 << 64) - 1
 _DIGITS_MAX = 400  # no double has more digits before its point
 _SHOWN = 40
-# Every literal as large as that matches this.
+# Matches every literal that may be as large as LARGE.
 _MAY_BE_LARGE = re.compile(rb"[0-9]{16}|[eE][+]?[0-9]{2}")
 
 Path = tuple[str, ...]

@@ -4,7 +4,7 @@ The schema comes from the first block of each shard, and from later blocks that 
 the first values of a field. Integers are int64, or uint64 if they do not fit; numbers with a
 fraction are double. If these blocks have only integers and a later line has a fraction, that line
 is a SchemaMismatch: a column never changes its type silently, and an integer is exact or refused
-(see jsonexact.py). Text stays text, also if it looks like a date. A field that a line lacks is
+(see jsonchecks.py). Text stays text, also if it looks like a date. A field that a line lacks is
 null; a field that the schema lacks is a SchemaMismatch.
 
 Source:  https://jsonlines.org

@@ -25,8 +25,8 @@ class KnownNames:
 
     def __init__(self, names: Sequence[bytes]) -> None:
         self._sizes = np.array([len(name) for name in names], np.int64)
-        # Of names that are shorter than a word, by size: the shift that leaves so many bytes of a
-        # word's end, their values, sorted, and which names these are.
+        # For each size of names shorter than a word: the shift that leaves so many last bytes of a
+        # word, the values of these names, sorted, and their numbers.
         self._short = [
             (np.uint64(8 * (WORD_BYTES - size)), *_sorted(names, self._sizes == size))
             for size in range(1, WORD_BYTES)

@@ -33,7 +33,7 @@ from dataplane.formats.conform import (
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.first_reads import of_parquet
 from dataplane.formats.parquet_columns import NullCounter, SchemaTree, bounds_of, schema_tree
-from dataplane.formats.parquet_facts import (
+from dataplane.formats.parquet_footers import (
     BYTES,
     COLUMN_COUNT,
     DECODED_BYTES,
@@ -44,15 +44,17 @@ from dataplane.formats.parquet_facts import (
     FLAGS,
     LEVELS,
     LONGEST_BOUND,
+    MAGIC,
     METADATA,
     OTHER_FILE,
     PRESENT,
     VALUES,
     FooterFacts,
+    Footers,
     Int64,
+    parsed,
     read_footer,
 )
-from dataplane.formats.parquet_footers import MAGIC, Footers, parsed
 from dataplane.formats.source import spliced
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dataplane.formats.base import ColumnBounds
 from dataplane.formats.nulls import children, is_flat
-from dataplane.formats.parquet_facts import (
+from dataplane.formats.parquet_footers import (
     CHILDREN,
     LENGTH,
     LEVELS,
@@ -24,8 +24,8 @@ from dataplane.formats.parquet_facts import (
     TYPE,
     VALUES,
     Int64,
+    ParquetFooter,
 )
-from dataplane.formats.parquet_footers import ParquetFooter
 from dataplane.plan.columns import NEVER, UNKNOWN
 
 # The tree of the schema: which Parquet columns (its leaves) make up each top-level column.

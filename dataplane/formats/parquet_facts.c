@@ -1,7 +1,7 @@
 /*
  * The footer of a Parquet file, from Thrift's compact protocol into tables of numbers, in one pass.
- * parquet_facts.py describes the tables, and makes the same ones in Python with thrift.py: both
- * readers refuse the same footers.
+ * parquet_footers.py describes the tables. tests/oracles makes the same ones in Python, and refuses
+ * the same footers.
  *
  * The bytes are untrusted. Each read is checked against their end, nesting has a limit, every value
  * takes at least one byte, so that work is linear in them, and nothing is allocated here.

@@ -1,4 +1,4 @@
-/* What parquet_facts.py calls, through ctypes. Python has the same functions. */
+/* What parquet_footers.py calls, through ctypes. */
 
 #ifndef PARQUET_FACTS_H
 #define PARQUET_FACTS_H
@@ -24,7 +24,7 @@ EXPORT int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_
 EXPORT int64_t cut_parquet_footer(const uint8_t *content, int64_t length, int64_t *groups,
                                   int64_t *counts);
 
-/* Checksum of the sources it was compiled from: parquet_facts.py accepts only its own. */
+/* Checksum of the sources it was compiled from: parquet_footers.py accepts only its own. */
 EXPORT uint32_t parquet_facts_source_crc(void);
 
 #endif

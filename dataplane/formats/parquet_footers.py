@@ -1,4 +1,4 @@
-"""A cache of the last few parsed Parquet footers.
+"""Parquet footers: the numbers that an index needs, read in C, and a cache of parsed footers.
 
 Every block of a shard needs the footer, and parsing a large one costs more than a small block.
 
@@ -10,20 +10,172 @@ Every block of a shard needs the footer, and parsing a large one costs more than
    STALE_USES. If there is no room for it, each block parses only its own row group: this cost does
    not depend on the number of row groups and shards. The cache holds the places of the row groups
    in the last CUTS_MAX such footers.
+
+Source:  https://github.com/apache/parquet-format (FileMetaData in parquet.thrift)
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from dataplane import compiled
 from dataplane.formats.base import RawBlock
-from dataplane.formats.parquet_facts import FooterCuts, cut_footer
+
+# The parts of a footer that an index needs, as tables of numbers: the functions of parquet_facts.c.
+#
+# pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++
+# exception crosses Python), and costs a Python object a column.
+
+SOURCE = Path(__file__).with_name("parquet_facts.c")
+LIBRARY = Path(__file__).with_name("libparquet_facts.so")
+
+Int64 = NDArray[np.int64]
+
+# Columns of FooterFacts.elements; an absent type is -1, any other absent number 0.
+TYPE, LENGTH, REPETITION, CHILDREN = range(4)
+# Columns of FooterFacts.groups.
+ROWS, COLUMN_COUNT = range(2)
+# Columns of FooterFacts.columns; an absent null count is -1, any other absent number 0.
+(
+    FLAGS, VALUES, DECODED_BYTES, BYTES, FIRST_PAGE, DICTIONARY, LONGEST_BOUND, NULLS, LEVELS,
+) = range(9)  # fmt: skip
+# FLAGS: a column is in another file, has metadata, is encrypted; and which numbers are present.
+OTHER_FILE, METADATA, ENCRYPTED = 1, 2, 4
+PRESENT = {VALUES: 8, DECODED_BYTES: 16, BYTES: 32, FIRST_PAGE: 64}
+FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
+"""The numeric fields of ColumnMetaData, by their field ids in parquet.thrift."""
+
+_WIDTHS = (4, 2, 9)
+# The faults of the C code, by number; the second is about a field or a kind.
+_FAULTS = (
+    "",
+    "the message is cut off",
+    "structures are nested too deeply",
+    "field {} of a structure occurs twice",
+    "field {} of a structure has another type",
+    "a value or a list does not fit",
+    "a varint does not end",
+    "there is no thrift type {}",
+    "field {} of a structure is missing",
+    "the footer has changed while it was read",
+)
+_POINTER = ctypes.c_void_p
+_SIGNATURES: dict[str, compiled.Signature] = {
+    # content, length, tables, counts -> fault
+    "read_parquet_facts": (ctypes.c_int64, (_POINTER, ctypes.c_int64, _POINTER, _POINTER)),
+    # content, length, groups, counts -> fault
+    "cut_parquet_footer": (ctypes.c_int64, (_POINTER, ctypes.c_int64, _POINTER, _POINTER)),
+}
+_CUT_GROUPS = 512
+_NO_ROOM = _FAULTS.index("the footer has changed while it was read")
+_ONE_STRUCT = b"\x1c"
+"""The head of a list of one structure."""
+
+
+class FooterFacts(Struct, frozen=True, eq=False):
+    """The numbers that a footer states; none of them is verified yet.
+
+    Shapes:  elements: int64[e, 4], the schema's, each group before its children.
+    groups: int64[g, 2].   columns: int64[c, 9], one row group after the other.
+    levels: int64[l]: for each column in turn, as many numbers as its LEVELS says: how many of its
+    entries have each definition level.
+    """
+
+    rows: int
+    is_encrypted: bool
+    elements: Int64
+    groups: Int64
+    columns: Int64
+    levels: Int64
+
+
+class FooterCuts(Struct, frozen=True, eq=False):
+    """The places of the row groups in a footer, so that one can be read without the others.
+
+    Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where
+    their list begins.   filled: int64[b], the groups that have rows, which are the blocks.
+    """
+
+    list_at: int
+    starts: Int64
+    filled: Int64
+
+    def footer_of(self, content: memoryview, block: int) -> bytes:
+        """The footer of a file with only this row group. `content` is the whole FileMetaData.
+
+        Raises:  IndexError: there is no such block.
+        """
+        group = self.filled[block]
+        begin, end = self.starts[group], self.starts[group + 1]
+        parts = content[: self.list_at], _ONE_STRUCT, content[begin:end], content[self.starts[-1] :]
+        return b"".join(parts)
+
+
+def cut_footer(content: memoryview) -> FooterCuts:
+    """Where the row groups of this FileMetaData lie. Does not read their content.
+
+    Raises:  ValueError: it is not a FileMetaData.
+    """
+    given, room = np.frombuffer(content, np.uint8), _CUT_GROUPS
+    while True:
+        counts, groups = np.array((room, 0, 0, 0), np.int64), np.empty((room, 2), np.int64)
+        fault = facts_library().cut_parquet_footer(
+            given.ctypes.data, len(given), groups.ctypes.data, counts.ctypes.data
+        )
+        if fault != _NO_ROOM:
+            break
+        room *= 8
+    if fault:
+        raise ValueError(_FAULTS[fault].format(counts[3]))
+    count, list_at, end, _ = counts.tolist()
+    rows, starts = groups[:count].T
+    return FooterCuts(list_at, np.append(starts, end), np.flatnonzero(rows))
+
+
+@functools.cache
+def facts_library() -> ctypes.CDLL:
+    """The library, loaded once."""
+    return compiled.load(LIBRARY, SOURCE, "parquet_facts_source_crc", _SIGNATURES)
+
+
+def read_footer(content: bytes | memoryview) -> FooterFacts:
+    """The FileMetaData that `content` starts with. Its tables take at most 72 bytes for each byte
+    of it.
+
+    Raises:  ValueError: it is not a FileMetaData.
+    """
+    counts = np.zeros(7, np.int64)
+    given = np.frombuffer(content, np.uint8)
+    tables: list[Int64] = []
+    for is_counted in (False, True):
+        if is_counted:
+            shapes = zip(counts[:4].tolist(), (*_WIDTHS, 1), strict=True)
+            tables = [np.empty(shape, np.int64) for shape in shapes]
+        places = np.array([table.ctypes.data for table in tables], np.uintp)
+        fault = facts_library().read_parquet_facts(
+            given.ctypes.data,
+            len(given),
+            places.ctypes.data if is_counted else None,
+            counts.ctypes.data,
+        )
+        if fault:
+            raise ValueError(_FAULTS[fault].format(counts[6]))
+    elements, groups, columns, levels = tables
+    return FooterFacts(
+        int(counts[4]), bool(counts[5]), elements, groups, columns, levels.reshape(-1)
+    )
+
 
 MAGIC = b"PAR1"
 BYTES_MAX = 16 << 20

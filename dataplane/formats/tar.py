@@ -6,7 +6,7 @@ with one, and names in double underscores are skipped, as the webdataset library
 which the members of a key do not follow one another is refused.
 
 Schema: `__key__`, then the fields of the shard in the order of occurrence, images of several
-extensions as one column (see tarfields.py). cls, cls2, index, inx and id are int64 where all values
+extensions as one column (see FieldSurvey). cls, cls2, index, inx and id are int64 where all values
 in the first 4 MiB are integers (else string); txt, text, transcript, json and jsn are string; all
 others binary. A field that a sample lacks is null.
 

@@ -438,8 +438,8 @@ def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int,
     if issubclass(kind_of(answer.status), UNREACHABLE):
         # To ask again at once would double the load.
         raise refusal(url, answer.status)
-    # Of an object that is stored compressed, this is a range of what is stored. One that the server
-    # compresses has another length.
+    # The range of an object that is stored compressed is of its compressed bytes. An answer that
+    # the server compresses has another length.
     span = _SPAN.match(answer.getheader("Content-Range", ""))
     if (
         answer.status != 206

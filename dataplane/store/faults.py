@@ -105,9 +105,9 @@ FAULTS = (
 )
 _THROTTLE_WORDS = (
     "SlowDown", "Throttl", "TooManyRequests", "RequestLimitExceeded", "ServerBusy",
-    "ateLimitExceeded"
+    "ateLimitExceeded", "throttl", "reduce your request rate"
 )  # fmt: skip
-"""Parts of error codes that ask to slow down."""
+"""Parts of error codes and messages that ask to slow down."""
 UNREACHABLE = (StoreUnavailable, StoreThrottled)
 """The errors of a store that is unreachable for now."""
 _TEXT_MAX = 300
@@ -133,7 +133,7 @@ def _fault_of_answer(status: int, code: str) -> Fault:
 
 
 def is_throttle(text: str) -> bool:
-    """Whether an error code asks to slow down."""
+    """Whether an error code or a message asks to slow down."""
     return any(word in text for word in _THROTTLE_WORDS)
 
 

@@ -39,8 +39,8 @@ from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
 
-# File systems over another one, or over this machine's files, which an option would name. A url
-# cannot, and one that could would read what no setting allows.
+# File systems on top of another one, or of this machine's files. An option names what is below; a
+# url that could name it would read what no setting allows.
 _INDIRECT = frozenset(
     {
         *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data"),
@@ -61,7 +61,6 @@ _OTHER_KEYS = (
     *("content_hash", "sha256", "sha1", "hash", "crc32c", "generation", "revision"),
     *("modificationTime", "modifiedTime", "modified_at", "time_modified", "uploaded_at"),
 )
-_THROTTLES = ("reduce your request rate", "throttl")
 
 
 class FsspecStore:
@@ -201,8 +200,7 @@ def _mapped(url: str, cause: Exception) -> StoreError:
         return StoreDenied(f"{url}: access refused: {text}", shard=url)
     if kind is ShardNotFound:
         return ShardNotFound(f"there is no object {url}: {text}", shard=url)
-    is_throttled = is_throttle(str(cause)) or any(word in str(cause) for word in _THROTTLES)
-    if kind is StoreThrottled or is_throttled:
+    if kind is StoreThrottled or is_throttle(str(cause)):
         return StoreThrottled(f"{url}: the store asks to slow down: {text}", shard=url)
     if kind is StoreError:
         return StoreError(f"{url}: {text}", shard=url)

@@ -355,7 +355,7 @@ def _may_have_splits(below: str) -> bool:
     stems = [stem for stem in _STEMS if stem in below]
     if len(stems) != 1:
         return bool(stems)
-    # Of one split, and perhaps of others whose names are not known, or of none.
+    # Names without the only such word may be of splits whose names are not known.
     return any(stems[0] not in name for name in below.split("\n"))
 
 
@@ -391,7 +391,7 @@ def _refuse_splits(
 
 
 def _note_others(name: str, split: str, urls: Sequence[str], others: Sequence[str]) -> None:
-    """Log, if so, that shards of one split are read together with shards of no split."""
+    """Log it if shards of one split are read together with shards of no split."""
     shards = [*filter(_is_shard, others)]
     if shards and any(map(_is_shard, urls)):
         _trace.failed(

@@ -63,7 +63,7 @@ _BARE_REDIRECT = "redirect without LOCATION"
 # obstore's words for status 200 as the answer to a ranged read, of a store or an http server.
 _WHOLE = ("NotPartial", "RangeNotSupported")
 _EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired"})
-# Of credentials that are no longer valid; new ones may be available by now.
+# The credentials are no longer valid; new ones may be available by now.
 _OUTDATED = _EXPIRED | {"InvalidToken", "InvalidAccessKeyId"}
 
 ODD = "an empty, '.' or '..' part, or with a control character"
@@ -133,7 +133,7 @@ def has_no_range(cause: Exception) -> bool:
 
 
 def has_answer(cause: Exception) -> bool:
-    """Whether this error shows an answer of the store that was whole, and given more than once."""
+    """Whether the text of this error repeats a whole answer of the store."""
     return _ANSWER.search(str(cause)) is not None
 
 

@@ -110,7 +110,7 @@ class UrlPolicy(Struct, frozen=True):
                 raise self._denied(url, _OUT)
 
     def check_address(self, url: str, address: str) -> None:
-        """Check the IP address that is connected to for this url.
+        """Check the IP address to which a request for this url connects.
 
         Raises:  StoreDenied.
         """

@@ -46,8 +46,8 @@ class Sink(Protocol):
 
 
 class Race:
-    """The first request of a read. Thread-safe. `meanwhile` is done, once, while its answer is on
-    its way: it makes the destination ready. That is not needed for what goes through `sink`, which
+    """The first request of a read. Thread-safe. `meanwhile` makes the destination ready; it is
+    called once, while the answer is on its way. Bytes that go through `sink` do not need it: that
     gives a Sink for a part of the destination, or None if there is none.
     """
 

@@ -324,7 +324,7 @@ class _Call(Struct, eq=False):
 
 
 class Retrying:
-    """A store that retries the calls of another store, according to the table.
+    """A store that retries the calls of another store, according to faults.FAULTS.
 
     `stream` reads in pieces, each in a separate call, so a failed stream resumes at the offset
     reached. `name` is the store's url as shown to people.

@@ -25,7 +25,7 @@ SCHEMES = (
     "s3", "gs", "az", "abfs", "abfss", "adl", "http", "https", "file", "hf", "hdfs", "webhdfs",
     "sftp", "ssh", "smb", "oss", "memory",
 )  # fmt: skip
-"""Schemes that people use, beside those of fsspec; to find out what a typo means."""
+"""Common schemes, from which the meaning of a typo is guessed."""
 FILE_PREFIX = "file://"
 # Users never mean a local file by these, unless one exists.
 _MISSING_SLASH = re.compile(

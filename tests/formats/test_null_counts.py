@@ -30,7 +30,7 @@ from dataplane.formats.jsonl import JsonLines
 from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.parquet import Parquet
 from dataplane.formats.parquet_columns import NullCounter, schema_tree
-from dataplane.formats.parquet_facts import CHILDREN, LEVELS, NULLS, REPETITION, VALUES, Int64
+from dataplane.formats.parquet_footers import CHILDREN, LEVELS, NULLS, REPETITION, VALUES, Int64
 from dataplane.formats.tar import Tar
 from dataplane.formats.tfrecord import TfRecord
 from dataplane.plan.columns import NEVER, UNKNOWN

@@ -22,7 +22,7 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw
 from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.formats import parquet
 from dataplane.formats.parquet import Parquet
-from dataplane.formats.parquet_facts import FooterFacts, cut_footer, read_footer
+from dataplane.formats.parquet_footers import FooterFacts, cut_footer, read_footer
 
 
 @hypothesis_settings(max_examples=40)

@@ -23,7 +23,7 @@ from shards import MemoryShard, parquet_bytes
 import dataplane
 from dataplane.formats import parquet
 from dataplane.formats.parquet import Parquet
-from dataplane.formats.parquet_facts import FooterFacts, read_footer
+from dataplane.formats.parquet_footers import FooterFacts, read_footer
 
 BOOL, BYTE, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT, UUID = 1, 3, 6, 7, 8, 9, 10, 11, 12, 13
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 200)

@@ -11,8 +11,7 @@ import pytest
 
 from dataplane.formats import parquet_footers
 from dataplane.formats.base import RawBlock
-from dataplane.formats.parquet_facts import cut_footer
-from dataplane.formats.parquet_footers import Footers, parsed
+from dataplane.formats.parquet_footers import Footers, cut_footer, parsed
 from dataplane.model import Region
 
 

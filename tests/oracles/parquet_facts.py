@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from oracles.thrift import Shape, struct
 
-from dataplane.formats.parquet_facts import (
+from dataplane.formats.parquet_footers import (
     ENCRYPTED,
     FIELDS,
     METADATA,
@@ -30,7 +30,7 @@ _FOOTER: Shape = {
 
 
 def read_footer(content: bytes | memoryview) -> FooterFacts:
-    """As formats/parquet_facts.py's."""
+    """As formats/parquet_footers.py's."""
     fields = struct(bytes(content), _FOOTER)
     elements = [
         (_whole(one, 1, -1), _whole(one, 2), _whole(one, 3), _whole(one, 5))

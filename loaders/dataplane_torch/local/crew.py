@@ -71,7 +71,7 @@ class Crew:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it."""
+        """Whether this process started the crew."""
         return os.getpid() == self._pid
 
     def send(self, worker_id: int, frame: frames.ToWorker) -> None:

@@ -289,7 +289,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checksum(saved: Mapping[str, Any]) -> str:
-    """16 hex digits over what is ours in a state: users' own states change when they are saved."""
+    """Return 16 hex digits of our own fields of a state: users' states change when saved."""
     users = {"states", "missing", "dataset", "iterator"}
     ours: list[Any] = [
         {name: value for name, value in part.items() if name not in users}

@@ -35,8 +35,8 @@ _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Places:
-    """`iterator` is the index sampler's; generators stood as `made_with` before it was made. States
-    of stateful samplers are taken every `every` draws.
+    """The position of an index sampler during a pass. `iterator` is the sampler's; `made_with` are
+    the states of generators before it was made. States of samplers are taken every `every` draws.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def epochs_of(index_sampler: Any) -> dict[str, int]:
 
 
 def set_epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The same, without samplers of torch on which nobody has called set_epoch()."""
+    """The current epochs, without samplers of torch on which nobody has called set_epoch()."""
     parts, epochs = _parts(index_sampler), epochs_of(index_sampler)
     return {name: epoch for name, epoch in epochs.items() if _was_called(parts[name].set_epoch)}
 

@@ -346,8 +346,8 @@ class WorkerPass(WorkerPassBase):
         return task.take(made, mapped, self._copy_stream, pin)
 
     def _look_ahead(self) -> None:
-        """Begin to copy the batch that is next, if it is there. Nothing is waited for, and what
-        goes wrong is raised when that batch is due.
+        """Begin to copy the next batch, if it has arrived. Waits for nothing; an error is raised
+        when that batch is due.
         """
         task = self._next_made()
         if task is None:
