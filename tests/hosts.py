@@ -135,9 +135,9 @@ def _tell_reads(service: Service, plan: Plan, job: Job, tell: _Tell) -> None:
         for one in reads
     ]
     tell("origin", [asdict(one) for one in reads], "\n".join(lines))
-    predicted = plan.predicted_bytes(len(job.ranks))
+    predicted = plan.predicted_bytes(len(job.ranks), len(reads))
     told = ", ".join(f"{one / 1e6:.1f} MB" for one in predicted)
-    tell("predicted", predicted, f"as `dataplane plan` predicts the first epochs: {told}")
+    tell("predicted", predicted, f"at least, as `dataplane plan` says: {told}")
     hosts = len({rank.host.address for rank in job.ranks})
     later = later_reads(plan, reads, len(job.ranks), hosts)
     tell("eviction", asdict(later), (

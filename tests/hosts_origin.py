@@ -65,9 +65,9 @@ class Plan:
         blocks, rows = self.order(epoch).locate(np.arange(self.manifest.sample_count))
         return self._first[blocks] + rows
 
-    def predicted_bytes(self, size: int) -> list[int]:
-        """What `dataplane plan` says that nodes which lend each other blocks read from the store in
-        the first epochs, with so many ranks.
+    def predicted_bytes(self, size: int, epochs: int) -> list[int]:
+        """What `dataplane plan` says that nodes which lend each other blocks read from the store at
+        least in so many epochs, with so many ranks.
         """
         shape = self.shape
         config = structs.replace(
@@ -75,10 +75,10 @@ class Plan:
             slab_bytes=SLAB_BYTES, delivery_bytes_per_rank=DELIVERY_MIB << 20, cache_bytes=0,
         )  # fmt: skip
         cluster = Cluster(size, shape.ranks)
-        found, _ = reads_and_advice(self.manifest, self.spec, cluster, config, 0)
-        assert found is not None
-        together = found.with_neighbours or found.alone
-        return [epoch.origin_bytes for epoch in together.epochs]
+        reads, _ = reads_and_advice(self.manifest, self.spec, cluster, config, self.order(0))
+        assert reads is not None
+        first, later = (reads.with_neighbours or reads.alone).epochs
+        return [first.origin_bytes, *[later.origin_bytes] * (epochs - 1)]
 
     def least_recent_bytes(self, size: int, hosts: int, epochs: int) -> int:
         """What so many epochs would read from the store if all nodes were one LRU cache."""
@@ -124,13 +124,13 @@ class LaterReads:
 
 
 def later_reads(plan: Plan, reads: Sequence[EpochReads], ranks: int, hosts: int) -> LaterReads:
-    """Of as many epochs as are predicted. What the first one has read ahead is left out, and what
-    the last one has read ahead is in it.
+    """What the first epoch has read ahead is left out, and what the last one has read ahead is in
+    it.
     """
-    predicted = plan.predicted_bytes(ranks)[: len(reads)]
-    count, whole = len(predicted), int(plan.manifest.block_length.sum())
+    count, whole = len(reads), int(plan.manifest.block_length.sum())
+    predicted = plan.predicted_bytes(ranks, count)
     return LaterReads(
-        sum(each.origin_bytes for each in reads[1:count]),
+        sum(each.origin_bytes for each in reads[1:]),
         sum(predicted[1:]),
         plan.least_recent_bytes(ranks, hosts, count) - whole,
     )

@@ -23,12 +23,11 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.commands.plan_hosts import show_host_counts
 from dataplane.commands.plan_mixture import AskedMixture, mixture_options
+from dataplane.commands.plan_reads import reads_and_advice, show_host_counts, show_reads
 from dataplane.model import End, View
 
 if TYPE_CHECKING:
-    from dataplane.commands.plan_reads import PredictedReads
     from dataplane.config import JobSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation
@@ -156,11 +155,9 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    from dataplane.commands.plan_reads import reads_and_advice
-
     order, cluster, job, found = explained(manifest, spec, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
-    reads, said = reads_and_advice(manifest, job, cluster, config, order.epoch)
+    reads, said = reads_and_advice(manifest, job, cluster, config, order)
     warnings = (*said, *found.warnings)
     if as_json:
         told = None if reads is None else dataclasses.asdict(reads)
@@ -172,7 +169,7 @@ def _show(
     output.write_table(("", "", ""), lines)
     show_host_counts(found.by_host_count, are_reads_counted=True)
     if reads is not None:
-        _show_reads(reads)
+        show_reads(reads)
     output.stdout().print()
     of_hosts = ("host", "ranks", "begins with", "reads for its first batch")
     shown = [(*row, output.approximate_bytes(size)) for *row, size in map(dict.values, hosts)]
@@ -224,31 +221,6 @@ def _spec(spec: JobSpec, order: Order, question: Question) -> JobSpec:
         end=question.end,
         ramp=order.ramp,
     )
-
-
-def _show_reads(reads: PredictedReads) -> None:
-    size = output.approximate_bytes
-    rows = []
-    ways = [("alone", reads.alone)]
-    if reads.with_neighbours is not None:
-        ways.append(("with neighbours", reads.with_neighbours))
-    for way, found in ways:
-        least = "at least " if found.is_too_small else ""
-        about = "about " if found.is_sampled else ""
-        for name, epoch, told in (
-            ("first", found.epochs[0], ""), ("later", found.epochs[-1], about),
-        ):  # fmt: skip
-            hits = f"{told}{epoch.hit_rate:.1%}"
-            disk = f"{told}{size(epoch.disk_bytes)}" if reads.cache_bytes else None
-            rows.append((way, name, hits, disk, f"{least}{told}{size(epoch.origin_bytes)}"))
-    output.stdout().print()
-    room = size(reads.arena_bytes)
-    room += f" of memory and {size(reads.cache_bytes)} of disk" if reads.cache_bytes else ""
-    title = (
-        f"what all hosts read from storage, each with {room} for blocks (open windows take "
-        f"{size(reads.open_bytes_max)} at most)"
-    )
-    output.write_table(("hosts", "epoch", "blocks in memory", "from disk", "reads"), rows, title)
 
 
 def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings
-from dataplane.commands.plan_hosts import show_host_counts
+from dataplane.commands.plan_reads import show_host_counts
 from dataplane.errors import ConfigError, DatasetChangedError
 from dataplane.model import View
 

@@ -1,15 +1,16 @@
-"""Predict how much hosts read from storage in the first epoch and in later ones, and whether their
-memory holds all open windows at once.
+"""The reads of hosts that `dataplane plan` shows: from storage in the first epoch and in later
+ones, whether memory holds the open windows, and the costs of more or fewer hosts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from dataplane.commands import output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order
-    from dataplane.plan.shuffled import ShuffledJob
+    from dataplane.plan.shuffled import HostFigures, ShuffledJob
     from dataplane.scheduler.dataset import Ints
-    from dataplane.scheduler.predicted import EpochReads, Guests
 
-_EPOCHS = 3
+# The largest size of open windows is computed from so many blocks at most.
+_OPEN_BLOCKS_MAX = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfEpoch:
-    """The reads of one epoch. `hit_rate` is the share of needed blocks that a host finds in its own
+    """The reads of one epoch. `hit_rate` is the share of needed bytes that a host finds in its own
     memory or a neighbour's. `origin_bytes` is what all hosts together read from storage,
     `disk_bytes` what they read from their disks.
     """
@@ -40,21 +41,19 @@ class ReadsOfEpoch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadsOfHosts:
-    """The reads of the first epoch, counted over all blocks, and of the following ones.
-    `is_sampled`: the latter are estimated from some of the blocks, or from the host that reads
-    most. `is_too_small`: the open windows do not fit, and repeated reads are left out.
+    """The reads of the first epoch, counted over all blocks, and the least that later ones read.
+    `is_too_small`: the open windows do not fit, and repeated reads are left out.
     """
 
-    epochs: tuple[ReadsOfEpoch, ...]
-    is_sampled: bool
+    epochs: tuple[ReadsOfEpoch, ReadsOfEpoch]
     is_too_small: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictedReads:
-    """Predicted reads with this much memory and disk for blocks on each host. With neighbours, the
-    memory and disks of all hosts form one cache: None for a single host. `open_bytes_max` is the
-    largest size of open windows at any time, on the host that reads most.
+    """Reads with this much memory and disk for blocks on each host. With neighbours, the memory and
+    disks of all hosts form one cache: None for a single host. `open_bytes_max` is the largest size
+    of open windows at any time, on the first host.
     """
 
     arena_bytes: int
@@ -65,30 +64,30 @@ class PredictedReads:
 
 
 def reads_and_advice(
-    manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, epoch: int
+    manifest: Manifest, spec: JobSpec, cluster: Cluster, config: NodeConfig, order: Order
 ) -> tuple[PredictedReads | None, tuple[str, ...]]:
-    """Predict the reads from this epoch on, starting with empty memory and disk. None for local
-    files, which are mapped into memory, and for jobs with a map=, whose blocks have other sizes.
-    Also return the advice about the shuffle: the loader's own, and what only a plan shows.
-
-    Raises:  ConfigError: invalid numbers for an order.
+    """Return the reads, if the epoch of this order is the first. None for local files, which are
+    mapped into memory, and for jobs with a map=, whose blocks have other sizes. Also return the
+    advice about the shuffle: the loader's own, and what only a plan shows.
     """
     from dataplane.node.dataset import can_pack, dataset_of
+    from dataplane.plan.advice import advice
 
     arena_bytes = config.block_arena_bytes
     if spec.view.map:
-        return None, _advice(spec, _job(manifest, spec, cluster))
+        job = _job(manifest, spec, cluster)
+        return None, tuple(filter(None, [advice(job) if spec.shuffle else ""]))
     packed = can_pack(manifest, spec, arena_bytes)
     dataset = dataset_of(1, manifest, spec, packed=packed, arena_bytes=arena_bytes)
     job = _job(manifest, spec, cluster, dataset.kept_bytes, arena_bytes)
-    said = _advice(spec, job)
+    warnings = [advice(job) if spec.shuffle else ""]
     remote = np.flatnonzero(dataset.blocks.marks.is_remote)
-    if not len(remote):
-        return None, said
-    does_not_fit = spec.shuffle and not job.fits
-    found = _predicted(dataset, remote, spec, cluster, config, epoch, is_too_small=does_not_fit)
-    peak = "" if does_not_fit else _peak(found.open_bytes_max, arena_bytes)
-    return found, (*said, *filter(None, (peak,)))
+    reads = None
+    if len(remote):
+        does_not_fit = spec.shuffle and not job.fits
+        reads = _reads(dataset, remote, order, cluster, config, is_too_small=does_not_fit)
+        warnings.append("" if does_not_fit else _peak(reads.open_bytes_max, arena_bytes))
+    return reads, tuple(filter(None, warnings))
 
 
 def _job(
@@ -108,17 +107,10 @@ def _job(
     return ShuffledJob((whole,), spec.lanes, cluster, spec.global_batch, arena_bytes)
 
 
-def _advice(spec: JobSpec, job: ShuffledJob) -> tuple[str, ...]:
-    from dataplane.plan.advice import advice
-
-    return tuple(filter(None, [advice(job) if spec.shuffle else ""]))
-
-
 def _peak(open_bytes: int, arena_bytes: int) -> str:
     """Return a warning if open windows do not fit at their largest, which happens where block sizes
     differ much; "" if they fit.
     """
-    from dataplane.commands import output
     from dataplane.plan.remedies import ROOM
     from dataplane.units import raise_to
 
@@ -132,92 +124,125 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     )
 
 
-def _predicted(
+def _reads(
     dataset: Dataset,
     remote: Ints,
-    spec: JobSpec,
+    order: Order,
     cluster: Cluster,
     config: NodeConfig,
-    epoch: int,
     *,
     is_too_small: bool,
 ) -> PredictedReads:
-    """Predict the reads. `is_too_small`: open windows do not fit even on average.
+    """Compute the reads. `is_too_small`: open windows do not fit even on average.
 
     Shapes:  remote: int64[n], the blocks that are fetched, rising.
     """
     from dataplane.plan.block_hosts import BlockHosts
-    from dataplane.plan.order import Order
-    from dataplane.scheduler.predicted import open_bytes_max, predicted
 
-    rows, blocks, hosts = dataset.manifest.block_rows, dataset.blocks, cluster.host_count
-    shape = (spec.seed, spec.shuffle, spec.lanes, spec.window)
-    orders = [Order(rows, *shape, epoch + each, spec.ramp) for each in range(_EPOCHS + 1)]
-    sizes = np.zeros(len(rows), np.int64)
-    sizes[remote] = blocks.all_read_bytes(remote)
-    own, read, host = [], [], None
-    for order in orders:
-        readers = BlockHosts.of(order)
-        host = readers.busiest_host(cluster, sizes) if host is None else host
-        own.append(remote[readers.are_read(cluster, host)[remote]])
-        read.append(readers.read_bytes(cluster, rows, sizes))
-    most = max(map(functools.partial(open_bytes_max, blocks), orders[:-1], own[:-1]))
-    is_too_small |= most > config.block_arena_bytes
-    limits = _limits(dataset, spec, cluster, config)
-    alone = predicted(blocks, orders, own, config.block_arena_bytes, *limits, config.cache_bytes)
-    epochs = tuple(
-        _reads(each, total / max(each.bytes_needed, 1))
-        for each, total in zip(alone.epochs, read[:-1], strict=True)
-    )
-    found = ReadsOfHosts(epochs, alone.is_sampled or hosts > 1, is_too_small)
+    blocks, rows, hosts = dataset.blocks, dataset.manifest.block_rows, cluster.host_count
+    sizes, kept = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    sizes[remote], kept[remote] = blocks.all_read_bytes(remote), blocks.kept(remote)
+    readers = BlockHosts.of(order)
+    first = remote[readers.are_read(cluster, 0)[remote]]
+    open_bytes = open_bytes_max(order, first, kept)
+    is_too_small |= open_bytes > config.block_arena_bytes
+    whole = (int(sizes.sum()), int(kept.sum()))
+    total = readers.read_bytes(cluster, rows, sizes)
+    arena, cache = config.block_arena_bytes, config.cache_bytes
+    share = total / hosts / max(whole[0], 1)
+    alone = _epochs(total, share, kept_share(whole, arena, open_bytes, cache))
     together = None
     if hosts > 1:
-        whole = [remote] * len(orders)
-        of_hosts = hosts * config.block_arena_bytes, *limits, hosts * config.cache_bytes
-        lent = functools.partial(_guests, cluster, orders)
-        pooled = predicted(blocks, orders, whole, *of_hosts, lent)
-        epochs = tuple(_reads(each, 1.0) for each in pooled.epochs)
-        together = ReadsOfHosts(epochs, pooled.is_sampled, is_too_small)
-    return PredictedReads(config.block_arena_bytes, found, together, config.cache_bytes, most)
+        # The memory and disks of all hosts, less the copies of lent blocks while these are open.
+        memory = hosts * arena - (hosts - 1) * open_bytes
+        pooled = kept_share(whole, memory, open_bytes, hosts * cache)
+        together = ReadsOfHosts(_epochs(whole[0], 1.0, pooled), is_too_small)
+    return PredictedReads(arena, ReadsOfHosts(alone, is_too_small), together, cache, open_bytes)
 
 
-def _limits(
-    dataset: Dataset, spec: JobSpec, cluster: Cluster, config: NodeConfig
-) -> tuple[int, int]:
-    """Return how many positions ahead a node reads, and how many blocks it fetches or decodes at
-    once.
+def open_bytes_max(order: Order, blocks: Ints, kept: Ints) -> int:
+    """Return the largest total size of those blocks whose windows are open at the same time.
+
+    Shapes:  blocks: int64[n].   kept: int64[all blocks], bytes in memory.
     """
-    from dataplane.node.delivery import layout_of
-    from dataplane.node.slab_sizes import slab_sizes
-    from dataplane.scheduler.planning import PLANS_AHEAD, PLANS_TOGETHER
-
-    manifest = dataset.manifest
-    sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
-    layout = layout_of(config, sizes.slot_bytes)
-    slab_rows = sizes.batches * spec.global_batch
-    # Blocks of as many slabs are fetched, and decoded, as are planned together.
-    under_way = 2 * PLANS_TOGETHER * slab_rows * manifest.block_count // manifest.sample_count
-    ahead = (PLANS_AHEAD + layout.slot_count) * slab_rows
-    return ahead, min(under_way, 2 * config.fetch_count)
+    step = -(-len(blocks) // _OPEN_BLOCKS_MAX)
+    some = blocks[:: max(step, 1)]
+    first, last = order.block_span(some)
+    # Blocks are dropped before others come.
+    by_time = np.argsort(np.concatenate([last + 1, first]), kind="stable")
+    sizes = np.concatenate([-kept[some], kept[some]])
+    return step * int(np.cumsum(sizes[by_time]).max(initial=0))
 
 
-def _guests(cluster: Cluster, orders: Sequence[Order], epoch: int, blocks: Ints) -> Guests:
-    """Count the blocks that hosts lend: all hosts own equally many, wherever they
-    are read.
+def kept_share(
+    whole: tuple[int, int], memory: int, open_bytes: int, cache: int
+) -> tuple[float, float]:
+    """Return which parts of the dataset stay in memory, and in memory or on disk, from one epoch to
+    the next. `whole`: the sizes of the dataset, stored and in memory.
+
+    At the end of an epoch all of the memory may hold blocks that the next one needs first, unless
+    open windows take more than half of it.
     """
-    from dataplane.scheduler.predicted import Guests
-
-    order, hosts = orders[epoch], cluster.host_count
-    counts, is_local = np.zeros(len(blocks), np.int64), np.zeros(len(blocks), np.bool_)
-    for host in range(hosts):
-        is_read = cluster.reads(host, *order.block_lanes(blocks), order.lanes)
-        is_owner = blocks % hosts == host
-        counts += is_read & ~is_owner
-        is_local |= is_read & is_owner
-    return Guests(counts, is_local)
+    stored, in_memory = (max(size, 1) for size in whole)
+    kept = max(min(memory, 2 * (memory - open_bytes)), 0) / in_memory
+    return kept, kept + cache / stored
 
 
-def _reads(found: EpochReads, times: float) -> ReadsOfEpoch:
-    """Return the reads of all hosts, which are `times` the predicted ones."""
-    read, on_disk = round(found.bytes_read * times), round(found.disk_bytes * times)
-    return ReadsOfEpoch(round(found.hit_rate, 4), read, on_disk)
+def _epochs(
+    total: float, share: float, kept: tuple[float, float]
+) -> tuple[ReadsOfEpoch, ReadsOfEpoch]:
+    """Return the reads of the first epoch and of later ones. Each host reads a `share` of the
+    dataset in an epoch, `total` bytes in all, and in the next epoch the same share of these again.
+    """
+    hit, with_disk = (min(part / max(share, 1e-12), share) for part in kept)
+    later = ReadsOfEpoch(
+        round(hit, 4), round(total * (1 - with_disk)), round(total * (with_disk - hit))
+    )
+    return ReadsOfEpoch(0.0, round(total)), later
+
+
+def show_host_counts(figures: Sequence[HostFigures], *, are_reads_counted: bool) -> None:
+    """Show what each host takes, for 1 to 1,024 hosts. Open windows are estimated from mean sizes.
+    Reads are estimated, too, unless `are_reads_counted` over all blocks.
+    """
+    size = output.approximate_bytes
+    output.stdout().print()
+    reads = "reads" if are_reads_counted else "reads, about"
+    headings = (
+        *("hosts", "ranks", "lanes a rank", "open windows, about"),
+        *(reads, "times its share"),
+    )
+    rows = [
+        (
+            f"{each.host_count:,}",
+            f"{each.dp_size:,}",
+            f"{each.lanes_per_rank:,}",
+            size(each.open_window_bytes_per_host),
+            size(each.bytes_read_per_host),
+            f"{each.reads_times_share:.2f}",
+        )
+        for each in figures
+    ]
+    output.write_table(headings, rows, "what each host takes, for so many hosts")
+
+
+def show_reads(reads: PredictedReads) -> None:
+    """Show the reads of the first epoch and of later ones, alone and with neighbours."""
+    size = output.approximate_bytes
+    rows = []
+    for way, hosts in (("alone", reads.alone), ("with neighbours", reads.with_neighbours)):
+        for name, epoch in zip(("first", "later"), hosts.epochs if hosts else (), strict=False):
+            is_least = name == "later" or reads.alone.is_too_small
+            disk = size(epoch.disk_bytes) if reads.cache_bytes else None
+            least = "at least " if is_least and epoch.origin_bytes else ""
+            rows.append(
+                (way, name, f"{epoch.hit_rate:.1%}", disk, f"{least}{size(epoch.origin_bytes)}")
+            )
+    output.stdout().print()
+    room = size(reads.arena_bytes)
+    room += f" of memory and {size(reads.cache_bytes)} of disk" if reads.cache_bytes else ""
+    title = (
+        f"what all hosts read from storage, each with {room} for blocks (open windows take "
+        f"{size(reads.open_bytes_max)} at most)"
+    )
+    output.write_table(("hosts", "epoch", "blocks in memory", "from disk", "reads"), rows, title)

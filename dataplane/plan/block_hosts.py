@@ -79,31 +79,12 @@ class BlockHosts(Struct, frozen=True, eq=False):
         alone = np.arange(cluster.meeting(self.lanes))
         of_lanes = cluster.reads(host, alone, alone, self.lanes)
         found: NDArray[np.bool_] = of_lanes[self._remainders(len(alone))]
-        found[self.on_border] = self._border_reads(cluster, host)
+        first = self._border_lanes()
+        found[self.on_border] = cluster.reads(host, first, first + self.more, self.lanes)
         return found
-
-    def busiest_host(self, cluster: Cluster, block_bytes: NDArray[np.integer]) -> int:
-        """Return the host that reads most.
-
-        Shapes:  block_bytes: integer[K].
-        """
-        meeting, sizes = cluster.meeting(self.lanes), block_bytes[self.on_border]
-        of_lanes = np.bincount(self._remainders(meeting), block_bytes, meeting)
-        np.subtract.at(of_lanes, self._border_lanes() % meeting, sizes)
-        alone = np.arange(meeting)
-        read = [
-            of_lanes[cluster.reads(host, alone, alone, self.lanes)].sum()
-            + sizes[self._border_reads(cluster, host)].sum()
-            for host in range(cluster.host_count)
-        ]
-        return int(np.argmax(read))
 
     def _remainders(self, meeting: int) -> NDArray[np.integer]:
         return self.first if meeting == self.lanes else self.first % self.first.dtype.type(meeting)
 
     def _border_lanes(self) -> Int64:
         return self.first[self.on_border].astype(np.int64)
-
-    def _border_reads(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
-        first = self._border_lanes()
-        return cluster.reads(host, first, first + self.more, self.lanes)

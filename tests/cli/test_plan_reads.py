@@ -55,8 +55,8 @@ def test_the_memory_of_neighbours_counts_as_one(
         "alone", "with_neighbours",
     ))  # fmt: skip
     assert alone[0] == together[0] == 0
-    assert together[1:] == [1, 1]  # both hold the dataset
-    assert max(alone[1:]) < 0.9  # half of what a host has read is now read by the other
+    assert together[1] == 1  # both hold the dataset
+    assert alone[1] < 0.9  # half of what a host has read is now read by the other
     assert run(["plan", url, "--global-batch", "8", *hosts]) == 0
     shown = capsys.readouterr().out
     assert "with neighbours" in shown
@@ -69,10 +69,9 @@ def test_the_disk_saves_reads_from_storage(url: str, capsys: pytest.CaptureFixtu
         return epoch
 
     without, half, whole = (
-        later(), later("--cache-bytes", str(STORED)), later("--cache-bytes", str(STORED * 2)),
+        later(), later("--cache-bytes", str(STORED // 3)), later("--cache-bytes", str(STORED)),
     )  # fmt: skip
     assert not without["disk_bytes"]
-    # A file of a small block takes up to twice its size.
     assert 0 < half["disk_bytes"] < STORED
     assert half["origin_bytes"] < 0.7 * without["origin_bytes"]
     assert not whole["origin_bytes"]
@@ -96,7 +95,8 @@ def test_open_windows_that_do_not_fit_are_told_as_a_loader_does(
         job = ("--seed", "3", "--lanes", "2", "--window", "32", "--global-batch", "8", *hosts)
         assert run(["plan", url, *job, "--block-arena-bytes", str(arena)]) == 0
         shown = capsys.readouterr()
-        assert ("at least" in shown.out) == is_too_small
+        first, *_ = (line for line in shown.out.splitlines() if line.startswith("alone"))
+        assert ("at least" in first) == is_too_small
         assert " ".join(shown.err.split()).count("warning:") == len(found["warnings"])
 
 
