@@ -111,7 +111,7 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     """Return a warning if open windows do not fit at their largest, which happens where block sizes
     differ much; "" if they fit.
     """
-    from dataplane.plan.remedies import ROOM
+    from dataplane.plan.advice import ROOM
     from dataplane.units import raise_to
 
     if open_bytes <= arena_bytes:
@@ -137,7 +137,7 @@ def _reads(
 
     Shapes:  remote: int64[n], the blocks that are fetched, rising.
     """
-    from dataplane.plan.block_hosts import BlockHosts
+    from dataplane.plan.shuffled import BlockHosts
 
     blocks, rows, hosts = dataset.blocks, dataset.manifest.block_rows, cluster.host_count
     sizes, kept = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)

@@ -2,28 +2,46 @@
 more than their share, open windows that do not fit into memory. Of packs: padding and waste. Each
 warning names the setting that helps.
 
-All numbers are estimates from mean sizes, so this is fast for any dataset.
+1. All numbers are estimates from mean sizes, so this is fast for any dataset.
+2. A job that follows the advice gets none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.cluster import Cluster
-from dataplane.plan.defaults import LANE_BLOCKS_MIN, BlockSizes, Shuffle
+from dataplane.plan.defaults import (
+    GIB,
+    LANE_BLOCKS_MIN,
+    LANES,
+    PERMUTATION_BYTES,
+    BlockSizes,
+    Shuffle,
+)
+from dataplane.plan.order import WINDOW_MAX
 from dataplane.plan.packs import Packing
-from dataplane.plan.remedies import ROOM, Remedy, remedies
-from dataplane.plan.shuffled import ShuffledJob
+from dataplane.plan.shuffled import QUALITY_MIN, ShuffledJob, block_bytes
+from dataplane.plan.windows import WINDOW_CACHE_BYTES
 from dataplane.units import raise_to
 
+ROOM = 1.1
+"""More memory than an estimate needs, so that the job really fits."""
+# A remedy mixes a little better than it must, since shares of sources are rounded.
+_QUALITY_WANTED = QUALITY_MIN + 0.05
+# A batch from so many blocks mixes well.
+_BLOCKS_WANTED = 64
+_LANES_A_RANK = (1, 2, 4, 8)
 # Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.
 _WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
 # Padded batches waste more, since widths are rounded up.
 _PADDED_WASTE_MAX = 0.1
 _SMALLER_BLOCKS = "write smaller blocks (row groups or record batches)"
-# Where windows are longer than so many blocks, smaller blocks need little less memory.
-_LONG_WINDOW_BLOCKS = 3
 
 
 def advice(job: ShuffledJob) -> str:
@@ -31,8 +49,8 @@ def advice(job: ShuffledJob) -> str:
     memory: one message, or "" in ordinary cases.
     """
     qualities = job.qualities()
-    found = [said for said in (_mixing(job, qualities), _locality(job), _memory(job)) if said]
-    return f"{', and '.join(found)}: {_help(job, qualities)}" if found else ""
+    problems = [said for said in (_mixing(job, qualities), _locality(job), _memory(job)) if said]
+    return f"{', and '.join(problems)}: {_help(job, qualities)}" if problems else ""
 
 
 def memory(job: ShuffledJob) -> str:
@@ -42,34 +60,29 @@ def memory(job: ShuffledJob) -> str:
     return f"{_memory(job)}: {_help(job, job.qualities())}" if not job.fits else ""
 
 
-def packing(found: Packing, pack: PackSpec, block_count: int) -> str:
+def packing(made: Packing, pack: PackSpec, block_count: int) -> str:
     """Return the advice about a job's packs, if they waste many tokens."""
-    if found.tokens < _TOKENS_MIN:
+    in_block, padding = f"{made.packs / block_count:.1f}", made.padding
+    if made.tokens < _TOKENS_MIN:
         return ""
-    in_blocks = f"blocks have {found.packs / block_count:.1f} packs on average"
-    cure = (
-        f"Store larger blocks: packs are made of the documents of one block, and {_PACKS_A_BLOCK}"
-        " packs or more waste less than 1 %"
-    )
-    padding = found.padding
     if pack.policy is PackPolicy.PAD:
-        return _padded_batches(found, in_blocks) if padding > _PADDED_WASTE_MAX else ""
-    if padding > _WASTE_MAX:
-        return f"{padding:.1%} of the tokens in packs are padding: {in_blocks}. {cure}"
-    lost = 1 - found.packed_tokens / found.tokens
+        return "" if padding <= _PADDED_WASTE_MAX else (
+            f"{padding:.1%} of the tokens in padded batches are padding: blocks have {in_block} "
+            "padded batches on average. Store larger blocks: a batch has documents of one block, "
+            "and in a larger one more of them are of about the same length. A smaller `multiple` "
+            "helps, too"
+        )  # fmt: skip
+    lost = 1 - made.packed_tokens / made.tokens
     cuts = pack.policy is PackPolicy.WRAP and pack.long is LongPolicy.FRAGMENT
-    if cuts and lost > _WASTE_MAX:
-        ends = "what is left at the end of each block"
-        return f"{lost:.1%} of the tokens are in no pack, {ends}: {in_blocks}. {cure}"
-    return ""
-
-
-def _padded_batches(found: Packing, in_blocks: str) -> str:
-    batches = in_blocks.replace("packs", "padded batches")
+    if padding > _WASTE_MAX:
+        waste = f"{padding:.1%} of the tokens in packs are padding"
+    elif cuts and lost > _WASTE_MAX:
+        waste = f"{lost:.1%} of the tokens are in no pack, what is left at the end of each block"
+    else:
+        return ""
     return (
-        f"{found.padding:.1%} of the tokens in padded batches are padding: {batches}. Store larger"
-        " blocks: a batch has documents of one block, and in a larger one more of them are of"
-        " about the same length. A smaller `multiple` helps, too"
+        f"{waste}: blocks have {in_block} packs on average. Store larger blocks: packs are made of "
+        f"the documents of one block, and {_PACKS_A_BLOCK} packs or more waste less than 1 %"
     )
 
 
@@ -81,30 +94,24 @@ def blocks_per_batch(sizes: BlockSizes, shuffle: Shuffle, global_batch: int) -> 
     # A window that begins anywhere has unequal parts of blocks; as many equal ones would mix alike.
     even = window**2 / (window - 1 / 3) if window >= 1 else 1 / (1 - window / 3)
     even = max(min(even, sizes.blocks / shuffle.lanes), 1.0)
-    return min(lanes * _distinct(even, global_batch / lanes), sizes.blocks)
-
-
-def _distinct(groups: float, draws: float) -> float:
-    return groups * (1 - (1 - 1 / groups) ** draws) if groups > 1 else 1.0
+    draws = global_batch / lanes
+    distinct = even * (1 - (1 - 1 / even) ** draws) if even > 1 else 1.0
+    return min(lanes * distinct, sizes.blocks)
 
 
 def _mixing(job: ShuffledJob, qualities: Sequence[float]) -> str:
+    """Return the problem if batches come from few blocks, of the source that has it most."""
     poor = job.poor(qualities)
     if not poor:
         return ""
-    worst = max(poor, key=lambda one: (one.draws, one.stored_bytes))
-    found_quality = qualities[job.sources.index(worst)]
-    sizes, draws = worst.sizes, worst.draws
-    found = blocks_per_batch(sizes, Shuffle(job.lanes, worst.window, 0), draws)
-    open_share = min(job.lanes * worst.window / sizes.samples, 1.0)
+    worst = max(poor, key=lambda source: (source.draws, source.stored_bytes))
+    blocks = blocks_per_batch(worst.sizes, Shuffle(job.lanes, worst.window, 0), worst.draws)
     of = f"of source {worst.name!r} in a batch" if worst.name else "of a batch"
     more = len(poor) - 1
     also = f"; {more} more source{'s are' if more > 1 else ' is'} like that" if more else ""
     return (
-        f"the samples {of} come from about {found:.0f} of {sizes.blocks:,} blocks (a full "
-        f"shuffle: {_distinct(sizes.blocks, draws):.0f}{also}), and from windows with "
-        f"{open_share:.1%} of all samples, so neighbours in the dataset are often in the same "
-        f"batch (shuffle quality {found_quality:.2f}, and 1 is perfect)"
+        f"the samples {of} come from about {blocks:.0f} of {worst.sizes.blocks:,} blocks (shuffle "
+        f"quality {qualities[job.sources.index(worst)]:.2f}, and 1 is perfect{also})"
     )
 
 
@@ -112,12 +119,9 @@ def _locality(job: ShuffledJob) -> str:
     """Return the problem if hosts read much more than their share."""
     if not job.reads_much:
         return ""
-    times, cluster = job.reads_times_share, job.cluster
-    return (
-        f"each of {cluster.host_count} hosts reads about {_size(times * job.share_bytes)} in an "
-        f"epoch, {times:.1f} times its share, since {job.lanes} lanes are shared by "
-        f"{cluster.dp_size} ranks"
-    )
+    hosts, times = job.cluster.host_count, job.reads_times_share
+    size = _size(times * job.share_bytes)
+    return f"each of {hosts} hosts reads about {size} in an epoch, {times:.1f} times its share"
 
 
 def _memory(job: ShuffledJob) -> str:
@@ -125,68 +129,135 @@ def _memory(job: ShuffledJob) -> str:
     if job.fits:
         return ""
     return (
-        f"the shuffle of this job keeps about {_size(job.kept_bytes)} of blocks open on a host, "
-        f"and its block arena has {_size(job.arena_bytes)}, so blocks are read several times in "
-        "an epoch"
+        f"the shuffle keeps about {_size(job.kept_bytes)} of blocks open on a host, and its block "
+        f"arena has {_size(job.arena_bytes)}, so blocks are read several times in an epoch"
     )
 
 
 def _help(job: ShuffledJob, qualities: Sequence[float]) -> str:
-    """Return the remedies for all problems of a job together."""
-    is_poor, reads_much, worst = bool(job.poor(qualities)), job.reads_much, min(qualities)
-    found, blocks = remedies(job, worst), ""
-    if reads_much and found.fitting is None and found.larger is None:
+    """Return what helps against all problems of a job together."""
+    is_poor, also = bool(job.poor(qualities)), ""
+    fitting, larger = _remedies(job, min(qualities))
+    if job.reads_much and fitting is None and larger is None:
         blocks = _blocks_for_all_ranks(job)
         if not is_poor and job.fits:
             return blocks
-        found = remedies(job, worst, reads_may_be_many=True)
-    also = f"; to read less, {blocks}" if blocks else ""
-    if not is_poor and (blocks or not reads_much):
-        return _more_memory(job, worst, found.fitting) + also
-    if found.fitting is not None:
-        need = _size(found.fitting.job.window_bytes)
-        return f"{found.fitting.said}, for which each host needs {need} for open windows{also}"
-    if found.larger is not None:
-        more = _enough_memory(found.larger.job, blocks_help=True)
-        return f"{found.larger.said}, and {more}{also}"
+        also = f"; to read less, {blocks}"
+        fitting, larger = _remedies(job, min(qualities), reads_may_be_many=True)
+    if not is_poor and (also or not job.reads_much):
+        other = ". No other lanes and window both fit and mix well"
+        if fitting is not None:
+            other = f"; or {fitting.said}, for a shuffle quality of {fitting.quality:.2f}"
+        return f"{_enough_memory(job)}{other}{also}"
+    if fitting is not None:
+        need = _size(fitting.job.window_bytes)
+        return f"{fitting.said}, for which each host needs {need} for open windows{also}"
+    if larger is not None:
+        return f"{larger.said}, and {_enough_memory(larger.job)}{also}"
     return _SMALLER_BLOCKS
 
 
-def _more_memory(job: ShuffledJob, quality: float, other: Remedy | None) -> str:
-    """Return the remedies for a shuffle that mixes well but does not fit."""
-    blocks_help = any(
-        one.window < _LONG_WINDOW_BLOCKS * one.sizes.block_rows for one in job.sources
-    )
-    more = _enough_memory(job, blocks_help=blocks_help)
-    if other is None:
-        return f"{more}. No other lanes and window both fit and mix well"
-    qualities = f"a shuffle quality of {other.quality:.2f} instead of {quality:.2f}"
-    return f"{more}; or {other.said}, for {qualities}"
-
-
-def _enough_memory(job: ShuffledJob, *, blocks_help: bool) -> str:
+def _enough_memory(job: ShuffledJob) -> str:
     """Return all ways to make a job fit without changing its lanes and windows."""
     ways = [raise_to("block_arena_bytes", round(job.kept_bytes * ROOM))]
     cluster = job.cluster
     twice = Cluster(2 * cluster.host_count * cluster.ranks_per_host, cluster.ranks_per_host)
     if twice.lanes_per_host(job.lanes) < job.lanes_per_host:
         ways.append("use more hosts")
-    if blocks_help:
-        ways.append(_SMALLER_BLOCKS)
-    return ", or ".join(ways)
+    return ", or ".join([*ways, _SMALLER_BLOCKS])
 
 
 def _blocks_for_all_ranks(job: ShuffledJob) -> str:
     lanes = job.lanes_of_ranks
-    least = LANE_BLOCKS_MIN * lanes
-    if least <= job.block_count:
+    if LANE_BLOCKS_MIN * lanes <= job.block_count:
         return _SMALLER_BLOCKS
-    return f"write smaller blocks; with {least:,} or more, lanes={lanes} helps"
+    return f"write smaller blocks; with {LANE_BLOCKS_MIN * lanes:,} or more, lanes={lanes} helps"
 
 
 def _size(size: float) -> str:
-    for unit in ("MiB", "GiB"):
-        size /= 1024 if unit == "GiB" else 1 << 20
-        if size < 1024:
-            break
-    return f"{size:,.1f} {unit}"
+    is_small = size < GIB
+    return f"{size / (1 << 20 if is_small else GIB):,.1f} {'MiB' if is_small else 'GiB'}"
+
+
+# Lanes and windows that help.
+
+
+class _Remedy(Struct, frozen=True):
+    """A changed job, what the user does for it, and the quality of its worst source."""
+
+    job: ShuffledJob
+    said: str
+    quality: float = 0.0
+
+
+def _remedies(
+    job: ShuffledJob, worst: float, *, reads_may_be_many: bool = False
+) -> tuple[_Remedy | None, _Remedy | None]:
+    """Find lanes and a window without the problems of this job, whose worst source has this
+    quality. Return the first that fit into memory, or else those that need the least.
+    `reads_may_be_many`: hosts may read any amount. A small dataset, which needs no good shuffle,
+    does not get a poor one either.
+    """
+    larger, least = None, min(_QUALITY_WANTED, worst)
+    wanted = _QUALITY_WANTED if worst < QUALITY_MIN else least
+    for remedy in _tried(job):
+        fits = remedy.job.kept_bytes * ROOM <= job.arena_bytes
+        if not fits and larger is not None and remedy.job.kept_bytes >= larger.job.kept_bytes:
+            continue
+        if remedy.job.reads_much and not reads_may_be_many:
+            continue
+        qualities = remedy.job.qualities()
+        if min(qualities) < least or remedy.job.poor(qualities, wanted):
+            continue
+        helping = replace(remedy, quality=min(qualities))
+        if fits:
+            return helping, None
+        larger = helping
+    return None, larger
+
+
+def _tried(job: ShuffledJob) -> Iterator[_Remedy]:
+    """Yield a few candidates for any dataset: the defaults first, then numbers of lanes from the
+    present one on, and three windows for each.
+    """
+    default = job.by_default()
+    yield _Remedy(default, "leave out lanes and window")
+    has_window = job.sources != job.by_default(job.lanes).sources
+    for lanes in _lanes_tried(job, default.lanes):
+        if lanes != default.lanes:
+            without = " and leave out window" if has_window else ""
+            yield _Remedy(job.by_default(lanes), f"set lanes={lanes}{without}")
+        for window in _windows_tried(job, lanes):
+            yield _Remedy(job.with_window(lanes, window), f"set lanes={lanes}, window={window}")
+
+
+def _lanes_tried(job: ShuffledJob, default: int) -> list[int]:
+    of_ranks = {job.lanes_of_ranks, *(count * job.cluster.dp_size for count in _LANES_A_RANK)}
+    fitting = [
+        lanes
+        for lanes in {default, *LANES, *of_ranks}
+        if lanes == 1 or LANE_BLOCKS_MIN * lanes <= job.block_count
+    ]
+    near = {job.lanes, *fitting}
+    return sorted(near, key=lambda lanes: (abs(math.log2(lanes / job.lanes)), -lanes))
+
+
+def _windows_tried(job: ShuffledJob, lanes: int) -> list[int]:
+    """Return the windows to try: one that mixes well, and the longest one that fits, if it is
+    shorter.
+    """
+    default = job.by_default(lanes)
+    longest = max(-(-source.sizes.samples // lanes) for source in job.sources)
+    remembered = WINDOW_CACHE_BYTES // (PERMUTATION_BYTES * default.lanes_per_host)
+    wanted = max(
+        max(source.window, math.ceil(_BLOCKS_WANTED * source.sizes.usual_rows / lanes))
+        for source in default.sources
+    )
+    wanted = min(wanted, longest, remembered, WINDOW_MAX)
+    blocks = sum(map(block_bytes, job.sources))
+    if not blocks or math.isinf(job.arena_bytes):
+        return [wanted] * (wanted > 0)
+    rows = sum(block_bytes(source) / source.sizes.block_rows for source in job.sources)
+    fitting = int((job.arena_bytes / ROOM / default.lanes_per_host - blocks) / rows)
+    fitting -= max(job.with_rounds(source, 0) for source in job.sources)
+    return [window for window in (wanted, fitting) if 0 < window <= wanted]

@@ -14,7 +14,6 @@ import numpy as np
 from dataplane.changes import EpochSteps
 from dataplane.config import JobSpec
 from dataplane.model import End
-from dataplane.plan.block_hosts import BlockHosts
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes, Shuffle
@@ -26,6 +25,7 @@ from dataplane.plan.orders import job_order, mixed_of
 from dataplane.plan.permute import Domain, key
 from dataplane.plan.quality import quality, unshuffled_quality
 from dataplane.plan.shuffled import (
+    BlockHosts,
     HostFigures,
     ShuffledSource,
     figures_by_host_count,

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from dataplane.config import JobSpec
 from dataplane.mixture import SourceSpec
@@ -27,9 +30,13 @@ from dataplane.plan.defaults import (
     source_window,
 )
 from dataplane.plan.mixture import ROUND_STEPS
+from dataplane.plan.order import Order
 from dataplane.plan.quality import quality
+from dataplane.plan.windows import Int64
 
 _HOST_COUNTS = tuple(1 << power for power in range(11))
+_PIECE = 1 << 18
+_NONE = np.empty(0, np.int64)
 
 
 class ShuffledSource(Struct, frozen=True):
@@ -95,16 +102,91 @@ def source_of_mixture(
 
 def hosts_per_block(sources: Sequence[ShuffledSource], lanes: int, cluster: Cluster) -> float:
     """How many hosts read a block, on average over all bytes."""
-    stored = sum(one.stored_bytes for one in sources)
+    stored = sum(source.stored_bytes for source in sources)
     if not stored or lanes == 1:
         return cluster.hosts_per_block(lanes, 1)
-    on_border = sum(one.stored_bytes * min(lanes / one.sizes.blocks, 1.0) for one in sources)
+    on_border = sum(
+        source.stored_bytes * min(lanes / source.sizes.blocks, 1.0) for source in sources
+    )
     return cluster.hosts_per_block(lanes, lanes * stored / on_border)
 
 
 def open_bytes(sources: Sequence[ShuffledSource], lanes_open: int) -> int:
     """Return the memory that the open windows of this many lanes take."""
-    return lanes_open * sum(one.sizes.open_window_bytes(one.window) for one in sources)
+    return lanes_open * sum(source.sizes.open_window_bytes(source.window) for source in sources)
+
+
+class BlockHosts(Struct, frozen=True, eq=False):
+    """The lanes that serve each of K blocks of an order: `first`, and for blocks on borders of
+    lanes, which are fewer than the lanes, this many `more`. Hosts that read a lane may read its
+    blocks, even if by chance their ranks take no sample of one.
+
+    Shapes:  first: integer[K].   on_border: int64[m], blocks, rising.   more: int64[m].
+    """
+
+    lanes: int
+    first: NDArray[np.integer]
+    on_border: Int64
+    more: Int64
+
+    @classmethod
+    def of(cls, order: Order) -> Self:
+        """Return the lanes of all blocks of the order."""
+        # The narrowest type that holds them: less memory and time.
+        count, lanes = order.block_count, np.min_scalar_type(-order.lanes)
+        first, on_border, more = np.empty(count, lanes), [_NONE], [_NONE]
+        for start in range(0, count, _PIECE):
+            blocks = np.arange(start, min(start + _PIECE, count))
+            head, tail = order.block_lanes(blocks)
+            first[start : start + _PIECE] = head
+            on_border.append(blocks[tail != head])
+            more.append((tail - head)[tail != head])
+        return cls(order.lanes, first, np.concatenate(on_border), np.concatenate(more))
+
+    def counts(self, cluster: Cluster, block_rows: NDArray[np.integer]) -> Int64:
+        """Return how many hosts may read each block: at most the number of its samples.
+
+        Shapes:  block_rows: integer[K].   result: int64[K].
+        """
+        meeting, known = cluster.meeting(self.lanes), dict[tuple[int, int], int]()
+        alone = [cluster.hosts_of(lane, 0, self.lanes) for lane in range(meeting)]
+        hosts: Int64 = np.array(alone, np.int64)[self._remainders(meeting)]
+        lanes = (self._border_lanes() % meeting).tolist()
+        names = list(zip(lanes, np.minimum(self.more, meeting - 1).tolist(), strict=True))
+        for lane, more in names:
+            if (lane, more) not in known:
+                known[lane, more] = cluster.hosts_of(lane, more, self.lanes)
+        hosts[self.on_border] = [known[name] for name in names]
+        np.minimum(hosts, block_rows, out=hosts)
+        return hosts
+
+    def read_bytes(
+        self, cluster: Cluster, block_rows: NDArray[np.integer], block_bytes: NDArray[np.integer]
+    ) -> float:
+        """Return the bytes that all hosts together read, if each reads these parts of the blocks.
+
+        Shapes:  block_rows, block_bytes: integer[K].
+        """
+        by_count = np.bincount(self.counts(cluster, block_rows), block_bytes)
+        return float(by_count @ np.arange(len(by_count)))
+
+    def are_read(self, cluster: Cluster, host: int) -> NDArray[np.bool_]:
+        """Return which blocks a host may read.
+
+        Shapes:  result: bool[K].
+        """
+        alone = np.arange(cluster.meeting(self.lanes))
+        of_lanes = cluster.reads(host, alone, alone, self.lanes)
+        read: NDArray[np.bool_] = of_lanes[self._remainders(len(alone))]
+        first = self._border_lanes()
+        read[self.on_border] = cluster.reads(host, first, first + self.more, self.lanes)
+        return read
+
+    def _remainders(self, meeting: int) -> NDArray[np.integer]:
+        return self.first if meeting == self.lanes else self.first % self.first.dtype.type(meeting)
+
+    def _border_lanes(self) -> Int64:
+        return self.first[self.on_border].astype(np.int64)
 
 
 def figures_by_host_count(
@@ -116,24 +198,24 @@ def figures_by_host_count(
     """Return the figures for 1 to 1,024 hosts like those of this cluster. `read_bytes` returns the
     counted reads of all hosts of a cluster, if they were counted.
     """
-    found, stored = [], sum(one.stored_bytes for one in sources)
+    figures, stored = [], sum(source.stored_bytes for source in sources)
     for hosts in _HOST_COUNTS:
-        each = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
+        some = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
         if read_bytes is None or not stored:
-            times = hosts_per_block(sources, lanes, each)
+            times = hosts_per_block(sources, lanes, some)
         else:
-            times = read_bytes(each) / stored
-        found.append(
+            times = read_bytes(some) / stored
+        figures.append(
             HostFigures(
                 hosts,
-                each.dp_size,
-                each.lanes_per_rank(lanes),
-                open_bytes(sources, each.lanes_per_host(lanes)),
+                some.dp_size,
+                some.lanes_per_rank(lanes),
+                open_bytes(sources, some.lanes_per_host(lanes)),
                 round(stored * times / hosts),
                 times,
             )
         )
-    return tuple(found)
+    return tuple(figures)
 
 
 # -- shuffled job ------------------------------------------------------------------------------
@@ -165,16 +247,16 @@ class ShuffledJob(Struct, frozen=True):
         first.
         """
         return [
-            quality(one.sizes, Shuffle(self.lanes, one.window, 0), one.draws)
-            for one in self.sources
+            quality(source.sizes, Shuffle(self.lanes, source.window, 0), source.draws)
+            for source in self.sources
         ]
 
     def poor(self, qualities: Sequence[float], least: float = QUALITY_MIN) -> list[ShuffledSource]:
         """Return the sources with a quality below `least`. Small sources are never poor."""
         return [
-            one
-            for one, found in zip(self.sources, qualities, strict=True)
-            if found < least and one.sizes.dataset_bytes >= OPEN_BYTES_MIN
+            source
+            for source, known in zip(self.sources, qualities, strict=True)
+            if known < least and source.sizes.dataset_bytes >= OPEN_BYTES_MIN
         ]
 
     @property
@@ -186,17 +268,20 @@ class ShuffledJob(Struct, frozen=True):
         """The memory that the blocks of open windows take on each host."""
         return sum(
             min(
-                self.lanes_per_host * block_bytes(one) * (1 + one.window / one.sizes.block_rows),
-                one.kept_bytes,
+                self.lanes_per_host
+                * block_bytes(source)
+                * (1 + source.window / source.sizes.block_rows),
+                source.kept_bytes,
             )
-            for one in self.sources
+            for source in self.sources
         )
 
     @property
     def window_bytes(self) -> int:
         """The memory that open windows take on each host: at most the size of the whole dataset."""
         whole = sum(
-            one.sizes.dataset_bytes + PERMUTATION_BYTES * one.sizes.samples for one in self.sources
+            source.sizes.dataset_bytes + PERMUTATION_BYTES * source.sizes.samples
+            for source in self.sources
         )
         return min(open_bytes(self.sources, self.lanes_per_host), whole)
 
@@ -212,7 +297,7 @@ class ShuffledJob(Struct, frozen=True):
     @property
     def share_bytes(self) -> float:
         """The bytes that each host reads in an epoch if no block is read by two."""
-        return sum(one.stored_bytes for one in self.sources) / self.cluster.host_count
+        return sum(source.stored_bytes for source in self.sources) / self.cluster.host_count
 
     @property
     def reads_much(self) -> bool:
@@ -221,7 +306,7 @@ class ShuffledJob(Struct, frozen=True):
 
     @property
     def block_count(self) -> int:
-        return sum(one.sizes.blocks for one in self.sources)
+        return sum(source.sizes.blocks for source in self.sources)
 
     @property
     def lanes_of_ranks(self) -> int:
@@ -231,32 +316,32 @@ class ShuffledJob(Struct, frozen=True):
 
     def by_default(self, lanes: int | None = None) -> ShuffledJob:
         """Return the job with the default windows of these lanes, or with default lanes, too."""
-        every = [one.sizes for one in self.sources]
-        if len(every) == 1:
-            shuffle = shuffle_of(every[0], lanes)
+        sizes = [source.sizes for source in self.sources]
+        if len(sizes) == 1:
+            shuffle = shuffle_of(sizes[0], lanes)
             return self._with(shuffle.lanes, [shuffle.window])
-        lanes = lanes or mixed_lanes(every)
-        return self._with(lanes, [source_window(each, lanes, every) for each in every])
+        lanes = lanes or mixed_lanes(sizes)
+        return self._with(lanes, [source_window(size, lanes, sizes) for size in sizes])
 
     def with_window(self, lanes: int, window: int) -> ShuffledJob:
         return self._with(lanes, [window] * len(self.sources))
 
-    def with_rounds(self, one: ShuffledSource, window: int) -> int:
+    def with_rounds(self, source: ShuffledSource, window: int) -> int:
         """Return the window that a source effectively has: in a mixture, rounds lengthen
         its own.
         """
-        if not one.name or one.draws >= self.global_batch:
+        if not source.name or source.draws >= self.global_batch:
             return window
-        return mixed_window(window, one.draws / self.global_batch, 1, ROUND_STEPS)
+        return mixed_window(window, source.draws / self.global_batch, 1, ROUND_STEPS)
 
     def _with(self, lanes: int, windows: Sequence[int]) -> ShuffledJob:
         changed = tuple(
-            replace(one, window=self.with_rounds(one, window))
-            for one, window in zip(self.sources, windows, strict=True)
+            replace(source, window=self.with_rounds(source, window))
+            for source, window in zip(self.sources, windows, strict=True)
         )
         return replace(self, sources=changed, lanes=lanes)
 
 
-def block_bytes(one: ShuffledSource) -> float:
+def block_bytes(source: ShuffledSource) -> float:
     """The memory that a block of the source takes on average."""
-    return one.kept_bytes / one.sizes.blocks
+    return source.kept_bytes / source.sizes.blocks

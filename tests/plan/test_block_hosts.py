@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dataplane.plan import block_hosts
-from dataplane.plan.block_hosts import BlockHosts
+from dataplane.plan import shuffled
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.order import Order
+from dataplane.plan.shuffled import BlockHosts
 
 
 @settings(max_examples=150)
@@ -23,7 +23,7 @@ from dataplane.plan.order import Order
 def test_hosts_of_blocks_are_those_of_their_lanes(rows, lanes, dp_size, ranks_per_host):
     order, cluster = Order(rows, 5, True, lanes, 4, 0), Cluster(dp_size, ranks_per_host)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_hosts, "_PIECE", 7)
+        patch.setattr(shuffled, "_PIECE", 7)
         found = BlockHosts.of(order)
     first, last = order.block_lanes(np.arange(len(rows)))
     hosts = [cluster.hosts_of(int(a), int(b - a), lanes) for a, b in zip(first, last, strict=True)]
