@@ -20,7 +20,6 @@ import time
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from typing_extensions import Buffer
 
 from dataplane.arena.memfd import Arena
 from dataplane.formats.base import RawBlock
@@ -56,14 +55,10 @@ class MemoryOrigin:
         self._arenas = {BLOCK_ARENA: blocks, PREAMBLE_ARENA: preambles}
 
     def read(self, order: fetches.ReadBody, report: Report) -> None:
-        assert isinstance(order, fetches.ReadRange | fetches.CopyPreamble)
+        assert isinstance(order, fetches.ReadRange)
         into = order.into
-        if isinstance(order, fetches.CopyPreamble):
-            body: Buffer = self._arenas[PREAMBLE_ARENA].view(order.kept.offset, into.length)
-        else:
-            body = self._body[: into.length] if order.offset else self._footer
-        arena_id = order.arena_id if isinstance(order, fetches.ReadRange) else BLOCK_ARENA
-        copy_into(body, self._arenas[arena_id].view(into.offset, into.length))
+        body = self._body[: into.length] if order.offset else self._footer
+        copy_into(body, self._arenas[order.arena_id].view(into.offset, into.length))
         asyncio.get_running_loop().call_soon(report, None)
 
     def start(self, store: str = "") -> None: ...
@@ -108,7 +103,7 @@ async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
 
             raw = RawBlockRef(url, 0, 1, place, preamble, length, "tag")
             into = Region(slot * length, length)
-            fetcher.fetch([BlockRead(key, raw, into, ended, is_copied=is_copied)])
+            fetcher.fetch([BlockRead(key, raw, into, ended, arena if is_copied else None)])
         for slot in [await free.get() for _ in range(AT_ONCE)]:
             free.put_nowait(slot)
 

@@ -186,7 +186,7 @@ def _arena() -> Callable[[], int]:
             slot = await free.get()
             raw = RawBlockRef(url, 0, 0, Region(at, length), Region(0, 0), at + length, etags[url])
             read = BlockRead(
-                at, raw, Region(slot * RANGE_BYTES, length), is_copied=False,
+                at, raw, Region(slot * RANGE_BYTES, length), copied_to=None,
                 report=partial(ended, slot),
             )  # fmt: skip
             fetcher.fetch([read])

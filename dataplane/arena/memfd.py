@@ -159,6 +159,16 @@ class Arena:
             raise IndexError(f"[{offset}, {offset + length}) is outside of {self.size_bytes} bytes")
         return self.buffer[offset : offset + length]
 
+    def write(self, offset: int, body: memoryview) -> None:
+        """Write bytes at this offset; their memory need be neither allocated nor mapped before.
+
+        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
+        """
+        self.buffer  # noqa: B018 - raises when closed
+        part = NewMemory(self, offset, len(body))
+        while body:
+            body = body[part.write(body) :]
+
     def populate_once(self, offset: int, length: int) -> None:
         """Map the allocated pages of bytes [offset, offset + length) at once, unless that was done
         before. It takes a quarter of the time of one page fault per page.

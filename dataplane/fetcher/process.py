@@ -202,8 +202,6 @@ class Reads:
             with self._lock:
                 self._reading[body.number] = read
             self._threads.submit(self._serve, read)
-        elif isinstance(body, fetches.CopyPreamble):
-            self._threads.submit(self._serve_copy, body)
         elif isinstance(body, fetches.DiskBody):
             self._disk.begin(body)
         elif isinstance(body, fetches.ReadSlab):
@@ -276,10 +274,6 @@ class Reads:
             raise NeighbourGone(f"the node {who} refused the decoded block", peer=who)
         return False
 
-    def _serve_copy(self, order: fetches.CopyPreamble) -> None:
-        error = outcome("a preamble", partial(self._copy, order))
-        self._tell(fetches.ReadEnded(order.number, error))
-
     def _hedge(self, read: _Read) -> None:
         """Read the same bytes into other memory, and copy them into place if they arrive first;
         runs in a thread.
@@ -341,15 +335,6 @@ class Reads:
             else:
                 read.store_bytes += length
         fill(self._stores.connect(order.url), order.url, order.offset, order.etag, *into)
-
-    def _copy(self, order: fetches.CopyPreamble) -> None:
-        kept, into = order.kept, order.into
-        self._arenas[tasks.BLOCK_ARENA].prepare(into.offset, into.length)
-        with (
-            self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length) as source,
-            self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length) as target,
-        ):
-            copy_into(source, target)
 
     def _look(self) -> None:
         """Report new reasons of delayed reads to the node, and request late reads again."""

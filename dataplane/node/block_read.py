@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from dataplane.arena.memfd import Arena
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import RUN_BLOCKS_MAX
 from dataplane.node.fetchers import Report
@@ -18,9 +19,9 @@ its neighbours."""
 
 class BlockRead(Struct, frozen=True):
     """A block to read into a region of the block arena; `report` is called when the region is no
-    longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
-    block with this key, until `let_go`. The disk is tried first, if `is_not_kept` is given to
-    report a miss, then `neighbour`, then the store.
+    longer written. The preamble is put before it, in the arena `copied_to`; without one, it is held
+    for the block with this key, until `let_go`. The disk is tried first, if `is_not_kept` is given
+    to report a miss, then `neighbour`, then the store.
 
     Shapes:  into: the length of the preamble + the length of all pieces, or that of the decoded
     block, if that is what the neighbour is asked for.
@@ -30,7 +31,7 @@ class BlockRead(Struct, frozen=True):
     raw: tasks.RawBlockRef
     into: Region
     report: Report
-    is_copied: bool
+    copied_to: Arena | None
     neighbour: fetches.Neighbour | None = None
     dataset: bytes = b""
     block: int = 0

@@ -276,10 +276,11 @@ class Engine:
             self._start_reads()
             self._on_fetched(key, name, NeighbourGone(f"block {effect.block} has another owner"))
             return
-        raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
+        raw = dataset.raw_block(effect.block, into)
+        copied_to = None if dataset.is_decoded(effect.block) else self._arena
         report = partial(self._on_fetched, key, name)
         of, size = (dataset.digest, effect.block, kept), self._arena.size_bytes
-        read = BlockRead(key, raw, into, report, is_copied, neighbour, *of)
+        read = BlockRead(key, raw, into, report, copied_to, neighbour, *of)
         if not (effect.is_joined and self._reads and read.may_follow(self._reads, size)):
             self._start_reads()
         self._reads.append(read)

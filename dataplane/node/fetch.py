@@ -255,15 +255,15 @@ class Fetcher:
         head = Region(into.offset, place.length)
 
         def end(found: fetches.Outcome) -> None:
-            if block.is_copied:
+            if block.copied_to is not None:
                 self.let_go(key)
             self._note(url, found)
             block.report(found)
 
         def read(found: fetches.Outcome) -> None:
-            if is_all_there(found) and kept is not None and block.is_copied:
-                copied = fetches.CopyPreamble(0, kept.region, head)
-                self.origin.read(copied, lambda error: end(error or found))
+            if is_all_there(found) and kept is not None and block.copied_to is not None:
+                to = block.copied_to, head.offset
+                self._preambles.copy(kept, *to, lambda error: end(error or found))
             else:
                 end(found)
 

@@ -317,8 +317,7 @@ class Fetchers:
             return
         self._hedged_bytes += end.hedged_bytes
         self._neighbour_bytes += end.neighbour_bytes
-        is_copy = isinstance(read.order, fetches.CopyPreamble)
-        self._read_bytes += read.length if is_copy else end.store_bytes
+        self._read_bytes += end.store_bytes
 
     def _told(self, pause: StorePause) -> None:
         """Handle a pause that no fetcher has reported. Thread-safe."""

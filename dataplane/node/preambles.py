@@ -16,17 +16,19 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from asyncio import Future
 from collections import OrderedDict
+from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall
+from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import Outcome
@@ -36,6 +38,8 @@ _SHARE = 16
 REMEMBERED_MAX = 4096
 """Preambles of so many shards, of at most 64 KiB each."""
 _REMEMBERED_BYTES_MAX = 64 << 10
+_COPIED_BYTES_MAX = 256 << 10
+"""Of a preamble that the event loop copies itself."""
 
 _ShardKey = tuple[str, str, int]
 
@@ -150,6 +154,31 @@ class Preambles:
             return raw, ()
         told = replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
         return told, ((tasks.PREAMBLE_ARENA, self.arena.fd),)
+
+    def copy(
+        self,
+        kept: KeptPreamble,
+        arena: Arena,
+        offset: int,
+        report: Callable[[DataplaneError | None], None],
+    ) -> None:
+        """Copy a preamble to this place; `report` is called with the error: at once, or later for a
+        long preamble, for which the event loop does not wait.
+        """
+        region = kept.region
+
+        def copied() -> DataplaneError | None:
+            try:
+                arena.write(offset, self.arena.view(region.offset, region.length))
+            except DataplaneError as error:
+                return error
+            return None
+
+        if region.length <= _COPIED_BYTES_MAX:
+            report(copied())
+            return
+        copying = asyncio.get_running_loop().run_in_executor(None, copied)
+        copying.add_done_callback(lambda done: report(done.result()))
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -84,19 +84,6 @@ class ReadRange(Message, frozen=True):
         return last.offset + last.into.length - self.offset
 
 
-class CopyPreamble(Message, frozen=True):
-    """Copy a preamble into the block arena."""
-
-    number: Unsigned
-    kept: Region  # in the arena of preambles
-    into: Region  # of the same length
-
-    @property
-    def length(self) -> int:
-        """Bytes that are copied."""
-        return self.into.length
-
-
 class ReadKept(Message, frozen=True):
     """Read a block from the node's disk into the block arena. After an error, nothing counts that
     was written there.
@@ -275,7 +262,7 @@ class DetachDelivery(Message, frozen=True):
 
 
 DiskBody = ReadKept | WriteKept | ScanKept
-ReadBody = ReadRange | CopyPreamble | DiskBody
+ReadBody = ReadRange | DiskBody
 ToFetcherBody = (
     StartFetching | ReadBody | StorePause | ReadSlab | EndSlab | AttachDelivery | DetachDelivery
 )  # fmt: skip

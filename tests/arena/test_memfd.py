@@ -110,6 +110,16 @@ def test_new_memory_is_allocated_as_it_is_filled_and_only_to_its_end(monkeypatch
     other.close()
 
 
+def test_bytes_are_written_into_memory_that_is_not_mapped():
+    arena, body = Arena.create("test", SIZE), os.urandom(10_000)
+    for _ in range(2):  # new memory, and memory that exists
+        arena.write(100, memoryview(body))
+        assert bytes(arena.view(0, 20_000)) == bytes(100) + body + bytes(20_000 - 10_100)
+    arena.close()
+    with pytest.raises(ClosedError):
+        arena.write(100, memoryview(body))
+
+
 def test_new_memory_that_the_machine_lacks_gives_our_error(monkeypatch):
     arena = Arena.create("test", SIZE)
     with arena.view(0, SIZE) as view:

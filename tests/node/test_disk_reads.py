@@ -94,7 +94,7 @@ def test_memory_then_disk_then_neighbour_then_store(
         end: asyncio.Future[fetches.Outcome] = asyncio.Future()
         raw = tasks.RawBlockRef("url", 0, 1, PIECES[0], Region(0, 16), 1000, "tag", pieces=PIECES)
         into, of = Region(0, 66), (DATASET, 7, missed.append)
-        fetcher.fetch([BlockRead(1, raw, into, end.set_result, False, neighbour, *of)])
+        fetcher.fetch([BlockRead(1, raw, into, end.set_result, None, neighbour, *of)])
         async with asyncio.timeout(60):
             assert await end is None
         fetcher.close()

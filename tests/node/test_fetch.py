@@ -75,17 +75,12 @@ class FromShard:
         self._threads[-1].start()
 
     def _fill(self, order: fetches.ReadBody) -> None:
-        into = order.into
-        if isinstance(order, fetches.CopyPreamble):
-            kept = order.kept
-            body = bytes(self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length))
-            self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length)[:] = body
-        else:
-            body = self._shard.read(order.url, order.offset, order.length, order.etag)
-            for target in order.targets:
-                at, place = target.offset - order.offset, target.into
-                part = self._arenas[order.arena_id].view(place.offset, place.length)
-                part[:] = body[at : at + place.length]
+        assert isinstance(order, fetches.ReadRange)
+        body = self._shard.read(order.url, order.offset, order.length, order.etag)
+        for target in order.targets:
+            at, place = target.offset - order.offset, target.into
+            part = self._arenas[order.arena_id].view(place.offset, place.length)
+            part[:] = body[at : at + place.length]
 
     def start(self, store: str = "") -> None: ...
 
@@ -120,7 +115,8 @@ class Place:
         is_copied: bool = False,
     ) -> DataplaneError | None:
         end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-        self.fetcher.fetch([BlockRead(key, raw, into, end.set_result, is_copied=is_copied)])
+        copied_to = self.arena if is_copied else None
+        self.fetcher.fetch([BlockRead(key, raw, into, end.set_result, copied_to)])
         async with asyncio.timeout(TIMEOUT_S):
             return await end
 
@@ -168,6 +164,13 @@ def test_the_preamble_of_blocks_that_start_together_is_read_once() -> None:
     assert shard.reads == Counter(dict.fromkeys((0, *offsets, 200), 1))
 
 
+def test_a_long_preamble_is_copied_while_the_event_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dataplane.node.preambles._COPIED_BYTES_MAX", PREAMBLE.length - 1)
+    assert _fetched(Shard(), [20, 40]) == [_whole(20), _whole(40)]
+
+
 def test_preamble_and_block_are_asked_for_at_once() -> None:
     both = threading.Barrier(2, timeout=TIMEOUT_S)
     assert _fetched(Shard(lambda _: both.wait()), [40]) == [_whole(40)]  # type: ignore[arg-type]
@@ -199,7 +202,7 @@ def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
         whole, nothing = Region(100, length), Region(0, 0)
         raw = tasks.RawBlockRef("url", 0, 1, whole, nothing, 1 << 40, "tag")
         into = Region(5, length)
-        fetcher.fetch([BlockRead(1, raw, into, lambda _: None, is_copied=False)])
+        fetcher.fetch([BlockRead(1, raw, into, lambda _: None, copied_to=None)])
         fetcher.close()
         return origin.orders
 
@@ -224,7 +227,7 @@ def _together(
             length = PREAMBLE.length + sum(piece.length for piece in pieces)
             whole = Region(pieces[0].offset, 0)
             raw, into = _raw(whole, *pieces), Region(at, length)
-            reads.append(BlockRead(key, raw, into, end.set_result, is_copied=True))
+            reads.append(BlockRead(key, raw, into, end.set_result, place.arena))
             ends.append(end)
             at += 64 + length
         try:

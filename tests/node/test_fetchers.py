@@ -73,16 +73,6 @@ def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
     asyncio.run(play())
 
 
-def test_a_kept_preamble_is_copied_before_its_block() -> None:
-    async def play() -> None:
-        async with node() as at:
-            at.preambles.view(5, 7)[:] = b"footer!"
-            assert await at.end_of(fetches.CopyPreamble(0, Region(5, 7), Region(90, 7))) is None
-            assert at.bytes_at(90, 7) == b"footer!"
-
-    asyncio.run(play())
-
-
 def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
     etag = open_store("s3://bucket").head(URL).etag
 

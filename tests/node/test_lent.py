@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from scheduler_world import World
 from small_engine import SmallEngine
 
-from dataplane.errors import StoreDenied
+from dataplane.arena.memfd import Arena
+from dataplane.errors import ClosedError
 from dataplane.model import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import RUN_PARTS, BlockRead
@@ -25,7 +26,6 @@ from dataplane.node.lent import LentBlocks
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import (
-    CopyPreamble,
     HeldDecoded,
     Neighbour,
     NeighbourGave,
@@ -242,7 +242,7 @@ def test_what_is_refused_of_a_run_is_asked_for_alone(ends: list[int]) -> None:
             tasks.RawBlockRef("s3://b/0", n, 1, Region(10 * n, 9), Region(0, 0), 99),
             Region(64 * n, 9),
             lambda end, n=n: found.update({n: end}),
-            is_copied=False,
+            copied_to=None,
             neighbour=replace(LENDER, block=5 + n),
             block=5 + n,
         )
@@ -263,35 +263,39 @@ def test_what_is_refused_of_a_run_is_asked_for_alone(ends: list[int]) -> None:
     preambles.close()
 
 
-@pytest.mark.parametrize("error", [None, StoreDenied("url: no")])
+@pytest.mark.parametrize("is_closed", [False, True])
 def test_what_a_neighbour_gave_of_a_block_is_told_when_all_of_it_is_there(
-    error: StoreDenied | None,
+    is_closed: bool,
 ) -> None:
     """Its two pieces are asked for, its preamble comes from the store, and is then copied."""
+    arena = Arena.create("blocks", 4096)
+    if is_closed:
+        arena.close()
     pieces = Region(20, 10), Region(50, 1)
 
     async def run() -> list[Outcome]:
         origin, found, preambles = Told(), list[Outcome](), Preambles(4096)
         fetcher = Fetcher(origin, preambles)  # type: ignore[arg-type]
         raw = tasks.RawBlockRef("s3://b/0", 0, 1, Region(0, 60), Region(0, 5), 99, pieces=pieces)
-        read = BlockRead(1, raw, Region(0, 16), found.append, True, LENDER, bytes(16))
+        read = BlockRead(1, raw, Region(0, 16), found.append, arena, LENDER, bytes(16))
         fetcher.fetch([read])
         asked = [(order, end) for order, end in origin.orders if order.neighbour is not None]
         assert [order.into for order, _ in asked] == [Region(5, 10), Region(15, 1)]
         for order, end in asked:
             end(NeighbourGave(order.length))
+        assert found == []
         for order, end in origin.orders:
             if order.neighbour is None:
+                preambles.arena.view(order.into.offset, 5)[:] = b"head!"
                 end(None)
         await asyncio.sleep(0)
-        assert found == []
-        order, end = origin.orders[-1]
-        assert type(order) is CopyPreamble
-        end(error)
+        assert is_closed or bytes(arena.view(0, 5)) == b"head!"
         preambles.close()
+        arena.close()
         return found
 
-    assert asyncio.run(run()) == [error or NeighbourGave(11)]
+    (end,) = asyncio.run(run())
+    assert isinstance(end, ClosedError) if is_closed else end == NeighbourGave(11)
 
 
 def read(
@@ -299,7 +303,7 @@ def read(
 ) -> BlockRead:
     raw = tasks.RawBlockRef("s3://b/0", 0, 1, Region(0, 10), Region(0, 0), 99, pieces=pieces)
     told = (lambda _: None) if is_kept else None
-    return BlockRead(1, raw, Region(0, 10), bool, False, neighbour, bytes(16), block, told)
+    return BlockRead(1, raw, Region(0, 10), bool, None, neighbour, bytes(16), block, told)
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,23 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, StoreError
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
-from dataplane.rpc import fetches
+from dataplane.rpc import fetches, tasks
+from dataplane.store.connect import connect
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 from dataplane.worker import forking
 
 ARENA_BYTES = 1 << 20
-COPY = fetches.CopyPreamble(0, Region(0, 1), Region(0, 1))
 TIMEOUT_S = 60.0
 
 
 async def _ends_of(fetchers: Fetchers, count: int) -> list[DataplaneError | None]:
     ends = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    url = Path(__file__).as_uri()
+    info = connect(url).head(url)
+    order = fetches.ReadRange(0, url, 0, info.etag, tasks.BLOCK_ARENA, Region(0, 1))
     for end in ends:
-        fetchers.read(COPY, end.set_result)
+        fetchers.read(order, end.set_result)
     async with asyncio.timeout(TIMEOUT_S):
         return await asyncio.gather(*ends)
 

@@ -62,7 +62,7 @@ def test_a_preamble_that_indexing_has_read_is_not_read_again() -> None:
         for key, url in enumerate(("known", "known", "changed", "shorter")):
             raw = tasks.RawBlockRef(url, 0, 1, Region(64, 10), PLACE, 100, "tag")
             ended: asyncio.Future[object] = asyncio.Future()
-            read = BlockRead(key, raw, Region(32 * key, 26), ended.set_result, is_copied=False)
+            read = BlockRead(key, raw, Region(32 * key, 26), ended.set_result, copied_to=None)
             fetcher.fetch([read])
             assert await asyncio.wait_for(ended, 60.0) is None
             told, _ = fetcher.for_worker(key, raw)
