@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dataplane.model import ColumnOptions, StackSpec
-from dataplane.transforms.options import ARGUMENTS, column_options, in_order
+from dataplane.transforms.options import in_order
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = list(ColumnOptions.__struct_fields__)
 DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
-# What people write options into, each in its own way: a loader's arguments, flags of commands.
-OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")
+OFFERS = "dataplane/commands/"
+"""The flags of commands."""
 # Names with other meanings, too: they count only where they mean options.
 AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes", "dtype", "fill_null", "pad_value"}
 MAKERS = {"ColumnOptions", "column_options"}
@@ -63,10 +62,8 @@ def _named(tree: ast.Module) -> Iterator[str]:
                 is_maker = of_options or _last_name(node) in MAKERS
                 for keyword in keywords:
                     yield f"{keyword.arg}" if is_maker else f"?{keyword.arg}"
-            case ast.ClassDef(name="ColumnOptions" | "UrlOptions", body=body):
+            case ast.ClassDef(name="ColumnOptions" | "ColumnArguments", body=body):
                 yield from (one.target.id for one in body if isinstance(one, ast.AnnAssign))
-            case ast.FunctionDef(name="column_options", args=arguments):
-                yield from (one.arg for one in arguments.kwonlyargs)
             case ast.Name(id=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
                 yield f"?{name}"
 
@@ -85,16 +82,6 @@ def test_an_option_is_named_in_four_places_at_most(option: str) -> None:
     assert len(found) <= 4, sorted(found)
     used = found - {DEFINITION, CHECKS, "offers"}
     assert all(path.startswith("dataplane/transforms/") for path in used), sorted(found)
-
-
-def test_every_argument_of_columns_is_offered_with_the_same_default() -> None:
-    pytest.importorskip("torch")
-    from dataplane_torch.options import DEFAULTS
-
-    expected = inspect.signature(column_options).parameters
-    assert {name: DEFAULTS[name] for name in ARGUMENTS} == {
-        name: one.default for name, one in expected.items()
-    }
 
 
 def test_equal_jobs_are_equal_in_whatever_order_things_are_named() -> None:

@@ -130,7 +130,7 @@ def view_options(command: Callable[..., Any]) -> Callable[..., Any]:
         limit: int | None,
         **given: Any,
     ) -> Any:
-        from dataplane.transforms.view_options import split_of_text, view_of
+        from dataplane.transforms.options import split_of_text, view_of
 
         parts = None if split is None else split_of_text(split)
         view = view_of(where=where, sample=sample, split=parts, limit=limit)

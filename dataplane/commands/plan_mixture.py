@@ -226,7 +226,7 @@ def _view(view: View, own: Mapping[str, Any]) -> View:
     options.
     """
     from dataplane.transforms.functions import function_name
-    from dataplane.transforms.view_options import view_of
+    from dataplane.transforms.options import view_of
 
     of_rows = {name: value for name, value in own.items() if name != "map"}
     said, none = view_of(**of_rows), View()

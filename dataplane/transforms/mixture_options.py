@@ -17,7 +17,7 @@ from dataplane.errors import ConfigError
 from dataplane.mixture import check_source_count
 from dataplane.model import Exhausted, MixUnit, View
 from dataplane.rpc.messages import DatasetSource, MixtureAsked, ScheduledWeights, SourceAsked
-from dataplane.transforms.view_options import split_of_text
+from dataplane.transforms.options import split_of_text
 from dataplane.units import whole
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -1,5 +1,5 @@
-"""Convert the column arguments of a loader to ColumnOptions, checked as far as possible without the
-dataset.
+"""The arguments of a loader that choose columns, and rows: their names, types and defaults, and the
+frozen value that each group becomes, checked as far as possible without the dataset.
 
 Pure, and without arrays: a trainer links it.
 """
@@ -7,10 +7,10 @@ Pure, and without arrays: a trainer links it.
 from __future__ import annotations
 
 import enum
-import inspect
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from fractions import Fraction
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from msgspec import structs
@@ -21,6 +21,7 @@ from dataplane.model import (
     ListPolicy,
     NullPolicy,
     TruncationSide,
+    View,
 )
 from dataplane.transforms.dtypes import DTYPES, dtype_name
 from dataplane.transforms.stacks import Stack, stack_specs
@@ -32,30 +33,61 @@ Lengths = Mapping[str, int] | int
 LENGTH_MAX = (1 << 31) - 1
 Number = TypeVar("Number", int, float)
 Choice = TypeVar("Choice", bound=enum.StrEnum)
+_WHOLE = 1 << 32
+_LIMIT_MAX = (1 << 62) - 1
+_FIRST: Final = ("train", "training")
+_LAST: Final = ("validation", "valid", "val", "dev", "test", "eval", "holdout")
+_SPLIT_EXAMPLES = (
+    'split=("train", 0.99) is the first 99 % by the hash of each row, split=("validation", 0.01) '
+    'the last 1 %, and split=("test", 0.98, 0.99) the part between'
+)
 
 
-def column_options(
-    *,
-    columns: Sequence[str] | None = None,
-    lists: str = ListPolicy.PADDED.value,
-    fill_null: Numbers | None = None,
-    stack: Mapping[str, Stack | Sequence[str]] | None = None,
-    nulls: str = NullPolicy.FILL.value,
-    pad_value: Numbers | None = None,
-    max_length: Lengths | None = None,
-    truncation_side: str = TruncationSide.RIGHT.value,
-    codes: Sequence[str] | None = None,
-    dtype: Mapping[str, object] | None = None,
-) -> ColumnOptions:
+class ColumnArguments(TypedDict, total=False):
+    """The arguments about columns: which come, in which form."""
+
+    columns: Sequence[str] | None
+    dtype: Mapping[str, object] | None
+    lists: str
+    pad_value: Numbers | None
+    max_length: Lengths | None
+    truncation_side: str
+    fill_null: Numbers | None
+    nulls: str
+    codes: Sequence[str] | None
+    stack: Mapping[str, Stack | Sequence[str]] | None
+
+
+class RowArguments(TypedDict, total=False):
+    """The arguments that choose rows."""
+
+    where: str | None
+    sample: float | None
+    split: Sequence[object] | None
+    limit: int | None
+
+
+ROW_ARGUMENTS: Final = tuple(RowArguments.__annotations__)
+COLUMN_DEFAULTS: Final[Mapping[str, object]] = {
+    **dict.fromkeys(ColumnArguments.__annotations__),
+    "lists": ListPolicy.PADDED.value,
+    "nulls": NullPolicy.FILL.value,
+    "truncation_side": TruncationSide.RIGHT.value,
+}
+
+
+def column_options(**given: Unpack[ColumnArguments]) -> ColumnOptions:
     """Convert these arguments of a DataLoader to options.
 
     Raises:  ConfigError: one of them is invalid; says what is allowed.
     """
-    fills, everywhere = _by_column("fill_null", fill_null, _number)
+    options: dict[str, Any] = {**COLUMN_DEFAULTS, **given}
+    pad_value, max_length = options["pad_value"], options["max_length"]
+    fills, everywhere = _by_column("fill_null", options["fill_null"], _number)
     pads, pad_all = _by_column("pad_value", pad_value, _number)
     lengths, length_all = _by_column("max_length", max_length, _length)
-    policy = _one_of("lists", lists, ListPolicy)
-    side = _one_of("truncation_side", truncation_side, TruncationSide)
+    policy = _one_of("lists", options["lists"], ListPolicy)
+    side = _one_of("truncation_side", options["truncation_side"], TruncationSide)
     if pad_value is not None and policy is ListPolicy.RAGGED:
         raise ConfigError(
             f'pad_value={pad_value!r:.80} with lists="ragged": ragged lists are not padded; leave '
@@ -69,31 +101,27 @@ def column_options(
             field="truncation_side",
         )
     return ColumnOptions(
-        columns=_columns(columns),
+        columns=_columns(options["columns"]),
         lists=policy,
         fill_null=fills,
-        stack=stack_specs(stack or {}),
+        stack=stack_specs(options["stack"] or {}),
         fill_null_all=everywhere,
-        nulls=_one_of("nulls", nulls, NullPolicy),
+        nulls=_one_of("nulls", options["nulls"], NullPolicy),
         pad_value=pads,
         pad_value_all=pad_all,
         max_length=lengths,
         max_length_all=length_all or 0,
         truncation_side=side,
-        codes=_codes(codes),
-        dtype=_dtypes(dtype),
+        codes=_codes(options["codes"]),
+        dtype=_dtypes(options["dtype"]),
     )
-
-
-ARGUMENTS: Final = tuple(inspect.signature(column_options).parameters)
-"""The arguments of a DataLoader that concern columns."""
 
 
 def in_order(options: ColumnOptions) -> ColumnOptions:
     """Sort mappings by name, so that equal jobs have equal options; `columns` keep their order."""
     given = structs.asdict(options)
     by_name: dict[str, Any] = {
-        name: tuple(sorted(value, key=lambda one: getattr(one, "name", one)))
+        name: tuple(sorted(value, key=lambda entry: getattr(entry, "name", entry)))
         for name, value in given.items()
         if isinstance(value, tuple) and name != "columns"
     }
@@ -199,14 +227,14 @@ def _by_column(
 
 
 def _length(argument: str, said: str, value: object) -> int:
-    found = None if isinstance(value, bool | np.bool_) else whole(value)
-    if found is None or not 1 <= found <= LENGTH_MAX:
+    number = None if isinstance(value, bool | np.bool_) else whole(value)
+    if number is None or not 1 <= number <= LENGTH_MAX:
         raise ConfigError(
             f"{said}: pass a number of values for every list column, or a dict of a number for "
             f'each, as in {argument}={{"tokens": 512}}; 1 to {LENGTH_MAX}',
             field=argument,
         )
-    return found
+    return number
 
 
 def _number(argument: str, said: str, value: object) -> float:
@@ -217,13 +245,111 @@ def _number(argument: str, said: str, value: object) -> float:
             field=argument,
         )
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
-        found = float("inf")
-    if isinstance(value, numbers.Integral) and found != value:
+        number = float("inf")
+    if isinstance(value, numbers.Integral) and number != value:
         raise ConfigError(
             f"{said}: whole numbers must be ones that a double holds exactly, as all up to 2**53 "
             "are",
             field=argument,
         )
-    return found
+    return number
+
+
+def view_of(**given: Unpack[RowArguments]) -> View:
+    """Convert these arguments of a DataLoader to a view.
+
+    Raises:  ConfigError: one of them is invalid; says what is allowed.
+    """
+    where, split = given.get("where"), given.get("split")
+    lower, upper = (0, 0) if split is None else _split(split)
+    return View(
+        where="" if where is None else _canonical(where),
+        sample=_sample(given.get("sample")),
+        split_from=lower,
+        split_to=upper,
+        limit=_limit(given.get("limit")),
+    )
+
+
+def _canonical(where: str) -> str:
+    # A late import: a loader starts its node sooner without it.
+    from dataplane.transforms.where import canonical_where
+
+    return canonical_where(where)
+
+
+def split_of_text(text: str) -> tuple[object, ...]:
+    """Convert the text of a command line, such as "train:0.99", to the argument `split`."""
+    name, *shares = text.split(":")
+    try:
+        return (name, *map(float, shares))
+    except ValueError:
+        return (text,)
+
+
+def _sample(given: object) -> int:
+    if given is None:
+        return 0
+    share = _share(given)
+    units = 0 if share is None else share * _WHOLE // 1
+    if not 0 < units <= _WHOLE:
+        raise ConfigError(
+            f"sample={given!r:.80}: pass the share of all rows to read, such as 0.1; more than 0, "
+            "and 1 at most",
+            field="sample",
+        )
+    return int(units)
+
+
+def _split(given: object) -> tuple[int, int]:
+    """Return the range of hashes, in units of 2**-32. A share and its complement meet exactly."""
+    wrong = ConfigError(f"split={given!r:.80}: {_SPLIT_EXAMPLES}", field="split")
+    match given:
+        case str() | bytes():
+            raise wrong
+        case [str(name), share] if (part := _share(share)) is not None:
+            if name.lower() in _FIRST:
+                lower, upper = Fraction(0), part
+            elif name.lower() in _LAST:
+                lower, upper = 1 - part, Fraction(1)
+            else:
+                known = ", ".join((*_FIRST, *_LAST))
+                raise ConfigError(
+                    f"split={given!r:.80}: {name!r} does not say which end of the dataset it takes "
+                    f"({known} do): pass its range, as in split=({name!r}, 0.98, 0.99)",
+                    field="split",
+                )
+        case [str(), begin, end]:
+            ends = (_share(begin), _share(end))
+            lower, upper = (Fraction(-1) if bound is None else bound for bound in ends)
+        case _:
+            raise wrong
+    if not 0 <= lower < upper <= 1:
+        raise wrong
+    first, last = (int(bound * _WHOLE // 1) for bound in (lower, upper))
+    if first == last:
+        raise ConfigError(f"split={given!r:.80}: a share this small has no rows", field="split")
+    return first, last
+
+
+def _share(given: object) -> Fraction | None:
+    """Parse a number exactly as it is written: 0.1 is a tenth."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        return None
+    try:
+        return Fraction(str(given))
+    except ValueError:  # not finite
+        return None
+
+
+def _limit(given: object) -> int:
+    if given is None:
+        return 0
+    number = None if isinstance(given, bool) else whole(given)
+    if number is None or not 1 <= number <= _LIMIT_MAX:
+        raise ConfigError(
+            f"limit={given!r:.80}: pass the number of rows to read, 1 or more", field="limit"
+        )
+    return number

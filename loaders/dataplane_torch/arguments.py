@@ -1,31 +1,34 @@
-"""Checks a user's arguments before anything is opened, and turns them into a job to open."""
+"""Checks a user's arguments before anything is opened, and turns them into a job to open.
+
+A loader's first argument may name shards or be a dataset; both may be lists of strings.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Real
+from pathlib import Path
 from typing import Any, Final, cast
 
 from msgspec import Struct, structs
 from torch.utils.data import Dataset
 
+from dataplane import suffixes
 from dataplane.client import identity
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
 from dataplane.client.launch import BegunNode
-from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, ShardNotFound
-from dataplane.ledger import PLACE_MAX
 from dataplane.model import (
     ColumnOptions,
-    End,
     ImageSpec,
     MixUnit,
     PackSpec,
-    Topology,
     View,
 )
 from dataplane.rpc.messages import (
@@ -38,17 +41,14 @@ from dataplane.rpc.messages import (
 from dataplane.settings import named_service
 from dataplane.transforms.functions import function_name
 from dataplane.transforms.mixture_options import Mixture
-from dataplane.transforms.options import ARGUMENTS, column_options
+from dataplane.transforms.options import COLUMN_DEFAULTS, ROW_ARGUMENTS, column_options, view_of
 from dataplane.transforms.pack_options import balanced, pack_spec
-from dataplane.transforms.view_options import VIEW_ARGUMENTS, view_of
-from dataplane.units import SECONDS_MAX, meant, whole
+from dataplane.units import SECONDS_MAX, meant
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
-from dataplane_torch.naming import listed
-from dataplane_torch.options import DEFAULTS, UrlOptions, check_texts
+from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, check_texts, order_of
 from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
-_SEED_MAX = (1 << 64) - 1
 _CHECKED_MAX = 256
 _WILDCARD = re.compile(r"[*?\[{]")
 _ONE_SLASH = re.compile(r"(s3[an]?|gs|gcs|az|azure|https?|hf|file|pipe):", re.IGNORECASE)
@@ -107,7 +107,7 @@ class JobToOpen(Struct, frozen=True):
         mixture = self.request.mixture
         named = [("", self.request.source)]
         if mixture is not None:
-            named = [(f"source {one.name!r}: ", one.source) for one in mixture.sources]
+            named = [(f"source {source.name!r}: ", source.source) for source in mixture.sources]
         for name, source in named:
             for url in source.urls[:_CHECKED_MAX]:
                 if problem := _missing(url):
@@ -129,19 +129,8 @@ class JobToOpen(Struct, frozen=True):
         Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
         """
         if not self.is_named:
-            told = f"{epoch}:{cursor}:{found.mix.digest}"
-            check_weights(self.request.job_id, self.request.topology, number, told)
-
-
-class Arguments(Struct, frozen=True):
-    """The arguments that DataLoader and ShardedIterableDataset share, as the user gave them."""
-
-    urls: object
-    batch_size: int | None
-    shuffle: bool | None
-    drop_last: bool
-    timeout: float
-    options: UrlOptions
+            weights = f"{epoch}:{cursor}:{found.mix.digest}"
+            check_weights(self.request.job_id, self.request.topology, number, weights)
 
 
 def job_of(given: Arguments) -> JobToOpen:
@@ -167,6 +156,7 @@ def job_of(given: Arguments) -> JobToOpen:
     )
     view = structs.replace(view, pack=pack)
     mixture_asked = None if mixture is None else _mixture(mixture, by_source, options, pack)
+    views = [view] if mixture_asked is None else [source.view for source in mixture_asked.sources]
     if not isinstance(given.timeout, Real) or not 0 <= given.timeout <= SECONDS_MAX:
         raise ConfigError(
             f"timeout={given.timeout!r:.80}: pass 0 to {SECONDS_MAX:,.0f} seconds", field="timeout"
@@ -177,14 +167,8 @@ def job_of(given: Arguments) -> JobToOpen:
         member_id="",
         source=DatasetSource(urls, options["format"] or ""),
         topology=topology,
-        spec=JobSpec(
-            "",
-            seed=_count("seed", options["seed"], 0, _SEED_MAX),
-            shuffle=bool(given.shuffle),
-            lanes=_count_or_zero("lanes", options["lanes"]),
-            window=_count_or_zero("window", options["window"]),
-            global_batch=_global_batch(given, topology, pads=_pads(view, mixture_asked)),
-            end=_end(given),
+        spec=structs.replace(
+            order_of(given, topology.dp_size, pads=any(view.pads for view in views)),
             transforms=_transforms(options),
             column_options=_column_options(options),
             view=view,
@@ -211,9 +195,9 @@ def _transforms(options: UrlOptions) -> tuple[ImageSpec, ...]:
 
 def _column_options(options: UrlOptions) -> ColumnOptions:
     given: Mapping[str, Any] = {**options}
-    asked = {name: given[name] for name in ARGUMENTS}
+    arguments = {name: given[name] for name in COLUMN_DEFAULTS}
     if (pack := pack_spec(options["pack"])) is not None:
-        names = (*ARGUMENTS, "transforms")
+        names = (*COLUMN_DEFAULTS, "transforms")
         refused = [name for name in names if not _is(given[name], DEFAULTS[name])]
         if refused:
             raise ConfigError(
@@ -223,13 +207,13 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
                 " the tokens pass Pack(…, dtype=…)",
                 field=refused[0],
             )
-        asked["columns"] = pack.stored
-    return column_options(**asked)
+        arguments["columns"] = pack.stored
+    return column_options(**arguments)
 
 
 def _view(options: UrlOptions) -> View:
     given: Mapping[str, Any] = {**options}
-    rows = view_of(**{name: given[name] for name in VIEW_ARGUMENTS})
+    rows = view_of(**{name: given[name] for name in ROW_ARGUMENTS})
     return structs.replace(
         rows,
         map=function_name(options["map"], "map"),
@@ -302,13 +286,13 @@ def _mixture(
 
 def _urls_of(mixture: Mixture) -> dict[str, tuple[str, ...]]:
     """The urls of each source."""
-    found = {}
+    urls = {}
     for name, source in mixture.sources.items():
         try:
-            found[name] = _urls(source.urls)
+            urls[name] = _urls(source.urls)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}", field="urls") from error
-    return found
+    return urls
 
 
 def _urls(given: object) -> tuple[str, ...]:
@@ -328,16 +312,16 @@ def _urls(given: object) -> tuple[str, ...]:
             field="urls",
         )
     urls = []
-    for one in given:
-        if not isinstance(one, str | os.PathLike) or not os.fspath(one):
-            raise ConfigError(f"{one!r:.80} is not a url", field="urls")
+    for url in given:
+        if not isinstance(url, str | os.PathLike) or not os.fspath(url):
+            raise ConfigError(f"{url!r:.80} is not a url", field="urls")
         try:
-            _ = os.fspath(one).encode()
+            _ = os.fspath(url).encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{one!r:.200} is not UTF-8, as names of shards are: rename the file", field="urls"
+                f"{url!r:.200} is not UTF-8, as names of shards are: rename the file", field="urls"
             ) from error
-        urls.append(_absolute(str(os.fspath(one))))
+        urls.append(_absolute(str(os.fspath(url))))
     return tuple(urls)
 
 
@@ -371,75 +355,90 @@ def _missing(url: str) -> str:
     return f"there is no file or folder {path}; {folder or '/'} is there{near}"
 
 
-def _pads(view: View, mixture: MixtureAsked | None) -> bool:
-    """Whether samples are padded batches."""
-    views = [view] if mixture is None else [source.view for source in mixture.sources]
-    return any(each.pads for each in views)
+class _Looks(enum.Enum):
+    """The looks of a string: it names shards, may be a path to shards, or is a text sample."""
+
+    SHARDS = enum.auto()
+    PATH = enum.auto()
+    TEXT = enum.auto()
 
 
-def _global_batch(given: Arguments, topology: Topology, *, pads: bool) -> int:
-    whole = given.options["global_batch_size"]
-    if pads and (given.batch_size is not None or whole is not None):
-        name = "batch_size" if whole is None else "global_batch_size"
-        raise ConfigError(
-            f"{name}={given.batch_size if whole is None else whole!r:.80} with"
-            ' Pack(…, policy="pad"): each sample is a padded batch already, of as many rows as fit'
-            " into its length: pass batch_size=None",
-            field=name,
-        )
-    if pads:
-        return topology.dp_size
-    if whole is None and given.batch_size is None:
-        raise ConfigError(
-            "batch_size=None: samples that are batches already are those of"
-            ' pack=Pack("tokens", 16384, policy="pad"). Pass the samples of a rank\'s batch',
-            field="batch_size",
-        )
-    if whole is None:
-        return _count("batch_size", given.batch_size, 1) * topology.dp_size
-    if given.batch_size != 1:
-        raise ConfigError(
-            f"batch_size={given.batch_size} (per rank) conflicts with global_batch_size={whole} "
-            "(over all ranks): pass one of them",
-            field="global_batch_size",
-        )
-    return _count("global_batch_size", whole, 1)
-
-
-def _end(given: Arguments) -> End:
-    end = given.options["end"]
-    if end is None:
-        return End.DROP if given.drop_last else End.RAGGED
-    ends = {end.value: end for end in End}
-    if not isinstance(end, str) or end not in ends:
-        raise ConfigError(f"end={end!r:.80}: choose one of {', '.join(ends)}", field="end")
-    if given.drop_last and ends[end] is not End.DROP:
-        raise ConfigError(f"drop_last=True conflicts with end={end!r}: pass one", field="end")
-    return ends[end]
-
-
-def _count_or_zero(name: str, value: int | None) -> int:
-    return 0 if value is None else _count(name, value, 1)
-
-
-def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> int:
-    found = whole(value)
-    if found is None or not least <= found <= most:
-        raise ConfigError(
-            f"{name}={value!r:.80}: a whole number from {least} to {most}", field=name
-        )
-    return found
-
-
-def epoch_of(given: object) -> int:
-    """The epoch that `set_epoch` was given.
-
-    Raises:  ConfigError: it is not an epoch number.
+def listed(dataset: Any) -> Any:
+    """A collection or an iterator of paths as a list, so that it names shards as one would: arrays
+    and tuples of configurations, `Path.glob()`, keys of a dict. A set is sorted. Anything else is
+    returned as it is.
     """
-    found = whole(given)
-    if found is None or not 0 <= found < PLACE_MAX:
+    if not _may_hold_paths(dataset):
+        return dataset
+    members = list(dataset)
+    if not all(isinstance(member, str | os.PathLike) for member in members):
+        return iter(members) if isinstance(dataset, Iterator) else dataset
+    paths = [str(member) if isinstance(member, str) else member for member in members]
+    return sorted(paths, key=os.fspath) if isinstance(dataset, AbstractSet) else paths
+
+
+def _may_hold_paths(dataset: Any) -> bool:
+    """Whether this is a collection or an iterator, but no list, tuple or mapping, no text, and no
+    array of numbers.
+    """
+    if isinstance(dataset, list | tuple | str | bytes | bytearray):
+        return False
+    if type(dataset).__module__ == "numpy" and getattr(dataset, "ndim", 0) == 1:
+        return bool(dataset.dtype.kind in "UO")
+    if isinstance(dataset, Sequence | AbstractSet | Iterator):
+        return True
+    return isinstance(dataset, Collection) and not hasattr(dataset, "__getitem__")
+
+
+def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
+    """Whether this is one url, a list of urls, or a mixture. `for_urls` and `for_torch` say that
+    the user passed arguments that apply only to urls, or only to torch Datasets, which decides what
+    a list of strings is. Without either, all strings must look like shards: by suffix, scheme,
+    glob or folder.
+
+    Raises:  ConfigError: the list is empty, or its strings might be urls or samples.
+    """
+    if isinstance(dataset, str | os.PathLike | Mixture):
+        return True
+    if not isinstance(dataset, list | tuple):
+        return False
+    if not dataset:
         raise ConfigError(
-            f"an epoch is a whole number from 0 to {PLACE_MAX - 1}, got {given!r:.80}",
-            field="epoch",
+            f"the dataset is {dataset!r}: there is nothing to load. If it comes from a glob that "
+            "matched nothing, pass the pattern itself: the error will then name it",
+            field="dataset",
         )
-    return found
+    if not all(isinstance(member, str | os.PathLike) for member in dataset):
+        return False
+    if for_urls or for_torch:
+        return for_urls
+    return _all_name_shards(dataset)
+
+
+def _all_name_shards(dataset: Sequence[str | os.PathLike[str]]) -> bool:
+    looks = {_Looks.SHARDS: 0, _Looks.PATH: 0, _Looks.TEXT: 0}
+    for path in dataset:
+        looks[_looks(path)] += 1
+        if looks[_Looks.PATH] or (looks[_Looks.SHARDS] and looks[_Looks.TEXT]):
+            raise ConfigError(
+                f"a list of {len(dataset)} strings may name shards, or be samples: "
+                f"{os.fspath(path)!r:.80} does not end as a shard does, and is not a folder, glob "
+                'or url. If they are shards, name their format, as in format="parquet"; if they '
+                "are samples, pass collate_fn, or a Dataset that wraps the list",
+                field="dataset",
+            )
+    return not looks[_Looks.TEXT]
+
+
+def _looks(given: str | os.PathLike[str]) -> _Looks:
+    if not isinstance(given, str) or "://" in given or suffixes.names_a_shard(given):
+        return _Looks.SHARDS
+    if any(space in given for space in " \t\n"):
+        return _Looks.TEXT
+    is_path = given.startswith(("/", "./", "../", "~/"))
+    if _WILDCARD.search(given):
+        return _Looks.SHARDS if is_path or "/" in given else _Looks.PATH
+    if is_path:
+        return _Looks.SHARDS if Path(given).expanduser().is_dir() else _Looks.PATH
+    is_folder = given.endswith("/") or os.path.isdir(given)  # noqa: PTH112 - Path's may raise
+    return _Looks.SHARDS if is_folder else _Looks.TEXT

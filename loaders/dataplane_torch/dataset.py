@@ -25,9 +25,9 @@ from dataplane.ledger import PLACE_MAX
 from dataplane.transforms.mixture_options import Mixture, Urls
 from dataplane.units import whole
 from dataplane.weights import MixHistory
-from dataplane_torch.arguments import Arguments, epoch_of, job_of
+from dataplane_torch.arguments import job_of
 from dataplane_torch.epoch_reader import EpochReader
-from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
+from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, epoch_of, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder

@@ -1,4 +1,8 @@
-"""DataLoader: torch's interface over any torch Dataset, and over the urls of shards."""
+"""DataLoader: torch's interface over any torch Dataset, and over the urls of shards.
+
+Modules for only one of the two are imported when it is opened. Modules for a job are imported once
+its node has been started, since a node takes longer to start than these imports.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,19 @@ from msgspec.structs import replace
 from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypeVar, Unpack
 
+from dataplane import collector
 from dataplane.errors import ConfigError
 from dataplane.units import whole
-from dataplane_torch import opening
 from dataplane_torch.arguments import (
-    Arguments,
-    epoch_of,
+    job_of,
+    listed,
+    names_shards,
     passed_options,
     passed_to_torch,
     refuse_arguments,
     refuse_torch_arguments,
 )
-from dataplane_torch.naming import listed, names_shards
-from dataplane_torch.options import DEFAULTS, UrlOptions, brief, url_options
+from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, brief, epoch_of, url_options
 from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
 if TYPE_CHECKING:
@@ -51,54 +55,56 @@ class DataLoader(LoaderBase[_T_co]):
     batches straight into memory that this process has mapped. `snapshot_every_n_steps` sets how
     often the states of datasets and samplers are taken; the loader's state is exact after any step.
 
-    Over urls a node reads, decodes and batches. `batch_size` counts samples of one data-parallel
-    rank; `global_batch_size` counts those of all ranks, so that a run may continue with another
-    number of ranks. `end` says what to do with an incomplete last global batch: "ragged" (all ranks
-    have as many steps; local batches differ by one at most, and fewer samples than there are ranks
-    join the step before), "drop" (as drop_last=True), or "pad" (samples from the epoch's start fill
-    it; `valid_count` says how many rows of the last batch are not padding). `timeout` is how long
-    to wait for a batch in seconds, 0
-    for the node's setting. `transforms` maps columns of encoded images to the steps that the node
-    applies: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact;
-    for a random crop of at least twice the wanted size, a JPEG is decoded at a reduced size.
-    `decode="exact"` never reduces, "fast" reduces for every geometry. An image that cannot be
-    decoded ends the run with an ImageError, or with `bad_images="replace"`, another row of the same
-    block is delivered in its place, the same one on all ranks, and the node logs it. Equal jobs on
-    one host with the same `sharing` name decode each image only once. `stack` joins columns of one
-    number per sample into tensors [B, columns], in the given order: {"x": ["age", "price"]}, or
-    {"x": Stack(["age", "price"], dtype="float32")} if they differ in type. Padded lists are filled
-    up to the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of
-    longer ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one
-    for each column. `dtype={"tokens": "int64"}` converts columns of numbers, and of lists of them,
-    which otherwise come in their stored type, uint16 too; a number that does not fit is an error.
-    `codes=["country"]` turns columns into integers; `categories("country")` has their values, for
-    which a new dataset is read once. `where="lang == 'en' and score > 0.5"` reads only the rows
-    where that is true. `split=("train", 0.99)` reads that share of the rows, and
-    `split=("validation", 0.01)` the rest: by a hash of each row, so that shards can be added; a
-    range is ("test", 0.98, 0.99). `sample=0.1` reads a tenth of the rows, and `limit` so many, the
-    first ones. `map` is a function of a module, or its name ("package.module:function"), that the
-    node's workers call over the columns of each block; all other options are about what it returns.
-    `collate` is one that they call over each batch, with arrays in place of tensors; it returns
-    arrays of any shape, and you get tensors (docs/functions.md). `pack=Pack("tokens", length=4096)`
-    makes each sample of several rows of tokens, with little padding; with `policy="pad"` and
-    `batch_size=None` a sample is a padded batch of rows of similar length, of so many tokens.
-    `balance="cost"` gives all ranks packs of about the same cost at each step. Every pass is one
-    epoch, and the next pass is the next epoch, also after a pass that was left early.
+    Over urls a node reads, decodes and batches. These arguments apply; docs/arguments.md says more.
 
-    Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
-    known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.
-    `columns_by_stage` gives each pipeline stage its columns: {0: ["tokens"], -1: ["labels"]}, where
-    -1 is the last stage; other stages get {}. `sequence_part=["tokens"]` gives each
-    context-parallel rank its part of the sequences [B, T], as a view.
+    Rows
+      where: str                 a condition on columns: "lang == 'en' and score > 0.5"
+      split: tuple               a part of the rows by their hash: ("train", 0.99)
+      sample: float              a share of the rows
+      limit: int                 a number of rows, the first ones
+    Order and batches
+      batch_size: int = 1        samples of one data-parallel rank; None if samples are batches
+      global_batch_size: int     samples of all ranks, instead of batch_size
+      end: str = "ragged"        an incomplete last global batch: "ragged", "drop" or "pad"
+      shuffle: bool = False      another order in each epoch
+      seed: int = 0              all randomness follows from it
+      lanes, window: int         how far the shuffle reaches; from the dataset if left out
+    Columns
+      columns: list              the columns of batches, in their order; all if left out
+      dtype: dict                the types of numbers: {"tokens": "int64"}
+      lists: str = "padded"      lists come "padded" or "ragged"
+      pad_value: number, dict    fills padded lists; 0 if left out
+      max_length: int, dict      cuts longer lists
+      truncation_side: str = "right"  the side of lists that is cut, "right" or "left"
+      fill_null: number, dict    replaces nulls
+      nulls: str = "fill"        "mask" adds a column of bools for each that may have nulls
+      codes: list                columns that come as integers; `categories()` has their values
+      stack: dict                columns joined into one tensor: {"x": ["age", "price"]}
+    Images
+      transforms: dict           steps by column: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}
+      decode: str                JPEGs at a reduced size: "exact" never, "fast" always
+      bad_images: str = "raise"  "replace" delivers another row for one that cannot be decoded
+    Functions and packs
+      map: function              makes columns of those of a block, in the node's workers
+      collate: function          makes arrays of those of a batch, in the node's workers
+      pack: Pack                 samples of several rows of tokens
+      balance: str               "cost" gives all ranks packs of about the same cost
+    Place
+      device_mesh, batch_axes    a DeviceMesh, and which of its axes batches differ along
+      topology, dp_rank, dp_size    instead; otherwise `Topology.auto()` finds it
+      columns_by_stage: dict     the columns of each pipeline stage: {0: ["tokens"], -1: ["labels"]}
+      sequence_part: list        columns of which a context-parallel rank gets its part
+      device: str                the device of the tensors, such as "cuda"; the host if left out
+    Job
+      format: str                the shards' format; from their names if left out
+      service: str               the coordinator's address; a node of this process if left out
+      name: str                  the job's name; from the launch if left out
+      sharing: str               equal jobs of one host with this name make each slab once
+      timeout: float = 0         seconds to wait for a batch; 0 for the node's setting
+      dataset_moved: bool = False   accepts a state of the same dataset with other ETags
 
-    `device="cuda"` yields tensors on the device, copied from pinned memory in a separate stream,
-    one batch ahead, while the previous step computes. Your current stream waits for the copy; your
-    thread does not. "cuda" is the device that is current when a pass begins.
-
-    `state_dict()` is the state of the pass begun last: yielded batches count as consumed. A state
-    is valid for the same dataset in any bucket or folder if names, sizes and ETags are equal. After
-    a copy that changed the ETags (of local files: modification times), `dataset_moved=True` accepts
-    it.
+    Every pass is one epoch, and the next pass is the next epoch, also after a pass that was left
+    early. `state_dict()` is the state of the pass begun last: yielded batches count as consumed.
 
     Raises:  ValueError, TypeError, AssertionError: as torch's DataLoader.  ConfigError: arguments
     that cannot be combined, or a device that does not exist.  RuntimeError: a worker died, or
@@ -142,7 +148,7 @@ class DataLoader(LoaderBase[_T_co]):
             raise ValueError("snapshot_every_n_steps option should be non-negative")
         filled = cast("UrlOptions", {**DEFAULTS, **options})
         given = Arguments(dataset, batch_size, shuffle, drop_last, timeout, filled)
-        self._target, self.device = opening.target_of(device), device
+        self._target, self.device = _target_of(device), device
         self._open(given, {
             "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
             "collate_fn": collate_fn, "worker_init_fn": worker_init_fn,
@@ -245,8 +251,8 @@ class DataLoader(LoaderBase[_T_co]):
             self._shards.set_epoch(epoch)
             return
         for part in (self.batch_sampler, self.sampler, self.dataset):
-            if callable(told := getattr(part, "set_epoch", None)):
-                told(epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
 
     def statistics(self) -> Statistics:
         """Return the loader's work so far, and the causes of its waits. Use the difference of two
@@ -362,7 +368,7 @@ class DataLoader(LoaderBase[_T_co]):
             given = replace(given, urls=urls)
         if is_urls:
             refuse_torch_arguments(of_torch)
-            job = opening.open_job(given, self._target, pin_memory=pin_memory)
+            job = _open_job(given, self._target, pin_memory=pin_memory)
             self._shards, shards = job, cast("Dataset[Any]", job.dataset)
             # torch accepts only Python's own integers.
             super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
@@ -371,7 +377,7 @@ class DataLoader(LoaderBase[_T_co]):
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return
-        opening.refuse_neither(given.urls)
+        _refuse_neither(given.urls)
         refuse_arguments(given)
         of_torch |= {
             "drop_last": given.drop_last,
@@ -381,13 +387,15 @@ class DataLoader(LoaderBase[_T_co]):
         dataset = cast("Dataset[Any]", given.urls)
         super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
         if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
-            opening.make_epoch_settable(self.sampler)
+            from dataplane_torch.local.sampling import make_epoch_settable
+
+            make_epoch_settable(self.sampler)
 
     def _new_pass(self) -> Pass:
         resume, self._resume = self._resume, None
         if self.num_workers:
             self.check_worker_number_rationality()
-        return opening.new_pass(self, resume, self._loaded_in, self._target)
+        return _new_pass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
         """Keep track of a pass, whose position outlives it. The pass itself is kept only if its
@@ -404,3 +412,69 @@ class DataLoader(LoaderBase[_T_co]):
             latest.close()
         self._latest = self._place = self._begun = self._resume = None
         self._kept_pass = None
+
+
+def _open_job(given: Arguments, target: Target | None, *, pin_memory: bool) -> UrlJob:
+    """The job over urls. Its node is started, if this process has none yet, and begins to open the
+    dataset; nobody waits for it before the first use.
+
+    Raises:  as `job_of`, and `JobToOpen.check_files`.
+    """
+    job = job_of(given)
+    begun = job.begin()
+    try:
+        job.check_files()
+        with collector.resting():  # as in dataplane_torch/__init__.py
+            from dataplane_torch.pinning import cuda_pinning
+            from dataplane_torch.shards import UrlJob
+
+        return UrlJob(
+            job,
+            begun,
+            dataset_moved=given.options["dataset_moved"],
+            pinning=cuda_pinning(wanted=pin_memory),
+            target=target,
+        )
+    except BaseException:
+        if begun is not None:
+            begun.close()
+        raise
+
+
+def _new_pass(
+    loader: DataLoader[Any],
+    resume: PassState | None,
+    loaded_in: dict[str, int],
+    target: Target | None,
+) -> LocalPass | WorkerPass:
+    """A pass over a torch Dataset: in this process, or in workers."""
+    if loader.num_workers == 0:
+        from dataplane_torch.local.local_pass import LocalPass
+
+        return LocalPass(loader, resume, loaded_in, target)
+    from dataplane_torch.local.worker_pass import WorkerPass
+
+    return WorkerPass(loader, resume, loaded_in, target)
+
+
+def _target_of(device: Given) -> Target | None:
+    """Where the batches go, if not to host memory.
+
+    Raises:  ConfigError: there is no such device.
+    """
+    if device is None:
+        return None
+    from dataplane_torch.device import find_target
+
+    return find_target(device)
+
+
+def _refuse_neither(dataset: object) -> None:
+    """Raises:  ConfigError: it is neither a torch Dataset nor a url."""
+    needs = ("__getitem__", "__getitems__", "__iter__")
+    if not any(hasattr(dataset, need) for need in needs):
+        raise ConfigError(
+            f"{dataset!r:.80} is neither a torch Dataset nor a url: pass something with "
+            "__getitem__ and __len__, an IterableDataset, or the urls of shards",
+            field="dataset",
+        )

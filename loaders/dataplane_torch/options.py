@@ -1,6 +1,5 @@
-"""The options of loaders over urls beyond torch's arguments, defined once for all classes.
-
-Also the names that other loaders have for such options, with what to use here instead.
+"""The options of loaders over urls beyond torch's arguments, in groups, and the checks of those
+that decide the order. Those of rows and columns are in dataplane/transforms/options.py.
 """
 
 from __future__ import annotations
@@ -11,17 +10,21 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
-from dataplane.config import RAISE
+from msgspec import Struct
+
+from dataplane.config import RAISE, JobSpec
 from dataplane.errors import ConfigError, DataplaneError, RowOutOfBounds
+from dataplane.ledger import PLACE_MAX
+from dataplane.model import End
 from dataplane.rpc.bounds import NAME_LENGTH_MAX, check_name
+from dataplane.transforms.options import COLUMN_DEFAULTS, ColumnArguments, RowArguments
+from dataplane.units import whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dataplane.model import Topology
-    from dataplane.transforms.options import Lengths, Numbers
     from dataplane.transforms.pack_options import Pack
-    from dataplane.transforms.stacks import Stack
     from dataplane.transforms.steps.registry import Transform
 
 _P = ParamSpec("_P")
@@ -29,39 +32,36 @@ Function = str | Callable[..., Any]
 """A function of a module, or its name: "package.module:function"."""
 
 
-class UrlOptions(TypedDict, total=False):
-    """The options of a dataset that is named by urls; DataLoader's docstring explains them."""
+class OrderArguments(TypedDict, total=False):
+    """The arguments about the order of samples, and which of them are a batch."""
 
     seed: int
-    end: str | None
+    lanes: int | None
+    window: int | None
     global_batch_size: int | None
-    map: Function | None
-    collate: Function | None
-    columns: Sequence[str] | None
-    lists: str
-    codes: Sequence[str] | None
-    dtype: Mapping[str, object] | None
-    pad_value: Numbers | None
-    max_length: Lengths | None
-    truncation_side: str
-    fill_null: Numbers | None
-    nulls: str
-    stack: Mapping[str, Stack | Sequence[str]] | None
+    end: str | None
+
+
+class ImageArguments(TypedDict, total=False):
+    """The arguments about images."""
+
     transforms: Mapping[str, Sequence[Transform]] | None
     decode: str | None
     bad_images: str
-    where: str | None
-    sample: float | None
-    split: Sequence[str | float] | None
-    limit: int | None
+
+
+class FunctionArguments(TypedDict, total=False):
+    """The arguments that make other samples of rows: functions of the user, and packs."""
+
+    map: Function | None
+    collate: Function | None
     pack: Pack | None
     balance: str | None
-    format: str | None
-    lanes: int | None
-    window: int | None
-    service: str | None
-    name: str | None
-    sharing: str | None
+
+
+class PlaceArguments(TypedDict, total=False):
+    """The arguments about the place of this rank, and what it gets of each batch."""
+
     topology: Topology | None
     device_mesh: DeviceMesh | None
     batch_axes: Sequence[str | int] | None
@@ -69,18 +69,52 @@ class UrlOptions(TypedDict, total=False):
     dp_size: int | None
     columns_by_stage: Mapping[int, Sequence[str]] | None
     sequence_part: Sequence[str] | None
+
+
+class JobArguments(TypedDict, total=False):
+    """The arguments about the job as a whole."""
+
+    format: str | None
+    service: str | None
+    name: str | None
+    sharing: str | None
     dataset_moved: bool
+
+
+class UrlOptions(
+    RowArguments,
+    OrderArguments,
+    ColumnArguments,
+    ImageArguments,
+    FunctionArguments,
+    PlaceArguments,
+    JobArguments,
+    total=False,
+):
+    """All options of a dataset that is named by urls, as DataLoader's docstring lists them."""
 
 
 DEFAULTS: Final[Mapping[str, object]] = {
     **dict.fromkeys(UrlOptions.__annotations__),
+    **COLUMN_DEFAULTS,
     "seed": 0,
-    "lists": "padded",
-    "truncation_side": "right",
-    "nulls": "fill",
     "bad_images": RAISE,
     "dataset_moved": False,
 }
+
+
+class Arguments(Struct, frozen=True):
+    """The arguments that DataLoader and ShardedIterableDataset share, as the user gave them."""
+
+    urls: object
+    batch_size: int | None
+    shuffle: bool | None
+    drop_last: bool
+    timeout: float
+    options: UrlOptions
+
+
+_SEED_MAX = (1 << 64) - 1
 
 # Options that are texts: what to pass, and how many characters they have.
 _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
@@ -88,100 +122,6 @@ _TEXTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "sharing": ("the name of the group that jobs with equal loaders share", 1, 200),
     "service": ('the address of the coordinator, such as "10.0.0.1:7077"', 0, NAME_LENGTH_MAX),
     "format": ('the name of a format, such as "parquet"', 0, NAME_LENGTH_MAX),
-}
-
-# Arguments of other loaders, and what to use here.
-_FOREIGN: Final[Mapping[str, str]] = {
-    "weights streams proportion probabilities datasets stopping_strategy": (
-        "pass Mixture({name: Source(url, weight=…), …}) as the first argument"
-    ),
-    "shuffle_seed manual_seed random_seed": "use seed=, from which the whole order follows",
-    "shuffle_algo shuffle_block_size shuffle_buffer shuffle_buffer_size buffer_size shardshuffle "
-    "shuffle_files reshuffle_each_iteration": (
-        "use shuffle=True; window= says among how many samples, and lanes= among how many places"
-    ),
-    "predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size keep_zip "
-    "download_retry download_timeout": (
-        "leave it out: the node reads ahead, and keeps as much as its memory settings allow "
-        "(`dataplane config show`)"
-    ),
-    "worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count "
-    "reader_pool_type": (
-        "leave it out: the node chooses the number of its workers, unless its setting worker_count "
-        "fixes it"
-    ),
-    "batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity "
-    "epoch_size replication in_memory deterministic cycle_length block_length": (
-        "leave it out: the order is the same for any number of ranks, nodes and workers"
-    ),
-    "nodesplitter workersplitter splitter split_by_node split_by_worker sharding_filter "
-    "shard_options": (
-        "leave it out: every rank gets its own part of each global batch, whatever the number of "
-        "ranks, nodes and workers"
-    ),
-    "epoch start_epoch initial_epoch current_epoch": (
-        "call set_epoch(epoch) on the loader before the pass; without it each pass is the next "
-        "epoch, and load_state_dict() resumes where a state was taken"
-    ),
-    "subset partition subset_fraction fraction dataset_fraction": (
-        'use sample=0.1 for a tenth of the rows, split=("train", 0.99) and ("validation", 0.01) '
-        "for disjoint parts, or name the shards of a part in the first argument"
-    ),
-    "validation_split val_split test_split train_size test_size": (
-        'use split=("train", 0.99) in one loader, and split=("validation", 0.01) in another'
-    ),
-    "filter filters filter_fn predicate query row_filter": (
-        "use where=, a condition on columns such as where=\"lang == 'en' and score > 0.5\""
-    ),
-    "handler on_error on_bad_sample error_policy ignore_errors ignore_corrupt skip_errors "
-    "skip_corrupt ignore_decoding_errors": (
-        'use bad_images="replace", which delivers other rows in the places of those whose images '
-        "cannot be decoded; all other damage ends a run with an error"
-    ),
-    "max_samples num_samples n_samples take max_examples": "use limit=, a number of rows",
-    "storage_options client_kwargs s3_client_kwargs s3_client_config filesystem": (
-        "leave it out: stores take their endpoint and credentials from the environment "
-        "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …), as their own tools do"
-    ),
-    "rank num_replicas shard_id shard_index device_id process_index": (
-        "use dp_rank=; without it, Topology.auto() finds it"
-    ),
-    "world_size num_shards process_count shard_count": (
-        "use dp_size=; without it, Topology.auto() finds it"
-    ),
-    "drop_remainder drop_remainder_batch": "use drop_last=True",
-    "epochs num_epochs repeat resampled infinite": (
-        "each pass over the loader is one epoch: write a loop around it"
-    ),
-    "transform map_fn operations pipelines preprocess decode_fn process_fn": (
-        'use map="package.module:function", which workers call once a block, or transforms= for '
-        "images"
-    ),
-    "collator data_collator batch_fn collation_fn batch_transform": (
-        'use collate="package.module:function", which workers call once a batch'
-    ),
-    "remote local data_files input_dir urls url path paths fname data_source data_dir "
-    "file_pattern": "pass a url, folder or glob, or a list of them, as the first argument",
-    "streaming cache_dir local_cache download": (
-        "leave it out: shards are read where they are, and nothing is downloaded before"
-    ),
-    "select features fields schema_fields usecols": "use columns=, the names of those you want",
-    "pad_token_id padding_value pad_id padding_token_id": "use pad_value=",
-    "categorical categorical_columns cat_cols category_columns vocab vocabulary": "use codes=",
-    "max_len max_seq_len max_seq_length seq_len sequence_length truncation": "use max_length=",
-    "packing pack_sequences sequence_packing packed pack_to_max_length": (
-        'use pack=Pack("tokens", length=4096)'
-    ),
-    "max_tokens batch_tokens token_budget batch_max_tokens max_batch_tokens group_by_length "
-    "length_bucketing bucketing bucket_boundaries bucket_by_sequence_length num_buckets": (
-        'use batch_size=None, pack=Pack("tokens", 16384, policy="pad")'
-    ),
-    "batch_format return_type output_format as_dict": (
-        "leave it out: a batch is a dict of tensors and lists, by column"
-    ),
-}
-_ADVICE: Final[Mapping[str, str]] = {
-    name: said for names, said in _FOREIGN.items() for name in names.split()
 }
 
 
@@ -221,11 +161,11 @@ def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
     options, and an unknown name raises a TypeError that says what to use.
     """
     own = [
-        one
-        for one in inspect.signature(init).parameters.values()
-        if one.kind is not one.VAR_KEYWORD
+        parameter
+        for parameter in inspect.signature(init).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
     ]
-    known = {one.name for one in own} | DEFAULTS.keys()
+    known = {parameter.name for parameter in own} | DEFAULTS.keys()
 
     @functools.wraps(init)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -254,8 +194,93 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     from dataplane.units import meant, ways_to_set
 
     said = f"{taker}() has no argument {name!r}"
-    if name in _ADVICE:
-        return f"{said}: {_ADVICE[name]}"
     if name in BY_NAME:
         return f"{said}: it is a setting, and not of one loader. Set {ways_to_set(name, '…')}"
-    return f"{said}{meant(name, known)}"
+    page = "docs/arguments.md lists them, with what those of other loaders are called here"
+    return f"{said}{meant(name, known)} ({page})"
+
+
+def order_of(given: Arguments, dp_size: int, *, pads: bool) -> JobSpec:
+    """Convert the arguments about the order to the spec of a job, which has no other options yet.
+    `pads`: samples are padded batches.
+
+    Raises:  ConfigError: one of them is invalid, or two contradict each other.
+    """
+    options = given.options
+    return JobSpec(
+        "",
+        seed=_count("seed", options["seed"], 0, _SEED_MAX),
+        shuffle=bool(given.shuffle),
+        lanes=_count_or_zero("lanes", options["lanes"]),
+        window=_count_or_zero("window", options["window"]),
+        global_batch=_global_batch(given, dp_size, pads=pads),
+        end=_end(given),
+    )
+
+
+def _global_batch(given: Arguments, dp_size: int, *, pads: bool) -> int:
+    whole = given.options["global_batch_size"]
+    if pads and (given.batch_size is not None or whole is not None):
+        name = "batch_size" if whole is None else "global_batch_size"
+        raise ConfigError(
+            f"{name}={given.batch_size if whole is None else whole!r:.80} with"
+            ' Pack(…, policy="pad"): each sample is a padded batch already, of as many rows as fit'
+            " into its length: pass batch_size=None",
+            field=name,
+        )
+    if pads:
+        return dp_size
+    if whole is None and given.batch_size is None:
+        raise ConfigError(
+            "batch_size=None: samples that are batches already are those of"
+            ' pack=Pack("tokens", 16384, policy="pad"). Pass the samples of a rank\'s batch',
+            field="batch_size",
+        )
+    if whole is None:
+        return _count("batch_size", given.batch_size, 1) * dp_size
+    if given.batch_size != 1:
+        raise ConfigError(
+            f"batch_size={given.batch_size} (per rank) conflicts with global_batch_size={whole} "
+            "(over all ranks): pass one of them",
+            field="global_batch_size",
+        )
+    return _count("global_batch_size", whole, 1)
+
+
+def _end(given: Arguments) -> End:
+    end = given.options["end"]
+    if end is None:
+        return End.DROP if given.drop_last else End.RAGGED
+    ends = {end.value: end for end in End}
+    if not isinstance(end, str) or end not in ends:
+        raise ConfigError(f"end={end!r:.80}: choose one of {', '.join(ends)}", field="end")
+    if given.drop_last and ends[end] is not End.DROP:
+        raise ConfigError(f"drop_last=True conflicts with end={end!r}: pass one", field="end")
+    return ends[end]
+
+
+def _count_or_zero(name: str, value: int | None) -> int:
+    return 0 if value is None else _count(name, value, 1)
+
+
+def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> int:
+    number = whole(value)
+    if number is None or not least <= number <= most:
+        raise ConfigError(
+            f"{name}={value!r:.80}: a whole number from {least} to {most}", field=name
+        )
+    return number
+
+
+def epoch_of(given: object) -> int:
+    """The epoch that `set_epoch` was given.
+
+    Raises:  ConfigError: it is not an epoch number.
+    """
+    number = whole(given)
+    if number is None or not 0 <= number < PLACE_MAX:
+        raise ConfigError(
+            f"an epoch is a whole number from 0 to {PLACE_MAX - 1}, got {given!r:.80}",
+            field="epoch",
+        )
+    return number

@@ -23,7 +23,7 @@ from dataplane.plan.views import (
     shard_words,
     shared_counts,
 )
-from dataplane.transforms.view_options import view_of
+from dataplane.transforms.options import view_of
 
 UNIT = 1 << 32
 BOUNDS = st.integers(0, UNIT)

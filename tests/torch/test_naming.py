@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
-from dataplane_torch.naming import names_shards
+from dataplane_torch.arguments import names_shards
 from dataplane_torch.shards import Shards
 
 from dataplane.errors import ConfigError, DataplaneError

@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.errors import ConfigError
 from dataplane.model import View
-from dataplane.transforms.view_options import view_of
+from dataplane.transforms.options import view_of
 
 UNIT = 1 << 32
 
