@@ -33,7 +33,7 @@ setup: $(READY) ## install everything that other targets need into .venv (quick 
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
 # This compiles the C sources; if it fails, the last line says what is missing. Without a C compiler, PyPI has one.
-$(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dataplane/build_kernels.py
+$(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dataplane/base/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -43,11 +43,11 @@ $(READY): requirements.lock pyproject.toml benchmarks/pyproject.toml $(IN_C) dat
 	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || "$(PYTHON)" -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) -r requirements.lock
-	@zig="$$($(PY) -c 'from dataplane.build_kernels import ZIG, has_compiler as has; print("" if has() else ZIG)')"; \
+	@zig="$$($(PY) -c 'from dataplane.base.build_kernels import ZIG, has_compiler as has; print("" if has() else ZIG)')"; \
 	[ -z "$$zig" ] || { echo "make setup: there is no C compiler; installing $$zig"; \
 	  $(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) "$$zig"; }
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e benchmarks
-	@$(PY) -m dataplane.build_kernels
+	@$(PY) -m dataplane.base.build_kernels
 	$(if $(PYTHONDONTWRITEBYTECODE),@$(PY) -m compileall -q dataplane loaders)
 	@touch $@
 
@@ -83,7 +83,7 @@ sanitize: setup ## the tests of all C, and damaged JPEGs (MUTANTS), under gcc's 
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	@tar -c --exclude='*.so' --exclude=__pycache__ $(SOURCES) pyproject.toml | tar -xC $(SANITIZED)
 	@cd $(SANITIZED) && export CI=1 PYTHON="$(CURDIR)/$(PY)" CC="$${CC:-gcc}" PYTHONPATH="$$PWD"; \
-	CFLAGS="$(SANITIZER)" $$PYTHON -m dataplane.build_kernels; \
+	CFLAGS="$(SANITIZER)" $$PYTHON -m dataplane.base.build_kernels; \
 	export LD_PRELOAD="$$($$CC -print-file-name=libasan.so) $$($$CC -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  PYTHONMALLOC=malloc ARROW_DEFAULT_MEMORY_POOL=system; \

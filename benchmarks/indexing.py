@@ -35,11 +35,11 @@ from msgspec import structs
 from nodes import line_of, serve, started
 from reading import shard, stored
 
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ClosedError
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import open_manifest
-from dataplane.model import End, ObjectInfo, Region
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ClosedError
+from dataplane.model.records import End, ObjectInfo, Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.datasets import Datasets
 from dataplane.plan.defaults import BlockSizes, shuffle_of

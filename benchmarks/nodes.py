@@ -38,9 +38,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.machine import ProcessorWaits
-from dataplane.model import Region, StorePause
+from dataplane.base.machine import ProcessorWaits
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.records import Region, StorePause
 from dataplane.neighbours import wire
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.lending import Lending
@@ -48,7 +49,6 @@ from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarge
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA
 from dataplane.store.outage import Outages, Pauses
-from dataplane.trace import Trace
 
 ARENA_BYTES = 512 << 20
 KEY = secrets.token_bytes(32)

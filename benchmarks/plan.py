@@ -21,7 +21,15 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.arena.slab_layout import row_bytes
-from dataplane.model import PACK_OUTPUTS, ColumnSpec, Exhausted, Kind, PackPolicy, PackSpec, Region
+from dataplane.model.records import (
+    PACK_OUTPUTS,
+    ColumnSpec,
+    Exhausted,
+    Kind,
+    PackPolicy,
+    PackSpec,
+    Region,
+)
 from dataplane.plan.counting import SHARES_SUM, CountingTree, quantised
 from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.manifest import Manifest

@@ -326,13 +326,13 @@ def _arena(url: str) -> Callable[[], int]:
     import asyncio
 
     from dataplane.arena.memfd import Arena
-    from dataplane.model import Region
+    from dataplane.base.trace import Trace
+    from dataplane.model.records import Region
     from dataplane.node.block_read import BlockRead
     from dataplane.node.fetch import Fetcher
     from dataplane.rpc.tasks import RawBlockRef
     from dataplane.settings import default_node_config
     from dataplane.store.outage import Outages
-    from dataplane.trace import Trace
 
     etags, ranges = _etags(url), _ranges(url)
     arena = Arena.create("s3-speed", 2 * RANGES_AT_ONCE * RANGE_BYTES)

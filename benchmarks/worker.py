@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
-from dataplane.model import ColumnOptions, ListPolicy, Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ColumnOptions, ListPolicy, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.rpc.codec import encode

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from dataplane import trace
+from dataplane.base import trace
 from dataplane.commands import output
 from dataplane.commands.doctor import doctor
 from dataplane.commands.index import index
@@ -29,8 +29,8 @@ from dataplane.commands.serve import serve
 from dataplane.commands.status import status
 from dataplane.commands.verify import verify
 from dataplane.commands.where import where
-from dataplane.config import VERSION
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.model.config import VERSION
+from dataplane.model.errors import ConfigError, DataplaneError
 
 # -- extensions --------------------------------------------------------------------------------
 #

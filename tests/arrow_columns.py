@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from hypothesis import strategies as st
 
-from dataplane.model import Kind
+from dataplane.model.records import Kind
 
 Values = list[Any]
 

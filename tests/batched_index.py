@@ -14,7 +14,7 @@ from dataplane.index import batches
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import ShardBatches, StoredShard
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.fetches import StartFetching
 from dataplane.store.outage import Pauses

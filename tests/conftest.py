@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, settings
 from servers import awry, careless_s3_server, port_of_nobody, s3_server
 from warm import SERVICE, TRAINER, WarmPython, warm_python
 
-from dataplane import trace
+from dataplane.base import trace
+from dataplane.base.trace import LogLimits
 from dataplane.client import launch
-from dataplane.log_limits import LogLimits
 from dataplane.security.environment import without_secrets
 from dataplane.worker import forking
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from typing_extensions import Buffer
 
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store.base import Store
 from dataplane.store.connect import Stores, connect
 

@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events

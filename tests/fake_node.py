@@ -29,10 +29,10 @@ from openings import opening
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
-from dataplane.changes import EpochSteps
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.model.records import ColumnSpec, DatasetIdentity, Kind, Region
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local, sockets
 from dataplane.rpc.codec import encode

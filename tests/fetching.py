@@ -15,12 +15,12 @@ from dataplane_bench.certificates import make
 from servers import reach
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.model import Region, StorePause
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.records import Region, StorePause
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Outage, Outages, Pauses
-from dataplane.trace import Trace
 
 BODY = bytes(i % 251 for i in range(600_000))
 URL = "s3://bucket/shard.bin"

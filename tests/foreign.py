@@ -93,7 +93,7 @@ def read_forever(*, by_node: bool) -> None:
     import foreign_read
     import pyarrow as pa
 
-    from dataplane.machine import limit_memory
+    from dataplane.base.machine import limit_memory
 
     pa.set_cpu_count(1)
     read_by = foreign_read.by_node

@@ -22,12 +22,12 @@ from foreign_values import difference, leaf_types, leaves, needs_fill
 from msgspec import structs
 
 from dataplane.client.stream import Batches
-from dataplane.errors import ConfigError, DataplaneError
 from dataplane.formats import base, registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.unsupported import supported_names
 from dataplane.index.indexing import index_dataset
-from dataplane.model import ColumnOptions, ListPolicy
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.records import ColumnOptions, ListPolicy
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.nulls import check_fills, check_nulls

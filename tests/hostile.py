@@ -44,9 +44,9 @@ from openings import opening
 from raw_trainer import Node, Trainer
 from warm import SERVICE, warm_python
 
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import PeerLost
-from dataplane.log_limits import LINES_A_MINUTE
+from dataplane.base.trace import LINES_A_MINUTE
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import PeerLost
 from dataplane.neighbours.handshake import LineOpening, pack_opening
 from dataplane.rpc import convert, local, messages, names, sockets
 from dataplane.rpc.bounds import VALUES_MAX

@@ -12,8 +12,8 @@ from hosts_service import BUCKET, DELIVERY_MIB, SLAB_BYTES, Job, Shape
 from msgspec import structs
 
 from dataplane.commands.plan_reads import reads_and_advice
-from dataplane.config import JobSpec
 from dataplane.index.indexing import index_dataset
+from dataplane.model.config import JobSpec
 from dataplane.node.dataset import can_pack, dataset_of
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, shuffle_of

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.errors import NeighbourGone
-from dataplane.model import BlockForm, Region
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome, pack_run_note
 from dataplane.node.lending import Lending
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
-from dataplane.trace import Trace
 
 JOB, GENERATION, LENDER, ASKER = "a job", 3, "node-1", "node-2"
 DATASET = bytes(range(16))

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.errors import PeerLost
-from dataplane.model import Region
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import PeerLost
+from dataplane.model.records import Region
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.lender import Lender
@@ -23,7 +24,6 @@ from dataplane.neighbours.limits import Limits
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.rpc import lending, local, sockets
 from dataplane.security.admission import AdmissionRules
-from dataplane.trace import Trace
 
 ARENA_BYTES = 256 << 20
 OF_NEIGHBOUR = 8 << 20

@@ -3,9 +3,9 @@
 from membership import SPEC, VERSION, beat, progress
 from msgspec import structs
 
-from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Keep, Tick, key_of
 from dataplane.coordinator.state import CoordinatorState
+from dataplane.model.config import PROTOCOL_VERSION
 from dataplane.rpc.membership import StatusRequest
 
 LEASE_S = 30.0

@@ -19,10 +19,11 @@ from openings import opening
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import pieces
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import DataplaneError
+from dataplane.base.trace import Trace
 from dataplane.index.indexing import open_dataset
-from dataplane.model import BlockForm, ColumnSpec, Region, Stream, View
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import BlockForm, ColumnSpec, Region, Stream, View
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -51,7 +52,6 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 from dataplane.transforms.made_columns import CollatedColumns
 
 MIB = 1 << 20

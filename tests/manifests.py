@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard
 

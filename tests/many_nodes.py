@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 from certificates import Authority
 
-from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
+from dataplane.model.records import Topology
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     HeartbeatRequest,

@@ -1,8 +1,8 @@
 """Requests with sensible defaults, for every test of the coordinator."""
 
-from dataplane.config import PROTOCOL_VERSION, JobSpec
-from dataplane.ledger import LedgerPosition
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, JobSpec
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import Topology
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,

@@ -33,7 +33,7 @@ from odd_jpegs import JPEGS
 from pictures import pillow_maker
 from PIL import Image
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.transforms.pixels import render, sizes
 from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.view import PixelView

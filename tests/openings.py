@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dataplane.config import JobSpec
-from dataplane.model import Topology
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.windows import Int64
 

@@ -14,14 +14,14 @@ import pytest
 from msgspec import structs
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import JobSpec
+from dataplane.base.trace import Trace
 from dataplane.index.indexing import open_dataset
-from dataplane.model import Region
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
 from dataplane.rpc import messages, tasks
-from dataplane.trace import Trace
 from dataplane.worker.process import MEMORY_BYTES
 
 MIB = 1 << 20

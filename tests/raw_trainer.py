@@ -19,9 +19,9 @@ from openings import opening
 from slabs import batch_values
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import DataplaneError
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Topology
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.codec import decode
 

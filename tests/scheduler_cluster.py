@@ -22,9 +22,9 @@ from scheduler_lender import Answer, SimulatedLender, Turn
 from scheduler_shape import Shape
 
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.model import Region, Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region, Stream
 from dataplane.plan.cluster import Owners, Weighed
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks

@@ -11,10 +11,10 @@ from scheduler_fed import Feeder
 from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
-from dataplane.changes import EpochSteps
-from dataplane.config import JobSpec
-from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced
-from dataplane.model import End, Stream
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import BudgetTooSmall, DataplaneError, LeaseFenced
+from dataplane.model.records import End, Stream
 from dataplane.plan.slices import Slice
 from dataplane.rpc import messages
 from dataplane.scheduler import events

@@ -9,7 +9,7 @@ from scheduler_numbers import is_of
 from scheduler_uses import NEVER
 
 from dataplane.arena.allocator import rounded
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler import events
 from dataplane.scheduler.records import CachedBlock, SlabTask
 from dataplane.scheduler.scheduler import Scheduler

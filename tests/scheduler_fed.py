@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dataplane.model import Stream
+from dataplane.model.records import Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import Batch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scheduler_world import slab_bytes
 
-from dataplane.errors import NeighbourGone, StoreDenied
+from dataplane.model.errors import NeighbourGone, StoreDenied
 from dataplane.rpc import messages, tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler import events

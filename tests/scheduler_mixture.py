@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from other_orders import Backwards, Concatenated
 from scheduler_world import World
 
-from dataplane.config import JobSpec
+from dataplane.model.config import JobSpec
 from dataplane.plan.order import SampleOrder
 from dataplane.scheduler.dataset import DatasetLookup
 

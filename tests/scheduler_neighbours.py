@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler import events
 
 if TYPE_CHECKING:

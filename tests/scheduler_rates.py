@@ -13,9 +13,9 @@ from msgspec import Struct, field
 from scheduler_settled import tell
 
 from dataplane.arena.slots import SlotLayout
-from dataplane.config import JobSpec
-from dataplane.errors import NeighbourGone
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.rpc.making import StepRange

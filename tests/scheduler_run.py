@@ -16,9 +16,9 @@ from scheduler_traffic import Traffic, untold
 from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
 
 from dataplane.arena.slots import SlotLayout, plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import LeaseFenced
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import LeaseFenced
+from dataplane.model.records import Stream
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler

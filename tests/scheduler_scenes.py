@@ -9,7 +9,7 @@ from msgspec import structs
 from scheduler_run import STALL_S, Run
 from scheduler_world import Unplanned
 
-from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
+from dataplane.model.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
 
 DISKS = (0, 0, 20_000, 100_000, 1 << 30)
 

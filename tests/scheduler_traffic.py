@@ -16,7 +16,7 @@ from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_tog
 from scheduler_times import Times
 from scheduler_uses import ExactUses
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events

@@ -11,8 +11,8 @@ import numpy as np
 from scheduler_settled import tell
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout
-from dataplane.config import JobSpec
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events

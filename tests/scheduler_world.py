@@ -18,9 +18,9 @@ from scheduler_joined import drawn_places
 from scheduler_neighbours import bytes_of, elsewhere, given
 
 from dataplane.arena.allocator import rounded
-from dataplane.config import JobSpec
-from dataplane.errors import BudgetTooSmall, DataplaneError, StoreDenied, StoreUnavailable
-from dataplane.model import End, Region
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import BudgetTooSmall, DataplaneError, StoreDenied, StoreUnavailable
+from dataplane.model.records import End, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, SampleOrder
 from dataplane.plan.shards import Shard

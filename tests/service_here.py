@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from msgspec import structs
 
-from dataplane.config import VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.model.config import VERSION
 from dataplane.node.server import run_node
 from dataplane.rpc import names, sockets
 from dataplane.rpc.calls import CoordinatorClient

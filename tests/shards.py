@@ -23,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import strategies as st
 
 from dataplane.formats.base import Format, RawBlock, ShardIndex
-from dataplane.model import Region
+from dataplane.model.records import Region
 
 Row = dict[str, Any]
 

@@ -13,9 +13,9 @@ from fetching import TIMEOUT_S, Node
 from lender import ASKER, GENERATION, JOB, LENDER, LendingNode
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
 from dataplane.fetcher.slabs import RULE
-from dataplane.model import Region
+from dataplane.model.config import PeerTls
+from dataplane.model.records import Region
 from dataplane.neighbours import handshake, wire
 from dataplane.rpc import fetches, lending
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 
 

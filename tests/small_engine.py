@@ -10,7 +10,8 @@ from scheduler_world import PAGE, World
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
+from dataplane.base.trace import Trace
+from dataplane.model.config import JobSpec
 from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DeliveryArena
@@ -19,7 +20,6 @@ from dataplane.node.lent import NOBODY, Neighbours
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.trace import Trace
 
 
 class _Quiet:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dataplane import background
+from dataplane.base import background
 
 
 def test_a_librarys_callback_that_raises_is_logged_and_ends_nothing(
@@ -29,7 +29,7 @@ def test_a_callback_of_ours_that_raises_ends_the_process() -> None:
     """As a process, since that is what ends."""
     code = (
         "import asyncio\n"
-        "from dataplane import background, units\n"
+        "from dataplane.base import background, units\n"
         "async def play():\n"
         "    background.end_process_on_failure()\n"
         "    asyncio.get_running_loop().call_soon(units.BYTES.parse, 'nonsense')\n"

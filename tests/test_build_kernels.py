@@ -17,8 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin.utils import load_plugin_from_script
 from kernels import without
 
-from dataplane import compiled
-from dataplane.build_kernels import (
+from dataplane.base import compiled
+from dataplane.base.build_kernels import (
     FOOTER,
     KERNEL,
     LIBRARIES,
@@ -31,9 +31,9 @@ from dataplane.build_kernels import (
     NotCompiled,
     compile_library,
 )
-from dataplane.compiled import Signature
-from dataplane.errors import ConfigError
+from dataplane.base.compiled import Signature
 from dataplane.formats import parquet_footers
+from dataplane.model.errors import ConfigError
 from dataplane.plan import loops
 from dataplane.store import receiving
 from dataplane.transforms import pixels_library
@@ -97,7 +97,7 @@ def compiler() -> None:
 
 def _hook(root: Path) -> BuildHookInterface[BuilderConfig]:
     """As hatchling finds it: the file is run, and is no module that could be imported."""
-    script = str(ROOT / "dataplane" / "build_kernels.py")
+    script = str(ROOT / "dataplane" / "base" / "build_kernels.py")
     made = load_plugin_from_script(script, "build_kernels", BuildHookInterface, "build_hook")
     assert made.__name__ == BuildKernels.__name__
     return made(str(root), {}, None, None, str(root), "wheel", None)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     environment = os.environ | {"CC": str(compiler), "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-m", "dataplane.build_kernels"],
+        [sys.executable, "-m", "dataplane.base.build_kernels"],
         cwd=tmp_path, env=environment, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 1

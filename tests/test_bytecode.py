@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import bytecode
+from dataplane.base import bytecode
 from dataplane.client.launch import node_command, start_node
 from dataplane.rpc.messages import DatasetSource
 
 IMPORT = """
 import sys
-from dataplane import bytecode
+from dataplane.base import bytecode
 bytecode.keep_in(sys.argv[1])
 sys.path.insert(0, sys.argv[2])
 import module
@@ -100,6 +100,6 @@ def test_an_embedded_node_keeps_its_bytecode_where_python_keeps_none(
             node = start_node(listener, node_command(), DatasetSource((str(tmp_path),)))
         assert node.process.wait() == 0  # its trainer has hung up
         node.close()
-    own = Path(bytecode.__file__).parent
+    own = Path(bytecode.__file__).parents[1]
     kept = tmp_path / "cache" / "bytecode" / own.relative_to("/") / "node"
     assert list(kept.glob("server.*.pyc"))

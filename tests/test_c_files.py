@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import compiled
-from dataplane.build_kernels import LIBRARIES, Library
+from dataplane.base import compiled
+from dataplane.base.build_kernels import LIBRARIES, Library
 from dataplane.formats import parquet_footers
 from dataplane.plan import loops
 from dataplane.store import receiving

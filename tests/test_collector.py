@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane import collector
+from dataplane.base import collector
 
 
 class Listed:
@@ -59,7 +59,7 @@ def test_lists_are_emptied_and_what_only_they_had_is_freed(count: int) -> None:
 def test_what_a_process_has_when_it_settles_is_not_looked_at_again() -> None:
     code = (
         "import gc, dataplane.node.server\n"
-        "from dataplane import collector\n"
+        "from dataplane.base import collector\n"
         "found = len(gc.get_objects())\n"
         "collector.settle()\n"
         "print(found, len(gc.get_objects()), gc.get_threshold()[0])\n"
@@ -74,7 +74,7 @@ def test_what_a_process_has_when_it_settles_is_not_looked_at_again() -> None:
 def test_between_start_and_settling_nothing_is_looked_at() -> None:
     code = (
         "import gc\n"
-        "from dataplane import collector\n"
+        "from dataplane.base import collector\n"
         "looked = []\n"
         "collector.start()\n"
         "gc.callbacks.append(lambda phase, facts: looked.append(phase))\n"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.model import ColumnOptions, StackSpec
+from dataplane.model.records import ColumnOptions, StackSpec
 from dataplane.transforms.options import in_order
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = list(ColumnOptions.__struct_fields__)
-DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
+DEFINITION, CHECKS = "dataplane/model/records.py", "dataplane/transforms/options.py"
 OFFERS = "dataplane/commands/"
 """The flags of commands."""
 # Names with other meanings, too: they count only where they mean options.

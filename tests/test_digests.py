@@ -6,9 +6,9 @@ shuffled jobs contain the version of the order.
 import pytest
 from msgspec import Struct, field, structs
 
-from dataplane import config
-from dataplane.config import JobSpec
-from dataplane.model import (
+from dataplane.model import config
+from dataplane.model.config import JobSpec
+from dataplane.model.records import (
     ColumnOptions,
     Cut,
     Decoding,

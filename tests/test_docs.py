@@ -21,7 +21,7 @@ import pytest
 import upstream
 from warm import WarmPython
 
-from dataplane.config import VERSION
+from dataplane.model.config import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

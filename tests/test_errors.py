@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dataplane import errors
-from dataplane.errors import DataplaneError, DataStallError
+from dataplane.model import errors
+from dataplane.model.errors import DataplaneError, DataStallError
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSES = errors._tree(DataplaneError)

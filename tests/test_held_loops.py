@@ -20,7 +20,7 @@ def test_a_test_whose_node_holds_its_loop_fails() -> None:
 import sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent / "node")]!r}
 from test_watchdog import *
-from dataplane.trace import configure
+from dataplane.base.trace import configure
 configure("warning", "text")
 seen_of(lambda: compute_for(0.06))
 """

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 
 from dataplane.cli import run
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.ledger import (
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import (
     MARK,
     Ledger,
     LedgerEntry,
@@ -21,7 +21,7 @@ from dataplane.ledger import (
     canonical,
     text_faults,
 )
-from dataplane.model import ColumnOptions, DatasetIdentity, End
+from dataplane.model.records import ColumnOptions, DatasetIdentity, End
 
 names = st.text(max_size=8)
 counts = st.integers(0, 2**62 - 1)

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
-from dataplane.changes import Skip, Tombstone, skip_payload, tombstone_payload
 from dataplane.cli import run
-from dataplane.config import JobSpec
-from dataplane.ledger import Ledger, LedgerEntry, LedgerPosition, canonical
-from dataplane.ledger_diff import ledger_differences
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import ColumnOptions, DatasetIdentity
-from dataplane.weights import MixHistory, ShareChange
+from dataplane.model.changes import Skip, Tombstone, skip_payload, tombstone_payload
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
+from dataplane.model.ledger import Ledger, LedgerEntry, LedgerPosition, canonical
+from dataplane.model.ledger_diff import ledger_differences
+from dataplane.model.records import ColumnOptions, DatasetIdentity, MixHistory, ShareChange
 
 SAMPLES, EPOCHS = 24, 2
 SPEC = JobSpec("f", 1, True, 2, 4, 4)

@@ -9,9 +9,9 @@ from manifests import small
 from msgspec.structs import replace
 
 from dataplane.client.identity import Launch, job_id
-from dataplane.errors import ConfigError, DataplaneError, StoreUnavailable, rebuild
+from dataplane.model.errors import ConfigError, DataplaneError, StoreUnavailable, rebuild
+from dataplane.model.redact import redacted, unsigned
 from dataplane.node.jobs import shown
-from dataplane.redact import redacted, unsigned
 
 SECRET = "Zm9vYmFyYmF6"
 AWS = (

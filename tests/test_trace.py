@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import StoreUnavailable
-from dataplane.log_limits import LINES_A_MINUTE, LINES_OF_ALL, SOURCES_MAX, LogLimits
-from dataplane.trace import Trace, configure, tell_suppressed
+from dataplane.base.trace import (
+    LINES_A_MINUTE,
+    LINES_OF_ALL,
+    SOURCES_MAX,
+    LogLimits,
+    Trace,
+    configure,
+    tell_suppressed,
+)
+from dataplane.model.errors import StoreUnavailable
 
 
 class Stderr:

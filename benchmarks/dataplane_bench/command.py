@@ -14,10 +14,10 @@ from typing import Any
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dataplane import units
+from dataplane.base import units
 from dataplane.commands import output
 from dataplane.commands.options import json_option
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_bench.folders import bench_folder
 
 _DELAY_MS_MAX = 10_000

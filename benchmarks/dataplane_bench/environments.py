@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_bench import processes
 from dataplane_bench.folders import bench_folder
 from dataplane_bench.peers.registry import adapter

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from dataplane import settings
-from dataplane.machine import this_machine
+from dataplane.base.machine import this_machine
 
 
 def bench_folder() -> Path:

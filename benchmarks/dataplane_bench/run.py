@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Show
 from dataplane_bench.cores import CoreIds, Division, confined, divided

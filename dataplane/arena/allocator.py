@@ -13,8 +13,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from dataplane.errors import ClosedError
-from dataplane.model import Region
+from dataplane.model.errors import ClosedError
+from dataplane.model.records import Region
 
 GRANULE_BYTES = 4096
 _SPARE_PARTS = 8

@@ -30,8 +30,8 @@ from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.arena import pages
-from dataplane.errors import BudgetTooSmall, ClosedError
-from dataplane.units import ways_to_set
+from dataplane.base.units import ways_to_set
+from dataplane.model.errors import BudgetTooSmall, ClosedError
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034

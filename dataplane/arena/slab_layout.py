@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.model import ColumnSpec, Kind, Region
+from dataplane.model.records import ColumnSpec, Kind, Region
 
 Ints = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", int, Ints)

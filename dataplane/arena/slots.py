@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from dataplane.errors import ClosedError
-from dataplane.model import Region
+from dataplane.model.errors import ClosedError
+from dataplane.model.records import Region
 
 AHEAD_SLOTS_MIN = 4
 _SLOTS_MIN = 6

@@ -11,7 +11,7 @@ from dataplane.client.mount import Mount
 from dataplane.client.session import Session
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer
-from dataplane.errors import ConfigError, DataStallError, PeerLost
+from dataplane.model.errors import ConfigError, DataStallError, PeerLost
 from dataplane.rpc.messages import (
     CategoriesRead,
     ColumnsDescribed,

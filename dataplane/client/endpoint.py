@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct, field
 
 from dataplane.client.launch import BegunNode, node_command, start_node
-from dataplane.config import VERSION
-from dataplane.errors import DataplaneError, PeerLost
+from dataplane.model.config import VERSION
+from dataplane.model.errors import DataplaneError, PeerLost
 from dataplane.rpc import names, sockets
 from dataplane.rpc.messages import DatasetSource
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from dataplane.client.topology import LAUNCHERS
-from dataplane.redact import unsigned
+from dataplane.model.redact import unsigned
 
 _ANCESTORS_MAX = 16
 _OF_NODES = ("AWS_", "AZURE_", "GOOGLE_", "DATAPLANE_")

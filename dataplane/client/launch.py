@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from dataplane import bytecode
-from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.base import bytecode
+from dataplane.base.units import IMPORT_PATH_VARIABLE
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import cache_dir
-from dataplane.units import IMPORT_PATH_VARIABLE
 
 if TYPE_CHECKING:
     from dataplane.client.waiting import Notice
@@ -152,7 +152,7 @@ def _environment() -> dict[str, str]:
 
 def _kept_bytecode() -> tuple[str, ...]:
     """Return options that give the node a place for bytecode, if Python has none; see
-    `dataplane.bytecode`.
+    `dataplane.base.bytecode`.
     """
     if not bytecode.is_kept_nowhere():
         return ()

@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final, Protocol
 
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.records import Topology
 
 # Names in use: torch's tutorials, torchtitan, Accelerate, Lightning, DeepSpeed, transformers,
 # NeMo Automodel.

@@ -13,15 +13,15 @@ from functools import partial
 
 from msgspec import structs
 
-from dataplane.changes import EpochSteps, MixAt
 from dataplane.client.describe import answer_of
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
 from dataplane.client.state import RowsDigest, RunState
-from dataplane.errors import ConfigError, PeerLost
-from dataplane.ledger import LedgerPosition
+from dataplane.model.changes import EpochSteps, MixAt
+from dataplane.model.errors import ConfigError, PeerLost
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import MixHistory
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
-from dataplane.weights import MixHistory
 
 _COUNTS_MAX = 64
 

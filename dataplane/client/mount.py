@@ -27,7 +27,7 @@ import numpy.typing as npt
 from dataplane.arena import forks
 from dataplane.arena.memfd import Arena
 from dataplane.client.wire import Wire
-from dataplane.errors import PeerLost
+from dataplane.model.errors import PeerLost
 from dataplane.rpc.messages import (
     CloseJob,
     CloseStream,

@@ -21,7 +21,6 @@ from typing import Any
 from msgspec import structs
 
 from dataplane.arena.memfd import Arena
-from dataplane.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.launch import BegunNode
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
@@ -29,7 +28,8 @@ from dataplane.client.state import RunState
 from dataplane.client.statistics import NOT_YET, Opening, Recent, Statistics, Tally, sum_of
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
-from dataplane.errors import (
+from dataplane.model.changes import MIX, Changes, MixAt, changes_of, check_unchanged, mix_of_entry
+from dataplane.model.errors import (
     ClosedError,
     DataplaneError,
     DatasetChangedError,
@@ -37,11 +37,11 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.ledger import LedgerEntry, LedgerMark
-from dataplane.redact import unsigned
+from dataplane.model.ledger import LedgerEntry, LedgerMark
+from dataplane.model.records import MixHistory
+from dataplane.model.redact import unsigned
 from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
-from dataplane.weights import MixHistory
 
 # Opening a job may index a dataset, which reads all of it once if its format has no index.
 OPEN_TIMEOUT_S = 1800.0
@@ -151,7 +151,7 @@ class Session:
 
     def ledger(self, epoch: int, cursor: int) -> str:
         """The job's ledger at this place, as JSON lines."""
-        from dataplane.ledger import Ledger, SourceUrls
+        from dataplane.model.ledger import Ledger, SourceUrls
 
         source, mixture, job = self.request.source, self.request.mixture, self.job
         mixed = job.spec.mixture

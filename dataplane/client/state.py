@@ -14,14 +14,13 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
-from dataplane.changes import NO_GAPS, EpochSteps, Gaps
-from dataplane.config import ORDER_VERSION, Fact, JobSpec, text_of
-from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
-from dataplane.ledger import PLACE_MAX, LedgerMark
-from dataplane.model import DatasetIdentity
+from dataplane.base.units import whole
+from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps
+from dataplane.model.config import ORDER_VERSION, Fact, JobSpec, text_of
+from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
+from dataplane.model.ledger import PLACE_MAX, LedgerMark
+from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
 from dataplane.rpc.messages import JobOpened
-from dataplane.units import whole
-from dataplane.weights import MixHistory, ShareChange
 
 # -- digest ------------------------------------------------------------------------------------
 #

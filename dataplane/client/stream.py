@@ -22,8 +22,8 @@ from dataplane.arena.slab_layout import aligned, pieces
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
 from dataplane.client.wire import NoAnswer
-from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
-from dataplane.model import ColumnSpec
+from dataplane.model.errors import ClosedError, DataplaneError, DataStallError, PeerLost
+from dataplane.model.records import ColumnSpec, MixHistory
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import (
     Batch,
@@ -37,7 +37,6 @@ from dataplane.rpc.messages import (
     StreamOpened,
     WeightsAsked,
 )
-from dataplane.weights import MixHistory
 
 AHEAD_STREAMS_MAX = 2
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from dataplane.base.units import whole
 from dataplane.client.meshes import Mesh, Modules, from_frameworks, mesh_topology, ranks_of
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
-from dataplane.units import whole
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 
 # -- environments ------------------------------------------------------------------------------
 #

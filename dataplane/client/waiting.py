@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 
-from dataplane.errors import PeerLost
+from dataplane.base.trace import Trace
+from dataplane.base.units import show_time
+from dataplane.model.errors import PeerLost
 from dataplane.rpc.messages import Working
-from dataplane.trace import Trace
-from dataplane.units import show_time
 
 TELL_AFTER_S = 3.0
 _LINES_S = 10.0

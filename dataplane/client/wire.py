@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable
 
 from dataplane.client.waiting import Notice
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
 from dataplane.rpc import local, sockets
 from dataplane.rpc.messages import (
     FromNode,

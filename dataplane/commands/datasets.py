@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.progress import TaskID
 
 from dataplane.commands import output
-from dataplane.config import NodeConfig
 from dataplane.formats import registry
 from dataplane.formats.arrays import decoded
 from dataplane.formats.base import RawBlock
@@ -25,12 +24,13 @@ from dataplane.index.indexing import open_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import Connect, IndexProgress, Progress
 from dataplane.index.viewing import viewed
-from dataplane.model import Region, View
+from dataplane.model.config import NodeConfig
+from dataplane.model.records import Region, View
+from dataplane.model.redact import hub_parts
 from dataplane.node.stored_rows import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters
-from dataplane.redact import hub_parts
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import etag_of_size

@@ -25,7 +25,7 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.own_node import own_session, warn_of
-from dataplane.model import ListPolicy
+from dataplane.model.records import ListPolicy
 
 if TYPE_CHECKING:
     from dataplane.client.statistics import Bound, FirstBatch
@@ -214,8 +214,8 @@ def _request(urls: tuple[str, ...], format_name: str, job: DoctorJob) -> OpenJob
     """
     from dataplane.client import identity
     from dataplane.commands.doctor_run import stacks_of, transforms_of
-    from dataplane.config import JobSpec
-    from dataplane.model import Topology
+    from dataplane.model.config import JobSpec
+    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
     from dataplane.transforms.options import column_options
@@ -253,10 +253,10 @@ def _looked_at(
     request: OpenJob,
 ) -> tuple[Any, list[Any], float]:
     """Return the facts for the advice, the checks, and the time that indexing the dataset took."""
+    from dataplane.base.machine import this_machine
     from dataplane.commands import doctor_checks, doctor_run
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor_checks import disk
-    from dataplane.machine import this_machine
     from dataplane.plan.defaults import BlockSizes, shuffle_of
 
     began = time.monotonic()

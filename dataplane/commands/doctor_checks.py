@@ -17,13 +17,13 @@ import numpy.typing as npt
 import psutil
 
 from dataplane.arena import pages
+from dataplane.base.machine import this_machine
 from dataplane.client.topology import from_environment
 from dataplane.commands import output
 from dataplane.commands.datasets import STORES
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
 from dataplane.fetcher.kept_files import KeptFiles
-from dataplane.machine import this_machine
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
 from dataplane.node.cache_folder import FolderTakenError, open_cache_folder
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard

@@ -19,8 +19,8 @@ from dataplane.client.statistics import Bound, FirstBatch, Stage, Statistics
 from dataplane.client.stream import SlabStream
 from dataplane.commands import output
 from dataplane.commands.doctor_checks import MORE, Probe
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
 from dataplane.transforms.stacks import Stack
 from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.registry import Transform

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dataplane.commands.doctor_checks import Check
 from dataplane.commands.options import Settings, security_given
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.address_kinds import NO_NEIGHBOURS
 from dataplane.security import neighbour_keys, private_file

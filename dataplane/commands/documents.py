@@ -14,7 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataplane.changes import (
+from dataplane.commands.datasets import read_block, row_names, schema_of
+from dataplane.commands.packs import read_mapped
+from dataplane.model.changes import (
     Changes,
     TakenDocument,
     Tombstone,
@@ -23,10 +25,8 @@ from dataplane.changes import (
     dataset_of,
     in_force,
 )
-from dataplane.commands.datasets import read_block, row_names, schema_of
-from dataplane.commands.packs import read_mapped
-from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerPosition
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import LedgerPosition
 from dataplane.plan.packs import Int64, Packs, kept_tokens, packs_of, stand_ins, without
 from dataplane.plan.tombstones import Substitutes, places_of
 from dataplane.plan.views import rows_only

@@ -25,10 +25,10 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.commands.own_node import opened_again
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dataplane.model import View
+    from dataplane.model.records import View
     from dataplane.plan.manifest import Manifest
 
 
@@ -176,7 +176,7 @@ def with_codes(
     Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
     """
     from dataplane.client.describe import category_values
-    from dataplane.model import View
+    from dataplane.model.records import View
     from dataplane.transforms.codes import stored_values
     from dataplane.transforms.options import column_options
 

@@ -19,7 +19,7 @@ from dataplane.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from dataplane.model import View
+    from dataplane.model.records import View
     from dataplane.plan.manifest import Manifest
 
 CELL_CHARACTERS_MAX = 60

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from dataplane.changes import facts_of
+from dataplane.base.trace import printable
 from dataplane.commands import output
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
@@ -37,17 +37,25 @@ from dataplane.commands.traced import (
     of_ledger,
     split_row,
 )
-from dataplane.errors import ConfigError
-from dataplane.ledger import Ledger, LedgerEntry, text_faults
+from dataplane.model.changes import (
+    TOMBSTONE,
+    changes_of,
+    dataset_of,
+    facts_of,
+    in_force,
+    last_of,
+    rows_layout,
+)
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import Ledger, LedgerEntry, text_faults
 from dataplane.rpc.bounds import NAME_LENGTH_MAX
-from dataplane.trace import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dataplane.changes import Tombstone
     from dataplane.commands.traced import Traced
-    from dataplane.ledger import LedgerEntry
+    from dataplane.model.changes import Tombstone
+    from dataplane.model.ledger import LedgerEntry
     from dataplane.rpc.calls import CoordinatorClient
     from dataplane.rpc.membership import ChangeRequest, ChangeResponse
 
@@ -290,7 +298,6 @@ def tombstone(
       dataplane tombstone pretrain-7 --row 17:4 --row 17:9 --join head:7077
       dataplane tombstone pretrain-7 --row web:part-00017.parquet:4 --data web=s3://bucket/web/
     """
-    from dataplane.changes import TOMBSTONE, changes_of, dataset_of, in_force, last_of, rows_layout
     from dataplane.plan.tombstones import Substitutes
     from dataplane.rpc.membership import ChangeRequest, RowsTaken
 
@@ -328,8 +335,8 @@ def _rows(job: Traced, names: Sequence[str], workers: int) -> dict[str, Tombston
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from dataplane.changes import Tombstone
     from dataplane.commands.datasets import row_names
+    from dataplane.model.changes import Tombstone
     from dataplane.plan.tombstones import shard_named
     from dataplane.plan.views import filters
 
@@ -472,7 +479,7 @@ def diff(settings: Settings, *, job: str, second: str, as_json: bool) -> int:
       dataplane ledger diff checkpoints/a.jsonl checkpoints/b.jsonl
       dataplane ledger diff pretrain-7 checkpoints/ledger.jsonl --join head:7077 --json
     """
-    from dataplane.ledger_diff import ledger_differences
+    from dataplane.model.ledger_diff import ledger_differences
 
     ledgers = [Ledger.from_lines(_text(settings, one), one) for one in (job, second)]
     found = ledger_differences(ledgers[0], ledgers[1])

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import structs
 
-from dataplane import security_settings, settings, units
+from dataplane import settings
+from dataplane.base import units
+from dataplane.base.machine import this_machine
 from dataplane.commands.output import warn, write_json, write_table
-from dataplane.errors import ConfigError
-from dataplane.machine import this_machine
+from dataplane.model.errors import ConfigError
 from dataplane.settings import BY_NAME, Resolved, unknown_variables
 
 if TYPE_CHECKING:
-    from dataplane.model import View
+    from dataplane.model.records import View
     from dataplane.security.security import Security
 
 
@@ -53,7 +54,7 @@ NODE_SETTINGS = (
     "fetch_timeout_s",
     "stall_timeout_s",
 )
-SECURITY_SETTINGS = tuple(setting.name for setting in security_settings.SECURITY_SETTINGS)
+SECURITY_SETTINGS = tuple(setting.name for setting in settings.SECURITY_SETTINGS)
 CLIENT_SETTINGS = (
     *("join", "listen", "state_dir", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure"),
 )

@@ -19,9 +19,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from dataplane import errors
-from dataplane.redact import redacted
-from dataplane.trace import printable
+from dataplane.base.trace import printable
+from dataplane.model import errors
+from dataplane.model.redact import redacted
 
 EXIT_OK = 0
 EXIT_BAD_DATA = 1

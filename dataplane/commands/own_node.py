@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dataplane.commands.options import Settings
-from dataplane.errors import DatasetChangedError
+from dataplane.model.errors import DatasetChangedError
 
 if TYPE_CHECKING:
     from dataplane.client.session import Session
-    from dataplane.model import ColumnOptions, View
+    from dataplane.model.records import ColumnOptions, View
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
 
@@ -31,7 +31,7 @@ def own_session(request: OpenJob, settings: Settings, cache_dir: str = "") -> Se
     from dataplane.client.endpoint import Embedded
     from dataplane.client.launch import node_command
     from dataplane.client.session import Session
-    from dataplane.config import VERSION
+    from dataplane.model.config import VERSION
     from dataplane.rpc import names
 
     given = [
@@ -69,8 +69,8 @@ def opened_again(
     Raises:  DatasetChangedError: the dataset is not that of the manifest.  The errors of a job.
     """
     from dataplane.client import identity
-    from dataplane.config import JobSpec
-    from dataplane.model import Topology
+    from dataplane.model.config import JobSpec
+    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
     launch = identity.launch_identity({})

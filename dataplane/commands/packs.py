@@ -13,9 +13,9 @@ from msgspec import Struct
 from dataplane.commands.datasets import read_block, schema_of
 from dataplane.commands.options import PacksAsked, Settings
 from dataplane.commands.own_node import opened_again
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.model import View
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.records import View
 from dataplane.node.pack_counts import counted_before
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import packed
@@ -27,8 +27,8 @@ from dataplane.worker.functions import UserFunction
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dataplane.config import NodeConfig
-    from dataplane.model import View
+    from dataplane.model.config import NodeConfig
+    from dataplane.model.records import View
     from dataplane.plan.manifest import Manifest
     from dataplane.worker.functions import UserFunction
 

@@ -25,10 +25,10 @@ from dataplane.commands.options import (
 )
 from dataplane.commands.plan_mixture import AskedMixture, mixture_options
 from dataplane.commands.plan_reads import reads_and_advice, show_host_counts, show_reads
-from dataplane.model import End, View
+from dataplane.model.records import End, View
 
 if TYPE_CHECKING:
-    from dataplane.config import JobSpec, NodeConfig
+    from dataplane.model.config import JobSpec, NodeConfig
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.explain import Explanation
     from dataplane.plan.manifest import Manifest
@@ -121,7 +121,7 @@ def plan(
         --source code=s3://bucket/code/,weight=0.3,max_passes=2 --global-batch 1024
     """
     from dataplane.commands.datasets import opened
-    from dataplane.config import JobSpec
+    from dataplane.model.config import JobSpec
     from dataplane.settings import node_config
 
     question = Question(end=End(end), **asked)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def explained(
 
     Raises:  ConfigError: invalid numbers for an order or a slice.
     """
-    from dataplane.changes import EpochSteps
+    from dataplane.model.changes import EpochSteps
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.defaults import BlockSizes, shuffle_of
     from dataplane.plan.explain import explain

@@ -17,8 +17,8 @@ from msgspec import structs
 from dataplane.commands import output
 from dataplane.commands.options import Settings
 from dataplane.commands.plan_reads import show_host_counts
-from dataplane.errors import ConfigError, DatasetChangedError
-from dataplane.model import View
+from dataplane.model.errors import ConfigError, DatasetChangedError
+from dataplane.model.records import View
 
 if TYPE_CHECKING:
     from dataplane.commands.options import PacksAsked
@@ -272,8 +272,8 @@ def _row(one: SourcePlan, sample_count: int) -> tuple[object, ...]:
 def _job(question: Question) -> OpenJob:
     """Return the options of the order, in the form that the first rank's loader sends."""
     from dataplane.client import identity
-    from dataplane.config import JobSpec
-    from dataplane.model import Topology
+    from dataplane.model.config import JobSpec
+    from dataplane.model.records import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
 
     launch = identity.launch_identity({})

@@ -15,7 +15,7 @@ from dataplane.commands import output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dataplane.config import JobSpec, NodeConfig
+    from dataplane.model.config import JobSpec, NodeConfig
     from dataplane.node.dataset import Dataset
     from dataplane.plan.cluster import Cluster
     from dataplane.plan.manifest import Manifest
@@ -111,8 +111,8 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
     """Return a warning if open windows do not fit at their largest, which happens where block sizes
     differ much; "" if they fit.
     """
+    from dataplane.base.units import raise_to
     from dataplane.plan.advice import ROOM
-    from dataplane.units import raise_to
 
     if open_bytes <= arena_bytes:
         return ""

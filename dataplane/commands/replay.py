@@ -13,7 +13,7 @@ from dataplane.commands import output
 from dataplane.commands.inspect import short
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import COUNT, StepAsked, step_options, traced, traced_options
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,7 +119,7 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
 
     from dataplane.commands.datasets import row_names
     from dataplane.commands.documents import LeftOut
-    from dataplane.errors import ConfigError
+    from dataplane.model.errors import ConfigError
     from dataplane.plan.tombstones import RowNames, StepRows, rows_of_step
 
     if dp_rank is not None and dp_rank >= job.dp_size:

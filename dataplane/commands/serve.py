@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dataplane import background, collector
+from dataplane.base import background, collector
+from dataplane.base.machine import raise_descriptor_limit
+from dataplane.base.trace import Trace, configure
 from dataplane.commands.options import (
     NODE_SETTINGS,
     SECURITY_SETTINGS,
@@ -25,14 +27,12 @@ from dataplane.commands.options import (
     setting_options,
 )
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
-from dataplane.config import VERSION, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.machine import raise_descriptor_limit
+from dataplane.model.config import VERSION, NodeConfig
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
 from dataplane.security.environment import hide_secrets
 from dataplane.settings import check_variables, node_config
-from dataplane.trace import Trace, configure
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.

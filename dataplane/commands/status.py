@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dataplane.base.trace import printable
+from dataplane.base.units import show_time
 from dataplane.commands import output
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
@@ -29,8 +31,6 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
-from dataplane.trace import printable
-from dataplane.units import show_time
 
 if TYPE_CHECKING:
     # 30 ms of imports that only commands that connect need.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dataplane import suffixes
+from dataplane.base import suffixes
 from dataplane.commands.options import (
     CLIENT_SETTINGS,
     Settings,
@@ -25,14 +25,14 @@ from dataplane.commands.options import (
     view_options,
     workers_option,
 )
-from dataplane.errors import ConfigError, DatasetChangedError
-from dataplane.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
-from dataplane.model import End, View
+from dataplane.model.errors import ConfigError, DatasetChangedError
+from dataplane.model.ledger import MARK, PLACE_MAX, Ledger, SourceUrls
+from dataplane.model.records import End, View
 from dataplane.store.urls import exists
 
 if TYPE_CHECKING:
-    from dataplane.changes import EpochSteps
-    from dataplane.config import JobSpec
+    from dataplane.model.changes import EpochSteps
+    from dataplane.model.config import JobSpec
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import TracedOrder
     from dataplane.plan.windows import Int64
@@ -131,7 +131,7 @@ class Traced:
 
     def steps(self, order: TracedOrder, epoch: int, cursor: int = 0) -> EpochSteps:
         """Return the steps of an epoch with this order; skipped steps count."""
-        from dataplane.changes import EpochSteps
+        from dataplane.model.changes import EpochSteps
 
         mix = None if self.spec.mixture is None else self.spec.mixture.history
         return EpochSteps.of(
@@ -276,7 +276,7 @@ def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
 
 
 def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
-    from dataplane.config import JobSpec
+    from dataplane.model.config import JobSpec
     from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 
     if asked["global_batch"] is None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from rich.progress import Progress, TaskID
 
-from dataplane import suffixes
+from dataplane.base import suffixes
+from dataplane.base.trace import printable
 from dataplane.commands import output
 from dataplane.commands.options import (
     format_option,
@@ -19,10 +20,9 @@ from dataplane.commands.options import (
     urls_argument,
     workers_option,
 )
-from dataplane.errors import DataplaneError
-from dataplane.redact import redacted
+from dataplane.model.errors import DataplaneError
+from dataplane.model.redact import redacted
 from dataplane.store.faults import UNREACHABLE
-from dataplane.trace import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,7 +10,7 @@ import msgspec
 from dataplane.commands import output
 from dataplane.commands.options import Settings, interruptible
 from dataplane.commands.traced import split_row, traced, traced_options
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane import background
-from dataplane.config import PROTOCOL_VERSION
+from dataplane.base import background
+from dataplane.base.trace import Trace, tell_suppressed
 from dataplane.coordinator.manifests import ManifestTurns
 from dataplane.coordinator.records import Answer, Event, Key, Record, Tick, Write, key_of
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY, JobStore
-from dataplane.errors import ClosedError, ConfigError, DataplaneError
+from dataplane.model.config import PROTOCOL_VERSION
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
     ChangeRequest,
     ChangeResponse,
@@ -44,7 +45,6 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
-from dataplane.trace import Trace, tell_suppressed
 
 if TYPE_CHECKING:
     from dataplane.security.neighbour_keys import NeighbourKeys

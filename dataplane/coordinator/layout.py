@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from dataplane.coordinator.records import Member
-from dataplane.errors import SpecMismatch
-from dataplane.model import Topology
+from dataplane.model.errors import SpecMismatch
+from dataplane.model.records import Topology
 from dataplane.rpc.membership import JoinRequest
 
 ROWS_MAX = 10

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dataplane.changes import (
+from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
+from dataplane.model.changes import (
     MIX,
     QUARANTINE,
     SKIP,
@@ -42,10 +43,9 @@ from dataplane.changes import (
     tombstone_payload,
     weights_entry,
 )
-from dataplane.coordinator.records import Forget, Job, Keep, LedgerRecord, Write
-from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition, canonical
+from dataplane.model.records import DatasetIdentity
 from dataplane.rpc.membership import ChangeRequest, MemberProgress, RowsTaken, StepsSkipped
 
 ENTRIES_MAX = 4096

@@ -27,7 +27,7 @@ from collections import OrderedDict, deque
 from msgspec import Struct, field
 
 from dataplane.coordinator.refusals import check_work
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.bounds import URLS_MAX, check_count, check_data_address, check_name
 from dataplane.rpc.sharing import (
     ManifestState,

@@ -23,8 +23,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.coordinator.records import Answer, Job, Member
-from dataplane.errors import ConfigError
-from dataplane.ledger import PLACE_MAX, LedgerPosition
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import HeartbeatResponse, MixAsked, MixPromise, MixProposal
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataplane.coordinator.makers import Makers
 from dataplane.coordinator.records import NodeRecord
 from dataplane.coordinator.roster import Roster
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.membership import HeartbeatRequest, JobNodes
 
 NODE_KEPT_S = 24 * 3600.0

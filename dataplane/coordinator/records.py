@@ -6,10 +6,10 @@ import enum
 
 from msgspec import Struct, field, structs
 
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
-from dataplane.model import DatasetIdentity, Topology
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition
+from dataplane.model.records import DatasetIdentity, MixHistory, Topology
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -32,7 +32,6 @@ from dataplane.rpc.membership import (
     StoreOutage,
 )
 from dataplane.rpc.sharing import NodeWork
-from dataplane.weights import MixHistory
 
 
 class Phase(enum.StrEnum):

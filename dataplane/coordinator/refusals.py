@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member, place_of
-from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.ledger import PLACE_MAX, LedgerPosition
+from dataplane.model.errors import (
+    ConfigError,
+    LeaseExpired,
+    LeaseFenced,
+    SpecMismatch,
+    VersionMismatch,
+)
+from dataplane.model.ledger import PLACE_MAX, LedgerPosition
 from dataplane.rpc.bounds import (
     URLS_MAX,
     check_count,

@@ -37,7 +37,7 @@ from dataplane.coordinator.records import (
     Write,
     place_of,
 )
-from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.rpc.membership import ChangeResponse, JobNodes, JoinRequest, MixAsked, NeighbourNode
 
 # -- neighbours --------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ from dataplane.coordinator.records import (
     place_of,
 )
 from dataplane.coordinator.roster import Roster, first_generation, restored
-from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerPosition
+from dataplane.model.errors import DataplaneError
+from dataplane.model.ledger import LedgerPosition
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.membership import (
     ChangeRequest,

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from dataplane.base.machine import lock_holder
 from dataplane.coordinator.records import (
     Forget,
     Incarnation,
@@ -36,9 +37,8 @@ from dataplane.coordinator.records import (
     Write,
     key_of,
 )
-from dataplane.errors import ConfigError, DataplaneError, NotWrittenError
-from dataplane.machine import lock_holder
-from dataplane.typed import complete
+from dataplane.model.errors import ConfigError, DataplaneError, NotWrittenError
+from dataplane.model.typed import complete
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 from dataplane.rpc.membership import (
     JobNodes,
     JobStatus,

@@ -19,8 +19,8 @@ from functools import partial
 from msgspec import Struct, field
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import NotKept
 from dataplane.fetcher.kept_files import KeptFiles
+from dataplane.model.errors import NotKept
 from dataplane.rpc.fetches import DiskBody, KeptFound, KeptName, ReadEnded, ReadKept, WriteKept
 
 _READERS, _WRITERS = 8, 2

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from dataplane.errors import NeighbourGone
+from dataplane.base.trace import Trace
 from dataplane.fetcher.hedging import Hedging
+from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Answer, Outcome
 from dataplane.rpc.fetches import Neighbour
 from dataplane.store.reads import EndedEarlyError, Race
-from dataplane.trace import Trace
 
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 2.0, 60.0

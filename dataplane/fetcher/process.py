@@ -37,15 +37,22 @@ from functools import partial
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, ShardNotFound, StoreError
+from dataplane.base.machine import collect_rarely
+from dataplane.base.trace import configure, tell_suppressed
 from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.neighbours import NeighbourReads
 from dataplane.fetcher.slabs import MadeSlabs
-from dataplane.machine import collect_rarely
-from dataplane.model import BlockForm, StorePause
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import (
+    DataplaneError,
+    NeighbourGone,
+    PeerLost,
+    ShardNotFound,
+    StoreError,
+)
+from dataplane.model.records import BlockForm, StorePause
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, local, tasks
@@ -56,7 +63,6 @@ from dataplane.store.connect import Stores
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.reads import EndedEarlyError, Race, Sink, copy_into, fill, raced
 from dataplane.store.retry import SLOW_DOWN
-from dataplane.trace import configure, tell_suppressed
 
 _LOOK_S = 0.05
 """While reads are under way, the process looks in such intervals which are late, and why."""

@@ -26,17 +26,17 @@ import numpy as np
 from msgspec import Struct, field
 
 from dataplane.arena.memfd import BorrowedArenas
-from dataplane.errors import ClosedError, DataplaneError, NeighbourGone
+from dataplane.base.trace import Trace
 from dataplane.fetcher.hedging import Hedging, HedgingRule
 from dataplane.fetcher.limits import SLABS_MAX
-from dataplane.model import Region
+from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone
+from dataplane.model.records import Region
 from dataplane.neighbours.asking import Lines, Place, SlabAsk
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc import fetches
 from dataplane.rpc.fetches import ReadSlab, SlabMaker, SlabRead
 from dataplane.store.reads import EndedEarlyError, Race, copy_into
-from dataplane.trace import Trace
 
 RULE = HedgingRule(share=0.05, reads_min=20, late_factor=2.0, late_s_min=0.2)
 LATE_S = 5.0

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
+from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats import nulls
 from dataplane.formats.arrays import joined
 from dataplane.formats.arrow_columns import (
@@ -53,9 +54,8 @@ from dataplane.formats.first_reads import of_arrow
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_offset
 from dataplane.formats.source import ByteSource, Memory, Window, spliced
 from dataplane.formats.unsupported import refusal
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER, UNKNOWN
-from dataplane.suffixes import BY_FORMAT
 
 # Record batches smaller than this are grouped, up to the second figure.
 SMALL_BYTES = 256 << 10

@@ -9,7 +9,7 @@ import pyarrow as pa
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 
 
 class ShardReader(Protocol):

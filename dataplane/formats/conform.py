@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from dataplane.errors import ConfigError, SchemaMismatch
 from dataplane.formats.arrays import read_as, record_batch, widened
 from dataplane.formats.faults import FOREIGN, corrupt, foreign_faults
 from dataplane.formats.joint_types import is_readable_as
 from dataplane.formats.nulls import is_flat
+from dataplane.model.errors import ConfigError, SchemaMismatch
 
 _NAMES_SHOWN = 100
 _LIST_TYPES = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from dataplane.errors import CorruptShard, DataplaneError
+from dataplane.model.errors import CorruptShard, DataplaneError
 
 # Errors of pyarrow for damaged bytes. A lack of memory is not among them: it is the fault of this
 # machine, not of the shard.

@@ -4,8 +4,8 @@ that a new process can start reading before its other imports.
 
 from __future__ import annotations
 
-from dataplane import suffixes
-from dataplane.model import Region
+from dataplane.base import suffixes
+from dataplane.model.records import Region
 
 PROBE_BYTES = 64 << 10
 """The size of a read where few bytes are requested."""

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import SchemaMismatch
 from dataplane.formats.known_names import WORD_BYTES, KnownNames
+from dataplane.model.errors import SchemaMismatch
 
 # Find JSON numbers that a column cannot hold exactly; refuse them or choose another type.
 #

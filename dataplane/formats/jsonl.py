@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 from msgspec import Struct
 
-from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats.arrays import joined
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
@@ -55,9 +55,9 @@ from dataplane.formats.source import (
     is_compressed,
 )
 from dataplane.formats.unsupported import differing
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard, SchemaMismatch
+from dataplane.model.records import Region
 from dataplane.plan.columns import UNKNOWN
-from dataplane.suffixes import BY_FORMAT
 
 # [1,2] takes two bytes a value and becomes int64.
 GROWTH = 4

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataplane.errors import SchemaMismatch
+from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats.arrays import joined
 from dataplane.formats.base import Block, ColumnBounds, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
@@ -56,8 +56,8 @@ from dataplane.formats.parquet_footers import (
     read_footer,
 )
 from dataplane.formats.source import spliced
-from dataplane.model import Region
-from dataplane.suffixes import BY_FORMAT
+from dataplane.model.errors import SchemaMismatch
+from dataplane.model.records import Region
 
 _footers = Footers()
 # The type of a column in compact Thrift, in a SchemaElement or ColumnMetaData, if it is INT96.

@@ -29,7 +29,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane import compiled
+from dataplane.base import compiled
 from dataplane.formats.base import RawBlock
 
 # The parts of a footer that an index needs, as tables of numbers: the functions of parquet_facts.c.

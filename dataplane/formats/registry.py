@@ -21,10 +21,10 @@ from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import Final
 
-from dataplane import suffixes
-from dataplane.errors import ConfigError
+from dataplane.base import suffixes
+from dataplane.base.suffixes import names_a_shard, path_of, suffix_of
 from dataplane.formats.base import Format
-from dataplane.suffixes import names_a_shard, path_of, suffix_of
+from dataplane.model.errors import ConfigError
 
 # Identifies files that no format reads, by their names, and says what to do with them.
 

@@ -18,11 +18,11 @@ from typing import Protocol
 import pyarrow as pa
 from typing_extensions import Buffer
 
-from dataplane.errors import CorruptShard
 from dataplane.formats.base import RawBlock, ShardReader
 from dataplane.formats.faults import corrupt
 from dataplane.formats.first_reads import PROBE_BYTES
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import Region
 
 # Gzip and zlib shards: inflated piece by piece, bounded, with errors that name the place.
 #

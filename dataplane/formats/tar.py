@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import SchemaMismatch
+from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats.arrays import bytes_column, primitive_column
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows, mismatch
@@ -41,9 +41,9 @@ from dataplane.formats.source import (
     is_compressed,
 )
 from dataplane.formats.tarheader import TarMember, members
-from dataplane.model import Region
+from dataplane.model.errors import SchemaMismatch
+from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER
-from dataplane.suffixes import BY_FORMAT
 
 # The fields of the samples of a tar shard, and the columns in which they are read.
 #

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from dataplane.errors import CorruptShard
 from dataplane.formats.faults import corrupt, describe
 from dataplane.formats.source import ByteSource
+from dataplane.model.errors import CorruptShard
 
 RECORD = 512
 # Extended headers hold names; a megabyte is too long for a name.

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.base.suffixes import BY_FORMAT
 from dataplane.formats import example
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
@@ -44,9 +44,9 @@ from dataplane.formats.source import (
     holds_compressed,
     is_compressed,
 )
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard, SchemaMismatch
+from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER, UNKNOWN
-from dataplane.suffixes import BY_FORMAT
 
 SAMPLE_RECORDS = 1000
 RECORD_BYTES_MAX = 1 << 30

@@ -15,8 +15,8 @@ import msgspec
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import ConfigError, SchemaMismatch
-from dataplane.typed import complete
+from dataplane.model.errors import ConfigError, SchemaMismatch
+from dataplane.model.typed import complete
 
 DIFFERS_MARK = b"dataplane.differs"
 

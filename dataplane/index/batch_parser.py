@@ -16,13 +16,13 @@ import socket
 
 import pyarrow as pa
 
-from dataplane import machine
-from dataplane.errors import ConfigError, PeerLost
+from dataplane.base import machine
 from dataplane.formats import registry
 from dataplane.formats.base import ShardIndex
 from dataplane.index.journal import IndexFrames
 from dataplane.index.parts import PartsOfShard
 from dataplane.index.unindexed import Unindexed
+from dataplane.model.errors import ConfigError, PeerLost
 from dataplane.rpc import index_batches as messages
 from dataplane.rpc import local
 

@@ -32,12 +32,12 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from dataplane import machine
-from dataplane.errors import DataplaneError, PeerLost
+from dataplane.base import machine
 from dataplane.formats import registry
 from dataplane.index.batch_parser import parse
 from dataplane.index.unindexed import BYTES_MAX, first_reads
-from dataplane.model import Region, StorePause
+from dataplane.model.errors import DataplaneError, PeerLost
+from dataplane.model.records import Region, StorePause
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
 

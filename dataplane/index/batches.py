@@ -28,17 +28,17 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from dataplane.errors import DataplaneError, PeerLost
+from dataplane.base.trace import Trace
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.journal import decode_indexes
 from dataplane.index.run import BatchEnd
-from dataplane.model import ObjectInfo, Region, StorePause
+from dataplane.model.errors import DataplaneError, PeerLost
+from dataplane.model.records import ObjectInfo, Region, StorePause
 from dataplane.rpc import fetches, local, sockets
 from dataplane.rpc import index_batches as messages
 from dataplane.store.outage import Pauses
 from dataplane.store.retry import SLOW_DOWN
 from dataplane.store.urls import base_of, normalise
-from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
 
 KeepPreamble = Callable[[str, str, Region, bytes], None]

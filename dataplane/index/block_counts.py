@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pyarrow as pa
 
-from dataplane.errors import CorruptShard
 from dataplane.formats import registry
 from dataplane.formats.base import ColumnBounds, Format, RawBlock, ShardReader
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.transforms.row_filter import BlockRows, RowFilter
 

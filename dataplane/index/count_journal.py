@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dataplane.errors import CorruptShard
 from dataplane.index.journal import (
     cache_faults,
     frame,
@@ -24,6 +23,7 @@ from dataplane.index.journal import (
     write_all,
     written_at,
 )
+from dataplane.model.errors import CorruptShard
 from dataplane.plan.manifest import Int64, sealed, unsealed
 
 KEPT = 4

@@ -20,18 +20,18 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct, structs
 
+from dataplane.base.trace import Trace
 from dataplane.formats import registry
 from dataplane.index.count_journal import CountJournal
 from dataplane.index.journal import digest
 from dataplane.index.projection import Projection
 from dataplane.index.run import Connect, IndexProgress, Progress, StoredShard
-from dataplane.model import ObjectInfo, Region, View
+from dataplane.model.records import ObjectInfo, Region, View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.permute import Words
 from dataplane.plan.views import first_rows, has_shares, rows_only, shard_words, shared_counts
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
-from dataplane.trace import Trace
 from dataplane.transforms.row_filter import RowFilter
 
 COUNT_VERSION = 3

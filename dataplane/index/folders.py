@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.manifest import Manifest
 from dataplane.store.layouts import hive_keys, series_together
 

@@ -28,13 +28,13 @@ import pyarrow as pa
 from msgspec import Struct, field
 from typing_extensions import Buffer
 
-from dataplane.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.base.machine import collect_rarely, limit_memory
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import encode_index
-from dataplane.machine import collect_rarely, limit_memory
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.model.records import Region
 from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
 

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
-from dataplane.errors import ClosedError, DataplaneError, PeerLost
+from dataplane.base.machine import OwnTime, kill_count_for_memory
+from dataplane.base.trace import Trace
 from dataplane.index.indexer import PART_BYTES
 from dataplane.index.run import StoredShard
-from dataplane.machine import OwnTime, kill_count_for_memory
+from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.rpc import local, sockets, tasks
-from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WORDS_BYTES_MAX

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from dataplane import collector, suffixes
-from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.base import collector, suffixes
+from dataplane.base.trace import Trace
 from dataplane.formats import registry
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.journal import (
@@ -22,15 +22,15 @@ from dataplane.index.journal import (
     version_of,
 )
 from dataplane.index.run import BeginBatches, Connect, IndexRun, IndexShard, Progress, StoredShard
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import ConfigError, ShardNotFound
+from dataplane.model.records import ObjectInfo
+from dataplane.model.redact import unpinned
 from dataplane.plan.manifest import Manifest
-from dataplane.redact import unpinned
 from dataplane.store import connect as stores
 from dataplane.store.expand import expand, missing
 from dataplane.store.local import target_of
 from dataplane.store.reads import etag_of_size
 from dataplane.store.urls import FILE_PREFIX, Url, normalise
-from dataplane.trace import Trace
 
 MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3

@@ -31,10 +31,10 @@ import numpy as np
 import pyarrow as pa
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError, DataplaneError
 from dataplane.formats import registry
 from dataplane.formats.base import Block, Format, ShardIndex
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 
 MANIFESTS_KEPT = 4

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 
 
 class NotReadError(Exception):

@@ -27,8 +27,7 @@ import numpy as np
 from msgspec.structs import replace
 from typing_extensions import Buffer
 
-from dataplane.config import NodeConfig
-from dataplane.errors import StoreError
+from dataplane.base.machine import this_machine
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.batches import IndexBatches, KeepPreamble
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
@@ -37,8 +36,9 @@ from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
 from dataplane.index.scout import Part, Scouted
 from dataplane.index.slow import LongWork
-from dataplane.machine import this_machine
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import StoreError
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import fetches, messages, tasks
 from dataplane.store.connect import Stores

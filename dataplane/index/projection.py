@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.plan.columns import ColumnPlaces, PlacesPart
 from dataplane.plan.shards import starts_of
 from dataplane.scheduler.dataset import GAP_BYTES_MIN, BlockPlaces

@@ -25,14 +25,14 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane.errors import ClosedError, DatasetChangedError, ShardNotFound
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.joint_types import is_inferred, same_type
 from dataplane.formats.nulls import aligned, alignment, node_count
 from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal
 from dataplane.index.shared_schema import SharedSchema
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import ClosedError, DatasetChangedError, ShardNotFound
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.columns import NEVER, UNKNOWN
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import IndexedShard

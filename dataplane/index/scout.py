@@ -27,15 +27,15 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from msgspec import Struct
 
-from dataplane import machine, suffixes
-from dataplane.errors import DataplaneError
+from dataplane.base import machine, suffixes
 from dataplane.formats.first_reads import first_reads
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import ObjectInfo, Region
+from dataplane.model.typed import complete
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.expand import expand
 from dataplane.store.urls import base_of, local_path, normalise
-from dataplane.typed import complete
 
 DEADLINE_S = 10
 _READS_AT_ONCE = 32

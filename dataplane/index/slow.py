@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
+from dataplane.base.trace import Trace
 from dataplane.index.run import IndexProgress
+from dataplane.model.redact import redacted
 from dataplane.plan.shards import named
-from dataplane.redact import redacted
 from dataplane.rpc.sharing import NodeWork
-from dataplane.trace import Trace
 
 _LINES_S = 10.0
 _TEXT_MAX = 300

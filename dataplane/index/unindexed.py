@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from dataplane.errors import DataplaneError
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.index.parts import NotReadError, PartsOfShard
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region
 
 BYTES_MAX = 16 << 20
 """Bytes that are requested at once. Shards that need more are left out."""

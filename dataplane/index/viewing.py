@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
 from dataplane.formats.unsupported import refuse_differing
 from dataplane.index.counting import CountRows, counted, shares_counted, view_name
 from dataplane.index.folders import explaining_folders
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import Connect, Progress
-from dataplane.model import View
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.plan.columns import NullCounts
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.shards import named

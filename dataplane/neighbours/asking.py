@@ -27,7 +27,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError, NeighbourGone
+from dataplane.model.errors import ConfigError, NeighbourGone
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.handshake import HANDSHAKE_S
 from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused

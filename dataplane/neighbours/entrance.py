@@ -10,7 +10,8 @@ import struct
 import time
 from collections.abc import Iterator
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError
 from dataplane.neighbours import handshake
 from dataplane.neighbours.connection import Connection, LoanStage
 from dataplane.neighbours.handshake import ONE_SIDE, TLS_HELLO, is_opening
@@ -18,7 +19,6 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import WrongFrameError
 from dataplane.rpc.address import network_of
 from dataplane.rpc.lending import LendingKeys
-from dataplane.trace import Trace
 
 trace = Trace("security")
 

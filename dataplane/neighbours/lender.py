@@ -31,9 +31,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from dataplane.arena.memfd import BorrowedArenas
-from dataplane.errors import ClosedError, PeerLost
-from dataplane.machine import collect_rarely, raise_descriptor_limit
-from dataplane.model import BlockForm
+from dataplane.base.machine import collect_rarely, raise_descriptor_limit
+from dataplane.base.trace import configure, tell_suppressed
+from dataplane.model.errors import ClosedError, PeerLost
+from dataplane.model.records import BlockForm
 from dataplane.neighbours import entrance, wire
 from dataplane.neighbours.connection import Connection, LoanStage
 from dataplane.neighbours.entrance import Entrance, Keys, LeftJobError
@@ -43,7 +44,6 @@ from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.payload import SentPayload, fits
 from dataplane.rpc import lending, local, tasks
 from dataplane.security.admission import Admission, Reason
-from dataplane.trace import configure, tell_suppressed
 
 _MESSAGES_A_TURN = 64
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from dataplane.config import PeerTls
-from dataplane.errors import ConfigError
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import ConfigError
 from dataplane.neighbours.handshake import ONE_SIDE
 from dataplane.neighbours.wire import WrongFrameError
 from dataplane.security.tls import Certificates, Pems, TlsFiles, is_any_of, load_cert_chain

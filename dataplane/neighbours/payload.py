@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 
 from dataplane.arena.memfd import BorrowedArena
-from dataplane.model import BlockForm, Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import (
     NO_DATASET,
     NOTE_BYTES_MAX,

@@ -47,7 +47,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dataplane.model import BlockForm
+from dataplane.model.records import BlockForm
 
 VERSION = 2
 LENGTH_MAX = 1 << 40

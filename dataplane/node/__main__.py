@@ -17,14 +17,14 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from dataplane import bytecode
+from dataplane.base import bytecode
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Collection, Mapping
 
-    from dataplane.config import NodeConfig
     from dataplane.index.scout import Opening
+    from dataplane.model.config import NodeConfig
     from dataplane.node.manifests import EarlyOpening
     from dataplane.node.pool import WorkerPool
 
@@ -46,7 +46,7 @@ def main() -> int:
         return _REFUSED
     if folder := given.get("--bytecode"):
         bytecode.keep_in(folder)
-    from dataplane import collector
+    from dataplane.base import collector
 
     collector.start()
     opening_fd, stderr_fd = _number(given, "--opening-fd"), _number(given, "--stderr-fd")
@@ -90,7 +90,7 @@ def _opening(descriptor: int) -> Opening:
     import msgspec
 
     from dataplane.index.scout import Opening, scout
-    from dataplane.typed import complete
+    from dataplane.model.typed import complete
 
     with open(descriptor, "rb") as named:
         urls, shard_format = msgspec.json.decode(
@@ -110,7 +110,7 @@ def _started(stderr_fd: int | None) -> None:
     """Redirect stderr after the start. Until then it is a file, from which the waiting trainer
     reads errors.
     """
-    from dataplane import collector
+    from dataplane.base import collector
 
     collector.settle()
     if stderr_fd is not None:
@@ -123,12 +123,12 @@ async def _embedded(descriptor: int, stderr_fd: int | None, opening: Opening | N
 
     from msgspec import structs
 
-    from dataplane import background
-    from dataplane.errors import DataplaneError
-    from dataplane.machine import raise_descriptor_limit
+    from dataplane.base import background
+    from dataplane.base.machine import raise_descriptor_limit
+    from dataplane.base.trace import Trace, configure
+    from dataplane.model.errors import DataplaneError
     from dataplane.node.pool import WorkerPool
     from dataplane.settings import default_node_config
-    from dataplane.trace import Trace, configure
 
     background.end_process_on_failure()
     raise_descriptor_limit()
@@ -168,7 +168,7 @@ async def _is_wanted_again(
     """
     import asyncio
 
-    from dataplane.machine import has_ended
+    from dataplane.base.machine import has_ended
 
     if linger_s < _DORMANT_S_MIN:
         return False
@@ -206,8 +206,8 @@ async def _serve(
     """Serve, and return the processes whose trainers were served."""
     import socket
 
-    from dataplane.config import VERSION
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+    from dataplane.model.config import VERSION
     from dataplane.node.server import run_node
     from dataplane.security.node_identity import own_identity
 

@@ -21,8 +21,8 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from dataplane.errors import ConfigError, DataplaneError, DataStallError, NeighbourGone
-from dataplane.model import Region
+from dataplane.model.errors import ConfigError, DataplaneError, DataStallError, NeighbourGone
+from dataplane.model.records import Region
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.served import ServedStream

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
-from dataplane.model import BlockForm, Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import RUN_BLOCKS_MAX
 from dataplane.node.fetchers import Report
 from dataplane.rpc import fetches, tasks

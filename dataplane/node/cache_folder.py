@@ -18,10 +18,10 @@ import stat
 import time
 from pathlib import Path
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
 from dataplane.index.journal import cache_faults, publish
-from dataplane.trace import Trace
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
 
 _LOCK_S = 3.0
 """A node that was killed holds the lock until the kernel has cleaned up."""

@@ -22,11 +22,12 @@ import pyarrow as pa
 from msgspec import Struct, field, structs
 
 from dataplane.arena.slab_layout import TEXTS, texts
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.base.trace import Trace
 from dataplane.index.journal import cache_faults, digest, publish, written_at
 from dataplane.index.slow import LongWork
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.node.dataset import dataset_of
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.own_slabs import OwnReads
@@ -34,7 +35,6 @@ from dataplane.plan.manifest import Manifest, sealed, unsealed
 from dataplane.plan.order import Order
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Column, Layout, Slab
-from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import is_null_name
 from dataplane.transforms.leaves import canonical_type

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.mixture import MixtureSpec
+from dataplane.model.config import JobSpec, MixtureSpec
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.records import MixHistory, ScheduledShares, ShareChange
 from dataplane.node.member import ServedMember
 from dataplane.node.mixing import shares_of
 from dataplane.plan.changes import (
@@ -29,7 +29,6 @@ from dataplane.plan.mixture import Mixed
 from dataplane.plan.orders import mixed_of, sample_count_of, with_mix
 from dataplane.rpc.membership import MixProposal
 from dataplane.rpc.messages import ChangeWeights, DescribeEpoch, EpochDescribed, WeightsChanged
-from dataplane.weights import MixHistory, ScheduledShares, ShareChange
 
 
 def mix_of(spec: JobSpec, asked: MixHistory | None) -> MixHistory | None:

@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, End
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, End
+from dataplane.model.typed import complete
 from dataplane.node.categories import Categories
 from dataplane.node.dataset import dataset_of
 from dataplane.node.found_once import FoundOnce
@@ -33,7 +34,6 @@ from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
 from dataplane.transforms.made_columns import CollatedColumns, MappedColumns
 from dataplane.transforms.packing import delivered_columns
-from dataplane.typed import complete
 from dataplane.worker.limits import WorkerBytes
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.address_kinds import NO_NEIGHBOURS
-from dataplane.trace import Trace
 
 _trace = Trace("node")
 

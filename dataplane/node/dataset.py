@@ -12,9 +12,10 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from dataplane.config import JobSpec
 from dataplane.index.projection import Projection
-from dataplane.model import Kind, Region
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Kind, Region
+from dataplane.model.redact import redacted
 from dataplane.node.job_columns import Columns, columns_of, row_bytes_of
 from dataplane.node.stored_rows import StoredRows, largest_stored, stored_rows
 from dataplane.plan.columns import scaled
@@ -23,7 +24,6 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import row_counts
 from dataplane.plan.shards import starts_of
 from dataplane.plan.views import filters
-from dataplane.redact import redacted
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import encode
 from dataplane.scheduler.dataset import BlockPlaces, DatasetBlocks, Marks

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
-from dataplane.config import JobSpec, NodeConfig
 from dataplane.index.folders import explaining_folders
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.redact import redacted, unsigned
 from dataplane.node.categories import Categories
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.plan.manifest import Manifest
-from dataplane.redact import redacted, unsigned
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.transforms.lists import check_lists
 from dataplane.transforms.made_columns import MappedColumns

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from msgspec import Raw, Struct, field
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError, DataplaneError, NeighbourGone
+from dataplane.model.errors import ConfigError, DataplaneError, NeighbourGone
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.lent import Neighbours
 from dataplane.rpc import fetches, making, tasks

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
-from dataplane.changes import changes_of
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import BudgetTooSmall, ConfigError
+from dataplane.model.changes import changes_of
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import BudgetTooSmall, ConfigError
+from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset
-from dataplane.redact import redacted, unsigned
 from dataplane.rpc.messages import OpenJob
 from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets

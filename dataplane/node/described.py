@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
 from dataplane.node.categories import Categories, stream_of
 from dataplane.node.changes import epoch_described, weights_changed
 from dataplane.node.dataset import Dataset

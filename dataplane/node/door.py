@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dataplane.errors import ConfigError
-from dataplane.machine import connections_max
+from dataplane.base.machine import connections_max
+from dataplane.base.trace import Trace, tell_suppressed
+from dataplane.model.errors import ConfigError
 from dataplane.rpc import sockets
 from dataplane.security.admission import Admission, AdmissionRules
-from dataplane.trace import Trace, tell_suppressed
 
 _HELLO_S = 15.0
 _SILENT_MAX = 16

@@ -25,8 +25,9 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slab_layout import NUMBER_BYTES
-from dataplane.errors import BudgetTooSmall, DataplaneError, NeighbourGone
-from dataplane.model import Region
+from dataplane.base.trace import Trace
+from dataplane.model.errors import BudgetTooSmall, DataplaneError, NeighbourGone
+from dataplane.model.records import Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import Dataset, heritage
 from dataplane.node.delegating import Delegating
@@ -49,7 +50,6 @@ from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
 from dataplane.store.faults import UNREACHABLE
-from dataplane.trace import Trace
 
 _INHERITED_AT_ONCE = 256
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1

@@ -25,15 +25,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import NodeConfig
-from dataplane.errors import (
+from dataplane.base.machine import numa_nodes, this_machine
+from dataplane.base.trace import Trace
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import (
     BudgetTooSmall,
     StoreError,
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.machine import numa_nodes, this_machine
-from dataplane.model import BlockForm, Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import BlockRead
 from dataplane.node.cache_folder import CacheFolder, folder_of
@@ -47,7 +48,6 @@ from dataplane.store.base import Store
 from dataplane.store.faults import UNREACHABLE
 from dataplane.store.outage import Outages, Pauses
 from dataplane.store.urls import base_of, normalise, prefixes_of, scheme_of
-from dataplane.trace import Trace
 
 Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]

@@ -30,17 +30,17 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.base.machine import bound_to, least_used
+from dataplane.base.trace import Trace
 from dataplane.fetcher.limits import READS_MAX
-from dataplane.machine import bound_to, least_used
-from dataplane.model import StorePause
+from dataplane.model.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.model.records import StorePause
 from dataplane.node.cache_folder import CacheFolder
 from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import FetcherCount, FetchLook
 from dataplane.store.outage import Outage, Outages, Pauses
-from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all

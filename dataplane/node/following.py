@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dataplane.changes import EpochSteps, mix_of_entry
-from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.changes import EpochSteps, mix_of_entry
+from dataplane.model.errors import DataplaneError
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.node.served import Send
 from dataplane.rpc.membership import MemberVerdict, MixPromise, MixProposal
 from dataplane.rpc.messages import FromNodeBody, Slab, WeightsAsked

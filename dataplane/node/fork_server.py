@@ -24,10 +24,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from dataplane import collector, machine
-from dataplane.errors import PeerLost
+from dataplane.base import collector, machine
 from dataplane.formats import registry
 from dataplane.index import indexer
+from dataplane.model.errors import PeerLost
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
 from dataplane.worker.death import NOT_STARTED

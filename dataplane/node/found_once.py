@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from dataplane import background
-from dataplane.errors import DataplaneError
+from dataplane.base import background
+from dataplane.model.errors import DataplaneError
 
 _REMEMBERED = 64
 T = TypeVar("T")

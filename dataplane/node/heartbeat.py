@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
+from dataplane.base.trace import Trace
 from dataplane.index.slow import all_work
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
+from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.changes import refusal_of
 from dataplane.node.data_port import reaches_other_hosts
 from dataplane.node.engine import Engine
@@ -28,7 +29,6 @@ from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3

@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.config import JobSpec
 from dataplane.formats.unsupported import refuse_differing, supported_names
-from dataplane.model import ColumnOptions, Kind
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ColumnOptions, Kind
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.plan.manifest import Manifest
 from dataplane.transforms.annotations import annotated

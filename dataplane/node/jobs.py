@@ -16,10 +16,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dataplane.changes import MIX, EpochSteps, changes_of, check_unchanged
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import DataplaneError
-from dataplane.machine import numa_node_of, numa_nodes
+from dataplane.base.machine import numa_node_of, numa_nodes
+from dataplane.base.trace import Trace
+from dataplane.model.changes import MIX, EpochSteps, changes_of, check_unchanged
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import DataplaneError
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
 from dataplane.node.delivery import DeliveryArena, delegated_job, delivery_memory, layout_of
@@ -47,7 +48,6 @@ from dataplane.plan.tombstones import check_tombstones
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.scheduler.walk import SlabSizes
-from dataplane.trace import Trace
 from dataplane.transforms.images import masks_advice
 
 _trace = Trace("node")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dataplane.errors import DataStallError, NotWrittenError, PeerLost, SpecMismatch
+from dataplane.model.errors import DataStallError, NotWrittenError, PeerLost, SpecMismatch
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from dataplane.errors import NotKept
+from dataplane.model.errors import NotKept
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Fetcher
 from dataplane.rpc import fetches

@@ -21,13 +21,13 @@ from collections import deque
 from collections.abc import Callable
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError, PeerLost
-from dataplane.model import Region
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import DataplaneError, PeerLost
+from dataplane.model.records import Region
 from dataplane.neighbours.handshake import KEY_BYTES
 from dataplane.rpc import lending, local
 from dataplane.rpc.tasks import BLOCK_ARENA
-from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 

@@ -16,8 +16,8 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.errors import NeighbourGone
-from dataplane.model import BlockForm, Region
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
 from dataplane.rpc.fetches import Neighbour, Outcome, SlabMaker

@@ -17,14 +17,14 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dataplane import background
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError
-from dataplane.model import BlockForm, Region
+from dataplane.base import background
+from dataplane.base.trace import Trace
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import NO_DATASET
 from dataplane.rpc.lending import Asked
 from dataplane.store.reads import copy_into
-from dataplane.trace import Trace
 
 IDLE_S = 60.0
 HEAD_BYTES = 8

@@ -23,11 +23,19 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from dataplane import background
-from dataplane.changes import Changes, EpochSteps, changes_of
-from dataplane.config import NodeConfig
-from dataplane.errors import AccessDenied, BudgetTooSmall, ConfigError, DataplaneError, SpecMismatch
-from dataplane.model import Stream
+from dataplane.base import background
+from dataplane.base.trace import Trace
+from dataplane.model.changes import Changes, EpochSteps, changes_of
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import (
+    AccessDenied,
+    BudgetTooSmall,
+    ConfigError,
+    DataplaneError,
+    SpecMismatch,
+)
+from dataplane.model.records import Stream
+from dataplane.model.redact import unsigned
 from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
 from dataplane.node.changes import mix_of
 from dataplane.node.dataset import Dataset
@@ -46,14 +54,12 @@ from dataplane.node.opener import (
 from dataplane.node.orders import Orders
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
-from dataplane.redact import unsigned
 from dataplane.rpc.codec import decode
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.making import MakeSlab
 from dataplane.rpc.messages import OpenJob
 from dataplane.scheduler.walk import Walk
 from dataplane.store.urls import normalise
-from dataplane.trace import Trace
 
 JOB_IDLE_S = 600.0
 TRY_AGAIN_S = 5.0

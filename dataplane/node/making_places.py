@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from dataplane.arena.slots import SlotLayout, plan_slots
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
 from dataplane.node.asked_stream import AskedStream, HeldSlabs, SlabLender
 from dataplane.node.delivery import DeliveryArena, delivery_bytes_max, delivery_memory
 from dataplane.node.engine import Engine

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from dataplane.config import NodeConfig
-from dataplane.errors import DataplaneError
 from dataplane.index.batches import KeepPreamble
 from dataplane.index.processes import open_manifest
 from dataplane.index.slow import LongWork
 from dataplane.index.viewing import viewed
-from dataplane.model import Region, View
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region, View
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
 from dataplane.store.connect import Stores

@@ -17,8 +17,9 @@ import numpy as np
 from msgspec import structs
 
 from dataplane.arena.slab_layout import texts
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError
 from dataplane.node.dataset import dataset_of
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.job_columns import columns_to_find
@@ -27,7 +28,6 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
-from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.worker.limits import WorkerBytes

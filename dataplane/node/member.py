@@ -7,10 +7,11 @@ import time
 
 from msgspec import Struct, field
 
-from dataplane.changes import Changes, changes_of
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.changes import Changes, changes_of
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.records import MixHistory
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.following import Following
@@ -19,7 +20,6 @@ from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
 from dataplane.rpc.membership import JoinRequest, JoinResponse, MemberProgress
 from dataplane.scheduler.walk import SlabSizes
-from dataplane.weights import MixHistory
 
 
 class ServedMember(Struct, eq=False):

@@ -14,14 +14,14 @@ from fractions import Fraction
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.mixture import MixtureSpec, SourceSpec, check_source_count
-from dataplane.model import (
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec, check_source_count
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import (
     ColumnSpec,
     DatasetIdentity,
     Exhausted,
     MixUnit,
+    ScheduledShares,
 )
 from dataplane.node.dataset import Dataset
 from dataplane.plan.changes import scheduled
@@ -29,7 +29,6 @@ from dataplane.plan.counting import by_temperature, of_tokens, quantised
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.orders import mixed_of
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
-from dataplane.weights import ScheduledShares
 
 LANES_MAX = 1 << 20
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
-from dataplane.model import BlockForm, Region
+from dataplane.base.trace import Trace
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import BlockForm, Region
+from dataplane.model.redact import unsigned
 from dataplane.neighbours import wire
 from dataplane.node.data_port import data_address
 from dataplane.node.dataset import Dataset
@@ -24,12 +26,10 @@ from dataplane.node.making import Making
 from dataplane.node.neighbours import JobTables
 from dataplane.node.owners import BlockOwners
 from dataplane.node.shared_manifests import SharedManifests
-from dataplane.redact import unsigned
 from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.membership import JobNodes, NodeReads
 from dataplane.store.urls import normalise
-from dataplane.trace import Trace
 
 _trace = Trace("security")
 

@@ -18,12 +18,13 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.changes import changes_of
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
 from dataplane.index.folders import said_of_folders
 from dataplane.index.viewing import canonical_view, with_view
-from dataplane.model import ColumnSpec, DatasetIdentity, View
+from dataplane.model.changes import changes_of
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
+from dataplane.model.records import ColumnSpec, DatasetIdentity, View
+from dataplane.model.redact import unsigned
 from dataplane.node.categories import CategoryReader
 from dataplane.node.collated_reader import CollatedReader, FirstSource
 from dataplane.node.dataset import Dataset
@@ -48,7 +49,6 @@ from dataplane.plan.orders import sample_count_of
 from dataplane.plan.packed_blocks import with_counts
 from dataplane.plan.packs import Packing
 from dataplane.plan.views import identity_of, samples_of
-from dataplane.redact import unsigned
 from dataplane.rpc import messages
 from dataplane.rpc.bounds import check_name
 from dataplane.scheduler import budgets

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-from dataplane.changes import Tombstone
-from dataplane.config import JobSpec
+from dataplane.model.changes import Tombstone
+from dataplane.model.config import JobSpec
+from dataplane.model.records import MixHistory
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.orders import delivered_order, with_mix
 from dataplane.plan.views import samples_of
-from dataplane.weights import MixHistory
 
 _ORDERS_MAX = 8
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Callable
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine

@@ -23,12 +23,13 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from dataplane import background
-from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.base import background
+from dataplane.base.trace import Trace
 from dataplane.index.journal import cache_faults, publish, written_at
 from dataplane.index.slow import LongWork
-from dataplane.model import PackSpec, View
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.model.records import PackSpec, View
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.job_columns import columns_of
 from dataplane.node.mapped_reader import MappedReader
@@ -40,7 +41,6 @@ from dataplane.plan.packs import Int64, Packing
 from dataplane.plan.shards import named
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import Layout
-from dataplane.trace import Trace
 from dataplane.transforms.options import only
 from dataplane.transforms.packing import PACKING, delivered_columns
 from dataplane.worker.limits import WorkerBytes

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from dataplane import background
-from dataplane.config import NodeConfig
-from dataplane.errors import DataplaneError, PeerLost
+from dataplane.base import background
+from dataplane.base.trace import Trace
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import DataplaneError, PeerLost
 from dataplane.node.joining import patiently
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.membership import JoinRequest, JoinResponse, LeaveRequest, MemberProgress
-from dataplane.trace import Trace
 
 _trace = Trace("node")
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dataplane.errors import DataplaneError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import DataplaneError
 from dataplane.scheduler.events import Planned, PlanSteps
 from dataplane.scheduler.walk import Plan
-from dataplane.trace import Trace
 
 
 class Planner:

@@ -28,13 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
-from dataplane.machine import bound_to, least_used, numa_nodes
+from dataplane.base.machine import bound_to, least_used, numa_nodes
+from dataplane.base.trace import Trace
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
 from dataplane.node.pool_worker import PoolTask, PoolWorker
 from dataplane.node.task_queue import TaskQueue
 from dataplane.rpc import local, tasks
-from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.kernel import kernel

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from dataplane.machine import OwnTime, kill_count_for_memory
+from dataplane.base.machine import OwnTime, kill_count_for_memory
 from dataplane.rpc import tasks
 from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, end_of
 from dataplane.worker.process import WorkerProcess

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall, DataplaneError
-from dataplane.model import Region
+from dataplane.model.errors import BudgetTooSmall, DataplaneError
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import Outcome
 

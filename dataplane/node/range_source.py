@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from dataplane.errors import StoreError
+from dataplane.model.errors import StoreError
 from dataplane.node.fetchers import Report
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads

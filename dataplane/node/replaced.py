@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from dataplane.changes import ReplacedRow
+from dataplane.base.trace import Trace
+from dataplane.model.changes import ReplacedRow
+from dataplane.model.redact import redacted, unsigned
 from dataplane.node.delivery import DeliveryArena
-from dataplane.redact import redacted, unsigned
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
-from dataplane.trace import Trace
 
 ROWS_MAX = 1024
 """Rows that are reported of each job: more are a problem that lines of a log do not solve."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.messages import FromNodeBody, Slab
 from dataplane.scheduler.walk import Walk
 

@@ -16,11 +16,12 @@ from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from dataplane import background
 from dataplane.arena.memfd import Arena
-from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
-from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.base import background
+from dataplane.base.trace import Trace
 from dataplane.index.slow import work_on
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
 from dataplane.node.data_port import data_address
 from dataplane.node.described import describe
 from dataplane.node.door import Door
@@ -40,7 +41,6 @@ from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.codec import encode
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.trace import Trace
 
 _TICK_S = 0.5
 _LAST_PIDS = 64

@@ -24,19 +24,21 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane import background
-from dataplane.config import VERSION, NodeConfig
-from dataplane.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
+from dataplane.base import background
+from dataplane.base.suffixes import MANIFEST
+from dataplane.base.trace import Trace
 from dataplane.index.indexing import MANIFEST_BYTES_MAX
 from dataplane.index.journal import keep_given
 from dataplane.index.slow import LongWork, work_on
-from dataplane.model import View
+from dataplane.model.config import VERSION, NodeConfig
+from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
+from dataplane.model.records import View
+from dataplane.model.redact import unsigned
 from dataplane.neighbours.wire import NO_DATASET, Outcome
 from dataplane.node.datasets import declared, shown
 from dataplane.node.joining import pause
 from dataplane.node.lent_manifests import HEAD_BYTES, LentManifests
 from dataplane.plan.manifest import Manifest
-from dataplane.redact import unsigned
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.fetches import Neighbour
 from dataplane.rpc.messages import DatasetSource
@@ -47,8 +49,6 @@ from dataplane.rpc.sharing import (
     ShareManifestResponse,
 )
 from dataplane.store.urls import literal_prefix, local_path, normalise
-from dataplane.suffixes import MANIFEST
-from dataplane.trace import Trace
 
 if TYPE_CHECKING:
     from dataplane.neighbours.asking import Lines

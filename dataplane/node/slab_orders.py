@@ -19,8 +19,8 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct, field
 
-from dataplane.errors import ClosedError, DataplaneError
 from dataplane.fetcher.limits import SLABS_MAX
+from dataplane.model.errors import ClosedError, DataplaneError
 from dataplane.rpc import fetches
 
 ReportSlab = Callable[[fetches.SlabRead], None]

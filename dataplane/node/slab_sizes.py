@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row_index_bytes
-from dataplane.config import JobSpec
-from dataplane.model import End, Kind, PackPolicy
+from dataplane.model.config import JobSpec
+from dataplane.model.records import End, Kind, PackPolicy
 from dataplane.node.dataset import Dataset
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.made_columns import CollatedColumns

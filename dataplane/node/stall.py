@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from dataplane.errors import DataplaneError, DataStallError
+from dataplane.model.errors import DataplaneError, DataStallError
 from dataplane.node.fetch import Trouble
 from dataplane.rpc.messages import Working
 from dataplane.scheduler.events import SlabProgress, Stalled

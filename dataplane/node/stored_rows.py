@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from dataplane.index.projection import Projection
-from dataplane.model import View
+from dataplane.model.records import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Words
 from dataplane.plan.views import first_rows, has_shares, shard_words

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from dataplane import background
-from dataplane.errors import ClosedError, ConfigError, DataplaneError
-from dataplane.ledger import LedgerPosition
-from dataplane.model import Stream
+from dataplane.base import background
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import MixHistory, Stream
 from dataplane.node.changes import mix_of
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
@@ -24,7 +24,6 @@ from dataplane.node.served import Send, ServedStream
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import Walk
-from dataplane.weights import MixHistory
 
 
 async def _at_once(_: ServedMember) -> None:

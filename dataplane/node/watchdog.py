@@ -34,8 +34,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from dataplane.machine import ProcessorWaits
-from dataplane.trace import Trace
+from dataplane.base.machine import ProcessorWaits
+from dataplane.base.trace import Trace
 
 HOLD_S = 0.02
 LOOK_S = 0.01

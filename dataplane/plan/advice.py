@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import LongPolicy, PackPolicy, PackSpec
+from dataplane.base.units import raise_to
+from dataplane.model.records import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import (
     GIB,
@@ -28,7 +29,6 @@ from dataplane.plan.order import WINDOW_MAX
 from dataplane.plan.packs import Packing
 from dataplane.plan.shuffled import QUALITY_MIN, ShuffledJob, block_bytes
 from dataplane.plan.windows import WINDOW_CACHE_BYTES
-from dataplane.units import raise_to
 
 ROOM = 1.1
 """More memory than an estimate needs, so that the job really fits."""

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
-from dataplane.changes import step_count
-from dataplane.errors import ConfigError
-from dataplane.model import End
+from dataplane.model.changes import step_count
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, ScheduledShares, ShareChange
 from dataplane.plan.mixture import EpochPlan, EpochStart, Mixed, Shares, runs_of
-from dataplane.weights import ScheduledShares, ShareChange
 
 _ENTRIES_AT_ONCE = 16
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 Int64 = NDArray[np.int64]
 

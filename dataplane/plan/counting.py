@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 Int64 = NDArray[np.int64]
 Words = NDArray[np.uint64]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.changes import EpochSteps
-from dataplane.config import JobSpec
-from dataplane.model import End
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec
+from dataplane.model.records import End
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.counting import SLOTS_MAX
 from dataplane.plan.defaults import BlockSizes, Shuffle

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane import compiled
+from dataplane.base import compiled
 
 SOURCE = Path(__file__).with_name("loops.c")
 LIBRARY = Path(__file__).with_name("libloops.so")

@@ -20,7 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.redact import unsigned
 from dataplane.plan import texts
 from dataplane.plan.columns import (
     ColumnPlaces,
@@ -33,7 +34,6 @@ from dataplane.plan.columns import (
 from dataplane.plan.order import counted
 from dataplane.plan.shards import IndexedShard, Shard, ShardTable, block_table, no_samples, spread
 from dataplane.plan.texts import Piece, records
-from dataplane.redact import unsigned
 
 # -- sealed ------------------------------------------------------------------------------------
 #

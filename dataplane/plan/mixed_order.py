@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.counting import CountingTree
 from dataplane.plan.mixture import EpochPlan, MixSegment
 from dataplane.plan.order import SAMPLE_COUNT_MAX, Order

@@ -20,11 +20,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
-from dataplane.model import Exhausted
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Exhausted, ShareChange
 from dataplane.plan.counting import SLOTS_MAX, CountingTree
 from dataplane.plan.order import SAMPLE_COUNT_MAX
-from dataplane.weights import ShareChange
 
 Int64 = NDArray[np.int64]
 Shares = tuple[int, ...]

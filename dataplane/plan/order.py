@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.changes import TakenDocument
-from dataplane.errors import ConfigError
+from dataplane.model.changes import TakenDocument
+from dataplane.model.errors import ConfigError
 from dataplane.plan.balance import Turns
 from dataplane.plan.loops import find_places
 from dataplane.plan.permute import Domain, Words, checked_word, extended, key, permutation

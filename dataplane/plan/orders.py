@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from dataplane.changes import Tombstone
-from dataplane.config import JobSpec
-from dataplane.model import View
+from dataplane.model.changes import Tombstone
+from dataplane.model.config import JobSpec
+from dataplane.model.records import MixHistory, ShareChange, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import EpochPlan, Mixed, plan_of
 from dataplane.plan.order import Order, SampleOrder, TombstonedOrder, TracedOrder
 from dataplane.plan.tombstones import Substitutes
-from dataplane.weights import MixHistory, ShareChange
 
 _PLANS_MAX = 64
 

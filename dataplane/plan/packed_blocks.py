@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 from msgspec import structs
 
-from dataplane.errors import ConfigError
-from dataplane.model import View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.plan import texts
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packs import PACK_BITS, Packing

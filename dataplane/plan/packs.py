@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import TakenDocument
-from dataplane.errors import ConfigError, RowOutOfBounds
-from dataplane.model import LongPolicy, PackPolicy, PackSpec
+from dataplane.model.changes import TakenDocument
+from dataplane.model.errors import ConfigError, RowOutOfBounds
+from dataplane.model.records import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan.balance import numbered
 from dataplane.plan.loops import best_fit, best_fit_count
 from dataplane.plan.permute import GAMMA, Words, mix_in_place, permutation

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.loops import sort_rows
 
 Words = NDArray[np.uint64]

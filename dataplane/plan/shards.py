@@ -17,8 +17,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.texts import Bools, Int64, Texts, fixed
 
 # -- shard -------------------------------------------------------------------------------------

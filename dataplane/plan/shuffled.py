@@ -16,8 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from dataplane.config import JobSpec
-from dataplane.mixture import SourceSpec
+from dataplane.model.config import JobSpec, SourceSpec
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import (
     GIB,

@@ -4,8 +4,8 @@
    skipped, the next G positions that are not. Of a ragged end, the last step goes on to N.
 2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
    owner's batches joined by rising t are the global batch, whatever dp_size is.
-3. The number of steps is the same on every rank (`EpochSteps` in dataplane/changes.py), and with
-   a ragged end the last one may be joined by fewer rows than there are ranks.
+3. The number of steps is the same on every rank (`EpochSteps` in model/changes.py), and with a
+   ragged end the last one may be joined by fewer rows than there are ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import EpochSteps
-from dataplane.errors import ConfigError
-from dataplane.model import End
+from dataplane.model.changes import EpochSteps
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End
 from dataplane.plan.order import SAMPLE_COUNT_MAX
 
 Int64 = NDArray[np.int64]

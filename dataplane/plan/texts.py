@@ -14,7 +14,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.loops import lay_records
 
 Bools = NDArray[np.bool_]

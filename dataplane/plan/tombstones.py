@@ -16,10 +16,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument, Tombstone
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import End, View
+from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument, Tombstone
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder, TracedOrder
 from dataplane.plan.packed_blocks import row_counts

@@ -13,13 +13,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
-from dataplane.model import DatasetIdentity, View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import DatasetIdentity, View
+from dataplane.model.redact import unpinned
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Domain, Words, extended, key
 from dataplane.plan.shards import spread, starts_of
 from dataplane.plan.texts import Bools, Int64, Piece, Texts, records
-from dataplane.redact import unpinned
 
 # -- identity ----------------------------------------------------------------------------------
 #

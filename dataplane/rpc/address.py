@@ -7,7 +7,7 @@ import socket
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 _UNIX = "unix:"
 _UNIX_PATH_BYTES_MAX = 107

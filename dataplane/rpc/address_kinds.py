@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataplane import units
-from dataplane.errors import ConfigError
+from dataplane.base import units
+from dataplane.base.units import ValueKind
+from dataplane.model.errors import ConfigError
 from dataplane.rpc import address
-from dataplane.units import ValueKind
 
 
 def _address(given: object) -> str:

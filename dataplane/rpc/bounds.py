@@ -8,9 +8,9 @@ import ipaddress
 import time
 from collections.abc import Sized
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import UNSAFE
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.address import TcpAddress, parse
-from dataplane.trace import UNSAFE
 
 NAME_LENGTH_MAX = 256
 ELEMENTS_MAX = 1 << 17

@@ -18,7 +18,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from dataplane.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
+from dataplane.base.trace import Trace
+from dataplane.model.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.membership import (
@@ -42,7 +43,6 @@ from dataplane.rpc.sharing import ShareManifestRequest, ShareManifestResponse
 from dataplane.rpc.status import error_of
 from dataplane.security.node_identity import NodeIdentity
 from dataplane.security.security import NODE_PROOF, Security
-from dataplane.trace import Trace
 
 _LISTENS, _ROOT = "0A", 0
 CHANNEL_OPTIONS = (

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from dataplane import errors
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.typed import complete
+from dataplane.model import errors
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.typed import complete
 
 T = TypeVar("T")
 

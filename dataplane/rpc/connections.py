@@ -41,10 +41,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dataplane import background
+from dataplane.base import background
+from dataplane.base.trace import Trace
 from dataplane.rpc.address import network_of
 from dataplane.security.admission import Admission, AdmissionRules, Reason
-from dataplane.trace import Trace
 
 _RECENT_S = 60.0
 """Nodes beat every few seconds."""

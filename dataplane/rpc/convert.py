@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from dataplane import changes, config, errors, ledger, model, weights
+from dataplane.model import changes, config, errors, ledger, records
 from dataplane.rpc import codec, held, membership, sharing
 from dataplane.rpc.bounds import VALUES_MAX, check_values
 from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2
@@ -40,10 +40,10 @@ _FIELDS_AN_ELEMENT = 16
 _FIELDS_A_TURN, _PARTS_A_TURN, _TURN_PAUSE_S = 500, 50, 0.001
 
 _SHARED: dict[str, type] = {
-    "Topology": model.Topology,
-    "DatasetIdentity": model.DatasetIdentity,
-    "MixHistory": weights.MixHistory,
-    "ShareChange": weights.ShareChange,
+    "Topology": records.Topology,
+    "DatasetIdentity": records.DatasetIdentity,
+    "MixHistory": records.MixHistory,
+    "ShareChange": records.ShareChange,
     "LedgerEntry": ledger.LedgerEntry,
     "LedgerMark": ledger.LedgerMark,
     "LedgerPosition": ledger.LedgerPosition,

@@ -6,11 +6,10 @@ one end.
 
 from __future__ import annotations
 
-from dataplane.config import PeerTls
-from dataplane.errors import DataplaneError
-from dataplane.model import BlockForm, Region, StorePause
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import BlockForm, Region, StorePause, Unsigned
 from dataplane.rpc.codec import Message
-from dataplane.weights import Unsigned
 
 
 class StartFetching(Message, frozen=True):

@@ -13,9 +13,10 @@ import grpc
 import grpc.aio
 from msgspec.structs import replace
 
-from dataplane.config import VERSION
-from dataplane.errors import AccessDenied, DataplaneError, VersionMismatch
-from dataplane.redact import redacted
+from dataplane.base.trace import Trace
+from dataplane.model.config import VERSION
+from dataplane.model.errors import AccessDenied, DataplaneError, VersionMismatch
+from dataplane.model.redact import redacted
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import (
     ChangeRequest,
@@ -33,7 +34,6 @@ from dataplane.security import node_identity
 from dataplane.security.calls import ADMIN_ONLY, ANYBODY, CALLS, NODE_ONLY, Caller, WrongTokenError
 from dataplane.security.security import NODE_PROOF, Security
 from dataplane.security.urls import are_under, is_under
-from dataplane.trace import Trace
 
 _trace = Trace("security")
 _NAME_SHOWN_MAX = 256

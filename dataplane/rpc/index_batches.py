@@ -6,10 +6,9 @@ use Unix SOCK_SEQPACKET pairs, one message per packet.
 
 from __future__ import annotations
 
-from dataplane.model import Region, StorePause
+from dataplane.model.records import Region, StorePause, Unsigned
 from dataplane.rpc.codec import Message
 from dataplane.rpc.fetches import StartFetching
-from dataplane.weights import Unsigned
 
 
 class BatchShard(Message, frozen=True):

@@ -7,10 +7,9 @@ by one Given. The lender may end at any moment: then all of its numbers are over
 
 from __future__ import annotations
 
-from dataplane.config import PeerTls
-from dataplane.model import BlockForm, Region
+from dataplane.model.config import PeerTls
+from dataplane.model.records import BlockForm, Region, Unsigned
 from dataplane.rpc.codec import Message
-from dataplane.weights import Unsigned
 
 
 class LendingKeys(Message, frozen=True):

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from typing import TypeVar
 
-from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.rpc.bounds import check_values
 from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.sockets import PACKET_BYTES_MAX

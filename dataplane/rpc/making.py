@@ -7,9 +7,9 @@ the first batch. Or it is the error for which the slab cannot be made from its d
 
 from __future__ import annotations
 
+from dataplane.model.records import MixHistory, Unsigned
 from dataplane.rpc.codec import Message
 from dataplane.rpc.messages import OpenJob
-from dataplane.weights import MixHistory, Unsigned
 
 
 class StepRange(Message, frozen=True):

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from dataplane.changes import ReplacedRow, Tombstone
-from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
-from dataplane.ledger import LedgerEntry, LedgerMark, LedgerPosition
-from dataplane.model import DatasetIdentity, Topology
+from dataplane.model.changes import ReplacedRow, Tombstone
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import DataplaneError
+from dataplane.model.ledger import LedgerEntry, LedgerMark, LedgerPosition
+from dataplane.model.records import DatasetIdentity, MixHistory, Topology
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.sharing import NodeWork
-from dataplane.weights import MixHistory
 
 
 class RegisterNodeRequest(Struct, frozen=True):

@@ -10,19 +10,20 @@ from typing import NamedTuple
 
 from msgspec import field
 
-from dataplane.config import JobSpec
-from dataplane.ledger import LedgerEntry, LedgerMark
-from dataplane.model import (
+from dataplane.model.config import JobSpec
+from dataplane.model.ledger import LedgerEntry, LedgerMark
+from dataplane.model.records import (
     ColumnSpec,
     DatasetIdentity,
     Exhausted,
+    MixHistory,
     MixUnit,
     Region,
     Topology,
+    Unsigned,
     View,
 )
 from dataplane.rpc.codec import Envelope, Failure, Message
-from dataplane.weights import MixHistory, Unsigned
 
 
 class Hello(Message, frozen=True):

@@ -28,11 +28,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from msgspec import Struct
 
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.rpc import status
 from dataplane.rpc.address import network_of
 from dataplane.rpc.services import Method
-from dataplane.trace import Trace
 
 WINDOW_BYTES = 1024
 WINDOW = (

@@ -16,8 +16,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
-from dataplane.machine import connections_max
+from dataplane.base.machine import connections_max
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.connections import OpenConnections
@@ -41,7 +42,6 @@ from dataplane.rpc.services import (
     coordinator_methods,
 )
 from dataplane.security.security import Security
-from dataplane.trace import Trace
 
 _trace = Trace("rpc")
 

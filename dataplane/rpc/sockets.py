@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from dataplane.errors import PeerLost
+from dataplane.model.errors import PeerLost
 
 PACKET_BYTES_MAX = 192 * 1024
 _HOLDER_TIMEOUT_S = 1.0

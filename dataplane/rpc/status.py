@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from dataplane import errors
-from dataplane.errors import DataplaneError, Noun
+from dataplane.model import errors
+from dataplane.model.errors import DataplaneError, Noun
 from dataplane.rpc.convert import error_from_proto, error_to_proto
 from dataplane.rpc.v1 import types_pb2
 

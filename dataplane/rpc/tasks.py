@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from msgspec import field
 
-from dataplane.changes import ReplacedRow, TakenDocument
-from dataplane.model import ColumnOptions, ColumnSpec, ImageSpec, Region, View
+from dataplane.model.changes import ReplacedRow, TakenDocument
+from dataplane.model.records import ColumnOptions, ColumnSpec, ImageSpec, Region, Unsigned, View
 from dataplane.rpc.codec import Envelope, Failure, Message
 from dataplane.rpc.messages import Batch
-from dataplane.weights import Unsigned
 
 BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
 """The ids of arenas that do not belong to a rank."""

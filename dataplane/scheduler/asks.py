@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import Effect, LendBlock, NeighbourAsked, OnlyDecoded, RefuseAsk

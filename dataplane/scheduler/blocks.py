@@ -25,8 +25,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from dataplane.arena.allocator import Allocator
-from dataplane.errors import DataplaneError
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
 from dataplane.scheduler.dataset import DatasetBlocks, Ints

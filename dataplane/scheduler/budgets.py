@@ -5,8 +5,8 @@ it.
 from __future__ import annotations
 
 from dataplane.arena.slots import SlotLayout, arena_bytes_of_zone
-from dataplane.errors import BudgetTooSmall
-from dataplane.units import raise_to
+from dataplane.base.units import raise_to
+from dataplane.model.errors import BudgetTooSmall
 
 
 def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from dataplane.errors import NeighbourGone
-from dataplane.model import Region
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.rpc.making import StepRange
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization

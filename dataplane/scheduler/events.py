@@ -16,8 +16,8 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.arena.slots import SlotLayout
-from dataplane.errors import DataplaneError
-from dataplane.model import Region, Stream
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region, Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.making import StepRange
 from dataplane.rpc.messages import FromNodeBody

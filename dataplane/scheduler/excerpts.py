@@ -25,8 +25,8 @@ from msgspec import Struct
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
 from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
-from dataplane.errors import DataplaneError
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks

@@ -20,7 +20,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from dataplane.errors import DataplaneError
+from dataplane.model.errors import DataplaneError
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.records import BlockChange, BlockOutcome, CachedBlock, Moment, SlabTask
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler.asks import Asks, Borrowed
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.disk import PAUSE_S, Change, DiskTier, Faults

@@ -10,13 +10,12 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, Slots
-from dataplane.errors import DataplaneError
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import MixHistory, Region
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Ints, Stamps
 from dataplane.scheduler.walk import Plan, Walk
-from dataplane.weights import MixHistory
 
 # -- block -------------------------------------------------------------------------------------
 #

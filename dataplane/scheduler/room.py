@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from dataplane.arena.allocator import Allocator
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.next_use import NEVER, NextUse, Positions
 from dataplane.scheduler.records import BlockPhase, CachedBlock, SharedSlab

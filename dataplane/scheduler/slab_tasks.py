@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 from dataplane.arena.slab_layout import in_slot, row_index_bytes
 from dataplane.arena.slots import Slots
-from dataplane.errors import DataplaneError, NeighbourGone
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError, NeighbourGone
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
 from dataplane.scheduler.blocks import BlockTable

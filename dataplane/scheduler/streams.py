@@ -9,8 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
-from dataplane.changes import NO_GAPS, Gaps
-from dataplane.model import Region
+from dataplane.model.changes import NO_GAPS, Gaps
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.events import NextOrderKnown

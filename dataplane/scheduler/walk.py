@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import Stream
+from dataplane.model.changes import NO_GAPS, EpochSteps, Gaps, TakenDocument
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Stream
 from dataplane.plan.order import SampleOrder, TombstonedOrder
 from dataplane.plan.packs import DrawsPacks, drawn_rows
 from dataplane.plan.slices import Slice

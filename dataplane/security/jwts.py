@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import UNSAFE
+from dataplane.model.errors import ConfigError
 from dataplane.security.calls import Caller, Role, WrongTokenError
 from dataplane.security.private_file import Watched, content
 from dataplane.security.tokens import TokenSource
-from dataplane.trace import UNSAFE
 
 AUDIENCE = "dataplane"
 LIFE_S_MAX = 24 * 3600

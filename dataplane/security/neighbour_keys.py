@@ -13,7 +13,7 @@ import hmac
 import secrets
 from pathlib import Path
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.security import private_file
 from dataplane.security.private_file import content
 

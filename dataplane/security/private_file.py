@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from dataplane.errors import ConfigError
-from dataplane.trace import Trace
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError
 
 
 def make(path: Path, text: str, what: str, instead: str = "") -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.security import tokens
 from dataplane.security.calls import HOLDER_OF_SHARED, Caller, WrongTokenError
 from dataplane.security.jwts import Jwts, is_jwt

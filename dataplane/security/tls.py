@@ -20,7 +20,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.security.private_file import Watched, content
 
 # -- validity ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.security import private_file
 from dataplane.security.private_file import Watched, content
 

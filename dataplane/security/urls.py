@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from dataplane.redact import hub_parts, is_commit, unpinned
+from dataplane.model.redact import hub_parts, is_commit, unpinned
 
 _WILD, _WILD_IN_HTTP = re.compile(r"[*?\[{]"), re.compile(r"[*\[{]")
 _DOTS = re.compile(r"[/\\{},](?:\.|%2e){1,2}(?=\Z|[/\\{},])", re.IGNORECASE)

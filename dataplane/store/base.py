@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 
 LAST = "\U0010ffff" * 256
 """Comes after all keys, which have at most 1024 bytes."""

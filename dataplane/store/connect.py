@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dataplane.errors import StoreError
-from dataplane.model import StorePause
+from dataplane.model.errors import StoreError
+from dataplane.model.records import StorePause
 from dataplane.store.base import Store
 from dataplane.store.faults import Clock
 from dataplane.store.local import LocalStore

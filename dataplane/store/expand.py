@@ -12,9 +12,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
-from dataplane.errors import ConfigError, ShardNotFound
-from dataplane.model import ObjectInfo
-from dataplane.redact import hub_parts, is_commit
+from dataplane.model.errors import ConfigError, ShardNotFound
+from dataplane.model.records import ObjectInfo
+from dataplane.model.redact import hub_parts, is_commit
 from dataplane.store import layouts
 from dataplane.store.base import Pinning, Store
 from dataplane.store.local import same_files

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     ShardNotFound,
     StoreDenied,
     StoreError,

@@ -22,7 +22,7 @@ import fsspec
 import fsspec.asyn
 from typing_extensions import Buffer
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     ConfigError,
     ShardNotFound,
     StoreDenied,
@@ -31,8 +31,8 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.model import ObjectInfo
-from dataplane.redact import hub_parts, is_commit
+from dataplane.model.records import ObjectInfo
+from dataplane.model.redact import hub_parts, is_commit
 from dataplane.store.faults import is_throttle, kind_of, passes, shortened
 from dataplane.store.reads import check_etag, etag_of_size, in_pieces, short_read
 from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of

@@ -24,7 +24,7 @@ from functools import partial
 
 from typing_extensions import Buffer
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,
@@ -32,7 +32,7 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store.connections import Connections, TimedConnection, range_headers
 from dataplane.store.faults import refusal, shortened, unreachable, why_of
 from dataplane.store.policy import UrlPolicy, refused

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from dataplane.errors import ConfigError, ShardNotFound, StoreDenied
-from dataplane.model import ObjectInfo
+from dataplane.base.suffixes import MANIFEST, suffix_of
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError, ShardNotFound, StoreDenied
+from dataplane.model.records import ObjectInfo
+from dataplane.model.typed import complete
 from dataplane.store.base import Restricted, Store
 from dataplane.store.urls import FILE_PREFIX, base_of, compile_glob, folder_of
-from dataplane.suffixes import MANIFEST, suffix_of
-from dataplane.trace import Trace
-from dataplane.typed import complete
 
 _DELTA, _HUDI, _ICEBERG, _LANCE = "_delta_log", ".hoodie", "metadata", "_versions"
 _FILES = "pass the files of this version, "

@@ -31,7 +31,7 @@ from operator import attrgetter
 
 from msgspec import Struct, field
 
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store.base import LAST, NotInOrderError, Page
 
 PAGES_AT_ONCE = 16

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable
+from dataplane.model.records import ObjectInfo
 from dataplane.store.faults import passes
 from dataplane.store.reads import check_etag, in_pieces, short_read
 from dataplane.store.urls import FILE_PREFIX, local_path

@@ -16,7 +16,7 @@ import re
 from msgspec import Struct
 from obstore.exceptions import PermissionDeniedError, PreconditionError, UnauthenticatedError
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,

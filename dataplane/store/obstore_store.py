@@ -24,8 +24,8 @@ import obstore.exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError, DatasetChangedError, StoreError
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import ConfigError, DatasetChangedError, StoreError
+from dataplane.model.records import ObjectInfo
 from dataplane.store import connections
 from dataplane.store.base import LAST, NotInOrderError, Page
 from dataplane.store.connections import CONNECT_TIMEOUT_S

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import StorePause
+from dataplane.base.trace import Trace
+from dataplane.model.records import StorePause
 from dataplane.store.faults import Clock
-from dataplane.trace import Trace
 
 
 class Outage(Struct, frozen=True):

@@ -23,14 +23,14 @@ from pathlib import Path
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from dataplane.errors import StoreDenied
-from dataplane.model import ObjectInfo
-from dataplane.redact import unpinned
+from dataplane.base.trace import Trace
+from dataplane.model.errors import StoreDenied
+from dataplane.model.records import ObjectInfo
+from dataplane.model.redact import unpinned
 from dataplane.security.urls import covers, is_under
 from dataplane.store.base import Page, Paged, Pinning, Reconnecting, Store
 from dataplane.store.reads import fill
 from dataplane.store.urls import FILE_PREFIX, local_path, normalise
-from dataplane.trace import Trace
 
 # Where clouds serve credentials of their machines, beside link-local addresses.
 _METADATA = frozenset(

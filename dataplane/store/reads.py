@@ -21,8 +21,8 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from dataplane.errors import DatasetChangedError, StoreError, TruncatedRead
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import DatasetChangedError, StoreError, TruncatedRead
+from dataplane.model.records import ObjectInfo
 from dataplane.store.base import Filling, Store
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dataplane import compiled
+from dataplane.base import compiled
 from dataplane.store.faults import SilentError
 from dataplane.store.reads import Sink
 

@@ -35,7 +35,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from typing_extensions import Buffer
 
-from dataplane.errors import (
+from dataplane.base.trace import Trace
+from dataplane.model.errors import (
     ClosedError,
     ConfigError,
     DataplaneError,
@@ -43,8 +44,8 @@ from dataplane.errors import (
     StoreError,
     StoreThrottled,
 )
-from dataplane.model import ObjectInfo, StorePause
-from dataplane.redact import redacted
+from dataplane.model.records import ObjectInfo, StorePause
+from dataplane.model.redact import redacted
 from dataplane.store.base import (
     NotInOrderError,
     Page,
@@ -58,7 +59,6 @@ from dataplane.store.faults import Clock, Wait, fault_of
 from dataplane.store.listing import listed
 from dataplane.store.outage import Observe, Outage, Outages, Share
 from dataplane.store.reads import fill, in_pieces
-from dataplane.trace import Trace
 
 AWAY_AFTER_S = 1.0
 RETRIES_LOGGED_S = 60.0

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 Url = str | os.PathLike[str]
 

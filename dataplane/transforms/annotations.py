@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from dataplane.model import ColumnOptions, NullPolicy
+from dataplane.model.records import ColumnOptions, NullPolicy
 from dataplane.plan.columns import NEVER, NullCounts
 
 _REQUIRED = b"dataplane.required"

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.formats.arrays import LIST_VIEWS, decoded, record_batch
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.casts import converted
 from dataplane.transforms.codes import NULL_CODE, codes_of

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec
+from dataplane.base.units import meant
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec
 from dataplane.transforms.leaves import Leaf
-from dataplane.units import meant
 
 _NAMES_SHOWN = 100
 

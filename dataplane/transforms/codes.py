@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.base.units import meant
 from dataplane.formats.arrays import decoded
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.plan.columns import categories_from_bytes, categories_to_bytes
 from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
-from dataplane.units import meant
 
 NULL_CODE = -1
 CODE_TYPE = "int64"

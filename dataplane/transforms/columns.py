@@ -16,9 +16,10 @@ from typing import Self
 import pyarrow as pa
 from msgspec import Struct, field
 
-from dataplane.errors import ConfigError
+from dataplane.base.units import meant
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
-from dataplane.model import ColumnOptions, ColumnSpec, Kind
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls, required_nodes
 from dataplane.transforms.casts import cast_columns, check_casts
 from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes, coded_columns
@@ -31,7 +32,6 @@ from dataplane.transforms.leaves import (
     spec_of,
 )
 from dataplane.transforms.stacks import stacks_of
-from dataplane.units import meant
 
 _NO_OPTIONS = ColumnOptions()
 _NAMES_SHOWN = 100

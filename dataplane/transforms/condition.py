@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
 from dataplane.formats.arrays import decoded
 from dataplane.formats.base import ColumnBounds
+from dataplane.model.errors import ConfigError
 from dataplane.transforms.canonical import leaf_array
 from dataplane.transforms.plain import is_any_list
 from dataplane.transforms.typed_condition import COMPARE, COMPUTE, TypedCondition, too_large

@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Final
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 GENERATOR: Final = "generator"
 """The parameter of a function that takes random numbers."""

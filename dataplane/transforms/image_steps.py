@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
-from dataplane.model import Cut, Decoding, ImageSpec, StepSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Cut, Decoding, ImageSpec, StepSpec
 from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.kind import (
     AnyStep,

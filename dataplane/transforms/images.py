@@ -17,9 +17,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from dataplane.config import RAISE, REPLACE
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Cut, Decoding, ImageSpec, Kind
+from dataplane.model.config import RAISE, REPLACE
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Cut, Decoding, ImageSpec, Kind
 from dataplane.transforms.image_steps import kind_of, kinds, may_follow, saved, steps_of
 from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.kind import StepGroup

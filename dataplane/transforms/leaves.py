@@ -13,7 +13,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.formats.nulls import children, node_count
-from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.model.records import ColumnSpec, Kind, ListPolicy
 from dataplane.transforms.plain import is_any_list, object_type
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, TruncationSide
+from dataplane.base.units import meant
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, TruncationSide
 from dataplane.transforms.columns import shown
 from dataplane.transforms.nulls import is_value_of
-from dataplane.units import meant
 
 LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
 

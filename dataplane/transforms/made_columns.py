@@ -8,8 +8,8 @@ import msgspec
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.model import ColumnSpec
-from dataplane.typed import complete
+from dataplane.model.records import ColumnSpec
+from dataplane.model.typed import complete
 
 _KEY = b"dataplane.mapped"
 

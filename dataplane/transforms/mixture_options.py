@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.mixture import check_source_count
-from dataplane.model import Exhausted, MixUnit, View
+from dataplane.base.units import whole
+from dataplane.model.config import check_source_count
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Exhausted, MixUnit, View
 from dataplane.rpc.messages import DatasetSource, MixtureAsked, ScheduledWeights, SourceAsked
 from dataplane.transforms.options import split_of_text
-from dataplane.units import whole
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

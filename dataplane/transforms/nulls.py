@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec, Kind
+from dataplane.base.units import meant
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
 from dataplane.plan.columns import NullCounts
 from dataplane.plan.texts import Texts
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.columns import ColumnPlan, LeafPart, shown
 from dataplane.transforms.leaves import Leaf
-from dataplane.units import meant
 
 _COLUMNS_SHOWN = 100
 

@@ -15,8 +15,9 @@ from typing import Any, Final, TypedDict, TypeVar, Unpack
 import numpy as np
 from msgspec import structs
 
-from dataplane.errors import ConfigError
-from dataplane.model import (
+from dataplane.base.units import meant, whole
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import (
     ColumnOptions,
     ListPolicy,
     NullPolicy,
@@ -25,7 +26,6 @@ from dataplane.model import (
 )
 from dataplane.transforms.dtypes import DTYPES, dtype_name
 from dataplane.transforms.stacks import Stack, stack_specs
-from dataplane.units import meant, whole
 
 Numbers = Mapping[str, float] | float
 """A number for every column, or one for each of some columns."""

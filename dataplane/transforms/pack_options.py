@@ -8,9 +8,9 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError
-from dataplane.model import PACK_OUTPUTS, PAD_OUTPUTS, LongPolicy, PackPolicy, PackSpec
-from dataplane.units import whole
+from dataplane.base.units import whole
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import PACK_OUTPUTS, PAD_OUTPUTS, LongPolicy, PackPolicy, PackSpec
 
 LENGTH_MAX = 1 << 21
 _LABELS: Final = "labels"

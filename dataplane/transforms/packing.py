@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import structs
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind, PackPolicy, PackSpec
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Kind, PackPolicy, PackSpec
 from dataplane.plan.packs import Packing, documents_max
 from dataplane.transforms.images import delivered
 from dataplane.transforms.lists import LISTS

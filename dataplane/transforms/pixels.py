@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.transforms import pixels_pillow as pillow
 from dataplane.transforms.image_steps import PixelChange
 from dataplane.transforms.pixels_library import REASON_BYTES, Maker, maker

@@ -14,7 +14,7 @@ import PIL
 from msgspec import Struct
 from PIL import features
 
-from dataplane import compiled
+from dataplane.base import compiled
 from dataplane.transforms.steps import registry
 
 SOURCES = Path(__file__).parent

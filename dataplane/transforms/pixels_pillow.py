@@ -20,8 +20,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dataplane.errors import ImageError
 from dataplane.formats.faults import is_out_of_memory
+from dataplane.model.errors import ImageError
 from dataplane.transforms.not_images import said_of
 
 Bytes = NDArray[np.uint8]

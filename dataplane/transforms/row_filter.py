@@ -10,7 +10,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.model import View
+from dataplane.model.records import View
 from dataplane.plan.views import chosen, has_shares
 from dataplane.transforms.plain import objects
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, StackSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, StackSpec
 from dataplane.transforms.dtypes import DTYPES, dtype_name
 
 _EXAMPLE = 'stack={"features": ["age", "price"]}'

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.transforms.columns import shown
 from dataplane.transforms.plain import is_any_list
 from dataplane.transforms.where import (

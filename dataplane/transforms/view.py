@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 LAYOUTS: Final = ("HWC", "CHW")
 DTYPES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}

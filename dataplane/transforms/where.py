@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 TEXT_MAX = 32 << 10
 DEPTH_MAX = 40

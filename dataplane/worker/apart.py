@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex

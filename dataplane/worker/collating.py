@@ -22,9 +22,9 @@ import pyarrow as pa
 from msgspec.structs import astuple, replace
 
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS, aligned, side_count, texts
-from dataplane.errors import CorruptShard, FunctionError
 from dataplane.formats.faults import is_out_of_memory, text_of
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import CorruptShard, FunctionError
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assemble, Collation, Reading
 from dataplane.transforms.images import delivered

@@ -10,8 +10,8 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.arena.slab_layout import TEXTS, row_bytes
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec, Kind
 
 TABLE_WIDTH = 5
 Bytes = npt.NDArray[np.uint8]

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.errors import (
+from dataplane.base.units import raise_to, show_bytes, ways_to_set
+from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
     DataplaneError,
     DataStallError,
     FunctionError,
 )
-from dataplane.units import raise_to, show_bytes, ways_to_set
 
 NOT_STARTED = "no process can be started: "
 """The fork server's words, and then why."""

@@ -8,10 +8,10 @@ import pyarrow as pa
 from msgspec import Struct
 
 from dataplane.arena.memfd import Arena, populate
-from dataplane.errors import CorruptShard
 from dataplane.formats import base, registry
 from dataplane.formats.unsupported import supported_names
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.transforms.made_columns import mapped_in
 from dataplane.transforms.row_filter import BlockRows, RowFilter, reads_columns

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from dataplane.errors import RowOutOfBounds
+from dataplane.model.errors import RowOutOfBounds
 from dataplane.plan.packs import PACK_BITS, Packs, documents_max
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.worker.kernel import kernel

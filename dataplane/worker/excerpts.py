@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec
 from dataplane.worker.columns import BlockColumns, Ints, RowIndex, RowLayout, by_block
 from dataplane.worker.pack_blocks import PackBlock, PackForm
 from dataplane.worker.packing import packed_batch

@@ -31,7 +31,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from dataplane import machine
+from dataplane.base import machine
 from dataplane.security.environment import forget_secrets, without_secrets
 
 # mimalloc would reserve a GiB in advance, which counts towards a memory limit. jemalloc would start
@@ -174,7 +174,7 @@ class _Server:
         memory_bytes: int,
         processors: tuple[int, ...],
     ) -> ForkedProcess:
-        from dataplane.errors import PeerLost
+        from dataplane.model.errors import PeerLost
         from dataplane.rpc import local, tasks
 
         number = next(self._numbers)
@@ -197,14 +197,14 @@ class _Server:
         self._thread.join(_CLOSE_S)
 
     def _kill(self, number: int) -> None:
-        from dataplane.errors import PeerLost
+        from dataplane.model.errors import PeerLost
         from dataplane.rpc import local, tasks
 
         with contextlib.suppress(PeerLost):  # already killed
             local.send(self._sock, tasks.ToForkServer(tasks.KillChild(number)))
 
     def _receive(self) -> None:
-        from dataplane.errors import DataplaneError
+        from dataplane.model.errors import DataplaneError
         from dataplane.rpc import local, tasks
 
         poll = select.poll()
@@ -233,7 +233,7 @@ class _Server:
 
     def _check(self) -> None:
         """Kill the fork server if it hangs while somebody waits for it. In its thread."""
-        from dataplane.trace import Trace
+        from dataplane.base.trace import Trace
 
         with self._changing:
             is_awaited = any(not one.has_started for one in self._processes.values())

@@ -27,14 +27,14 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import ConfigError, DataplaneError, FunctionError
+from dataplane.base.units import IMPORT_PATH_VARIABLE
 from dataplane.formats.conform import check_values
 from dataplane.formats.faults import is_out_of_memory, text_of
 from dataplane.formats.unsupported import unsupported_type
+from dataplane.model.errors import ConfigError, DataplaneError, FunctionError
 from dataplane.plan.permute import Domain, key
 from dataplane.transforms.functions import GENERATOR
 from dataplane.transforms.plain import is_any_list
-from dataplane.units import IMPORT_PATH_VARIABLE
 
 _TRACEBACK_MAX = 6000
 # A function that calls sys.exit has failed; workers hear of no interrupts.

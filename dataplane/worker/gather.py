@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.transforms.lists import AS_THEY_ARE, ListForm
 from dataplane.worker.columns import (

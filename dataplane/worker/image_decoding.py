@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from dataplane.errors import ImageError
 from dataplane.formats.tar import KEY
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import ImageError
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.tasks import Origin, Render
 from dataplane.transforms import draws, pixels, restart_indexes
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of

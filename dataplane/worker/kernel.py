@@ -6,7 +6,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-from dataplane import compiled
+from dataplane.base import compiled
 
 SOURCE = Path(__file__).with_name("kernel.c")
 LIBRARY = Path(__file__).with_name("libkernel.so")

@@ -6,7 +6,7 @@ from typing import Self
 
 from msgspec import Struct
 
-from dataplane.config import NodeConfig
+from dataplane.model.config import NodeConfig
 
 _MIB = 1 << 20
 # Decoding holds the columns as the library made them, their canonical form, and one column more.

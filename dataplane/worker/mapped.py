@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from dataplane.arena.memfd import populate
-from dataplane.errors import DatasetChangedError, ShardNotFound
+from dataplane.model.errors import DatasetChangedError, ShardNotFound
 from dataplane.rpc import tasks
 from dataplane.store.local import local_etag
 from dataplane.worker.columns import BlockColumns

@@ -19,9 +19,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.slab_layout import row_bytes
-from dataplane.changes import TakenDocument
-from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
-from dataplane.model import ColumnSpec, PackPolicy, PackSpec
+from dataplane.model.changes import TakenDocument
+from dataplane.model.errors import ConfigError, CorruptShard, RowOutOfBounds
+from dataplane.model.records import ColumnSpec, PackPolicy, PackSpec
 from dataplane.plan.packs import Int64, Packs, packs_of, without
 from dataplane.rpc import tasks
 from dataplane.transforms.packing import LABELS, LENGTHS, PACKING, batch_columns, packed_columns

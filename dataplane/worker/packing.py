@@ -17,8 +17,8 @@ from msgspec.structs import astuple, replace
 
 from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, aligned, row_bytes
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec
 from dataplane.plan.packs import Packing, packing_of
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch, Column

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self
 
-from dataplane.machine import Pulse
+from dataplane.base.machine import Pulse
 from dataplane.rpc import sockets
 from dataplane.worker.forking import ForkedProcess, fork_server
 

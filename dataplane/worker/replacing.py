@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from dataplane.changes import ReplacedRow
-from dataplane.errors import ImageError
+from dataplane.model.changes import ReplacedRow
+from dataplane.model.errors import ImageError
 from dataplane.plan.tombstones import substitute, substitute_key
 from dataplane.rpc.tasks import Assemble, Origin
 from dataplane.worker.apart import OpenBlock

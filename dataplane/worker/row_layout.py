@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.arena.slab_layout import TEXTS
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.worker.columns import (
     NOTHING,
     BlockColumns,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataplane.errors import RowOutOfBounds
+from dataplane.model.errors import RowOutOfBounds
 from dataplane.worker.columns import (
     TABLE_WIDTH,
     BlockColumns,

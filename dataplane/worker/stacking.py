@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
 from dataplane.formats.arrays import record_batch
-from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, StackSpec
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.casts import converted
 from dataplane.transforms.columns import (

@@ -25,11 +25,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.changes import ReplacedRow
-from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
+from dataplane.base.machine import collect_rarely, limit_memory
 from dataplane.formats.faults import is_out_of_memory
-from dataplane.machine import collect_rarely, limit_memory
-from dataplane.model import Region
+from dataplane.model.changes import ReplacedRow
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
+from dataplane.model.records import Region
 from dataplane.rpc import local, tasks
 from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import Batch, Layout

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dataplane import collector
+from dataplane.base import collector
 
 # What imports make stays. Without this, Python looks at all that torch has made meanwhile, which
 # takes as long as the imports.
@@ -11,10 +11,10 @@ with collector.resting():
     from dataplane_torch.loader import DataLoader
 
 if TYPE_CHECKING:
-    from dataplane import errors as _errors
     from dataplane.client.statistics import Statistics, bound_of
-    from dataplane.errors import *  # noqa: F403
-    from dataplane.model import Topology
+    from dataplane.model import errors as _errors
+    from dataplane.model.errors import *  # noqa: F403
+    from dataplane.model.records import Topology
     from dataplane.transforms.mixture_options import Mixture, Source
     from dataplane.transforms.pack_options import Pack
     from dataplane.transforms.stacks import Stack
@@ -53,7 +53,7 @@ _MODULES = {
     "Source": "dataplane.transforms.mixture_options",
     "Stack": "dataplane.transforms.stacks",
     "Statistics": "dataplane.client.statistics",
-    "Topology": "dataplane.model",
+    "Topology": "dataplane.model.records",
     "bound_of": "dataplane.client.statistics",
 }
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     elif name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
-        from dataplane import errors
+        from dataplane.model import errors
         from dataplane.transforms.steps import registry
 
         if name == "__all__":

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_torch.loader import DataLoader
 from dataplane_torch.shards import Shards
 

@@ -19,12 +19,13 @@ from typing import Any, Final, cast
 from msgspec import Struct, structs
 from torch.utils.data import Dataset
 
-from dataplane import suffixes
+from dataplane.base import suffixes
+from dataplane.base.units import SECONDS_MAX, meant
 from dataplane.client import identity
 from dataplane.client.endpoint import Embedded, Endpoint, find_endpoint
 from dataplane.client.launch import BegunNode
-from dataplane.errors import ConfigError, ShardNotFound
-from dataplane.model import (
+from dataplane.model.errors import ConfigError, ShardNotFound
+from dataplane.model.records import (
     ColumnOptions,
     ImageSpec,
     MixUnit,
@@ -43,7 +44,6 @@ from dataplane.transforms.functions import function_name
 from dataplane.transforms.mixture_options import Mixture
 from dataplane.transforms.options import COLUMN_DEFAULTS, ROW_ARGUMENTS, column_options, view_of
 from dataplane.transforms.pack_options import balanced, pack_spec
-from dataplane.units import SECONDS_MAX, meant
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, check_texts, order_of
 from dataplane_torch.parts import RankParts, parts_of

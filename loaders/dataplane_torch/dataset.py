@@ -17,14 +17,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
+from dataplane.base.units import whole
 from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.mixing import catch_up, epoch_steps, place_of, state_at
 from dataplane.client.session import Session
-from dataplane.errors import ConfigError
-from dataplane.ledger import PLACE_MAX
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import PLACE_MAX
+from dataplane.model.records import MixHistory
 from dataplane.transforms.mixture_options import Mixture, Urls
-from dataplane.units import whole
-from dataplane.weights import MixHistory
 from dataplane_torch.arguments import job_of
 from dataplane_torch.epoch_reader import EpochReader
 from dataplane_torch.options import DEFAULTS, Arguments, UrlOptions, epoch_of, url_options

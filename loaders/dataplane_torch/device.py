@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from msgspec import Struct
 
+from dataplane.base.units import whole
 from dataplane.client.mount import Pinning
-from dataplane.errors import ConfigError
-from dataplane.units import whole
+from dataplane.model.errors import ConfigError
 from dataplane_torch.pinning import Cuda, DevicePinning
 from dataplane_torch.sending import Copy, CopyStream, moved
 

@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from dataplane.changes import MixAt
 from dataplane.client.mixing import asked_of, epoch_steps, follow
 from dataplane.client.session import Session
 from dataplane.client.stream import Batches, SlabStream
-from dataplane.errors import ConfigError
+from dataplane.model.changes import MixAt
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import MixHistory
 from dataplane.rpc import messages
-from dataplane.weights import MixHistory
 from dataplane_torch.sending import CopyStream, Sending
 from dataplane_torch.tensors import Batch, Decoder
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed
 
-from dataplane.errors import PeerLost, SpecMismatch
-from dataplane.model import Topology
+from dataplane.model.errors import PeerLost, SpecMismatch
+from dataplane.model.records import Topology
 from dataplane.transforms.pixels_advice import how_to_agree
 from dataplane_torch.torch_private.process_group import default_store
 

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypeVar, Unpack
 
-from dataplane import collector
-from dataplane.errors import ConfigError
-from dataplane.units import whole
+from dataplane.base import collector
+from dataplane.base.units import whole
+from dataplane.model.errors import ConfigError
 from dataplane_torch.arguments import (
     job_of,
     listed,

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict
 
 from msgspec import Struct
 
-from dataplane.config import RAISE, JobSpec
-from dataplane.errors import ConfigError, DataplaneError, RowOutOfBounds
-from dataplane.ledger import PLACE_MAX
-from dataplane.model import End
+from dataplane.base.units import whole
+from dataplane.model.config import RAISE, JobSpec
+from dataplane.model.errors import ConfigError, DataplaneError, RowOutOfBounds
+from dataplane.model.ledger import PLACE_MAX
+from dataplane.model.records import End
 from dataplane.rpc.bounds import NAME_LENGTH_MAX, check_name
 from dataplane.transforms.options import COLUMN_DEFAULTS, ColumnArguments, RowArguments
-from dataplane.units import whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dataplane.model import Topology
+    from dataplane.model.records import Topology
     from dataplane.transforms.pack_options import Pack
     from dataplane.transforms.steps.registry import Transform
 
@@ -190,8 +190,8 @@ def _parameters() -> Iterator[inspect.Parameter]:
 
 
 def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
+    from dataplane.base.units import meant, ways_to_set
     from dataplane.settings import BY_NAME
-    from dataplane.units import meant, ways_to_set
 
     said = f"{taker}() has no argument {name!r}"
     if name in BY_NAME:

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 from msgspec import Struct
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind, Topology
-from dataplane.units import meant, whole
+from dataplane.base.units import meant, whole
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Kind, Topology
 
 _SIDES: Final = (".is_null", ".length")
 """Endings of the columns that a loader adds to one: they belong to the same stages as that one."""

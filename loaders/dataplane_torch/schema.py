@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import Kind
+from dataplane.model.records import Kind
 from dataplane.rpc.messages import DescribedColumn
 from dataplane_torch.parts import RankParts
 from dataplane_torch.tensors import torch_dtype

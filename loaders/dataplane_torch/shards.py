@@ -26,7 +26,7 @@ from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import RowsDigest
 from dataplane.client.statistics import Statistics
-from dataplane.errors import ClosedError, ConfigError
+from dataplane.model.errors import ClosedError, ConfigError
 from dataplane.transforms.mixture_options import MixStep, weights_of
 from dataplane_torch.arguments import JobToOpen
 from dataplane_torch.device import Target

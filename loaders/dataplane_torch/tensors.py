@@ -15,8 +15,8 @@ import torch
 
 from dataplane.arena.slab_layout import SIDE_BYTES, side_count, texts
 from dataplane.client.stream import Batches
-from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane_torch.parts import RankParts
 from dataplane_torch.torch_private.memory import new_shared_storage
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from dataplane.client.meshes import is_mesh
 from dataplane.client.topology import MeshGiven, find_topology
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 from dataplane_torch.options import UrlOptions
 from dataplane_torch.torch_private.mesh import current_mesh, whole_mesh
 

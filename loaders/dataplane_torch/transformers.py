@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_torch.accelerate import EPOCH_KEY
 
 _NAME = "LoaderState"

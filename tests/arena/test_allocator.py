@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
-from dataplane.errors import ClosedError
+from dataplane.model.errors import ClosedError
 
 SIZE = 64 * GRANULE_BYTES
 actions = st.lists(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dataplane.arena import pages
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall, ClosedError
+from dataplane.model.errors import BudgetTooSmall, ClosedError
 
 SIZE = 1 << 20
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dataplane
 from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import ALIGN_BYTES, TEXTS
-from dataplane.model import ColumnSpec, Kind, Region
+from dataplane.model.records import ColumnSpec, Kind, Region
 from dataplane.rpc.messages import Column
 
 VARIABLE = [kind for kind in Kind if kind not in {Kind.FIXED, Kind.ARRAY}]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SLOTS_USUAL, Slots, plan_slots
-from dataplane.errors import ClosedError
-from dataplane.model import Region
+from dataplane.model.errors import ClosedError
+from dataplane.model.records import Region
 
 
 @given(arena=st.integers(0, 1 << 30), slot=st.integers(1, 1 << 26))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 
 def of(ours, torch, **case):

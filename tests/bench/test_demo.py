@@ -26,7 +26,7 @@ from dataplane_bench.demo.stages import DemoLength
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard
 

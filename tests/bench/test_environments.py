@@ -15,7 +15,7 @@ import pytest
 from dataplane_bench.environments import environment, python_of, versions
 from dataplane_bench.folders import bench_folder
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

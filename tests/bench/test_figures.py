@@ -16,7 +16,7 @@ from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 
 def only(report):

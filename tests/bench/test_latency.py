@@ -19,7 +19,7 @@ from dataplane_bench.trial.members import environment
 from dataplane_bench.workloads.storage import s3_storage
 from obstore.store import S3Store
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 DELAY_MS = 150.0
 LARGE = 32 << 20

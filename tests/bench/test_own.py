@@ -18,8 +18,8 @@ from dataplane_bench.workloads.own import own
 from servers import reach
 from shards import parquet_bytes
 
-from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
 from dataplane.index.indexing import index_dataset
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
 
 ROWS = 1000
 

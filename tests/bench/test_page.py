@@ -18,7 +18,7 @@ from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"

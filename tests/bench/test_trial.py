@@ -29,7 +29,7 @@ from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
 from dataplane_bench.trial import members, process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 AWRY = "bench_loaders:Loader"
 EXECUTED = members.executed

@@ -12,7 +12,7 @@ from fleet import Run, Service, node_processes
 from sabotage import sabotage
 from small_nodes import alone_and_small
 
-from dataplane.background import EXIT_DEFECT
+from dataplane.base.background import EXIT_DEFECT
 
 COUNT = 300
 OPTIONS = {"global_batch_size": 10}

@@ -22,8 +22,9 @@ from fleet import Run, Service
 from service_here import FileClock, service_here
 from small_nodes import alone_and_small
 
+from dataplane.base.trace import Trace
 from dataplane.cli import run as dataplane
-from dataplane.errors import AccessDenied, PeerLost
+from dataplane.model.errors import AccessDenied, PeerLost
 from dataplane.rpc import guard
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
@@ -31,7 +32,6 @@ from dataplane.security import private_file, tokens
 from dataplane.security.security import Security
 from dataplane.security.tls import Certificates, TlsFiles
 from dataplane.security.tokens import TokenSource
-from dataplane.trace import Trace
 
 COUNT = 300
 OLD, NEW = "the-old-token-of-this-test", "the-new-token-of-this-test"

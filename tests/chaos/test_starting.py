@@ -13,7 +13,7 @@ import pytest
 from dataplane_torch import DataLoader
 from fleet import Run, Service, free_address
 
-from dataplane.errors import DataStallError
+from dataplane.model.errors import DataStallError
 
 COUNT = 60
 OPTIONS = {"global_batch_size": 6, "columns": ["id"]}

@@ -20,7 +20,7 @@ import pytest
 from dataplane_torch import DataLoader
 from fleet import DATAPLANE, Service
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     BudgetTooSmall,
     ConfigError,
     CorruptShard,
@@ -146,8 +146,8 @@ def test_a_missing_service_is_reported(folder, monkeypatch):
 def test_two_ranks_with_different_seeds(tmp_path, folder):
     script = """
 import json, sys
-from dataplane.errors import DataplaneError
-from dataplane.model import Topology
+from dataplane.model.errors import DataplaneError
+from dataplane.model.records import Topology
 from dataplane_torch import DataLoader
 rank = int(sys.argv[1])
 with DataLoader(sys.argv[2], batch_size=4, shuffle=True, seed=rank,

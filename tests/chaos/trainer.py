@@ -14,7 +14,7 @@ from typing import Any
 
 from dataplane_torch import DataLoader
 
-from dataplane.model import Topology
+from dataplane.model.records import Topology
 
 
 def rows_of(batch: dict[str, Any]) -> list[list[Any]]:

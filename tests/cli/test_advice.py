@@ -8,7 +8,7 @@ from msgspec import structs
 from dataplane.client.statistics import Bound, Stage, Statistics
 from dataplane.commands.doctor_checks import Probe
 from dataplane.commands.doctor_run import TrialSetup, advice, verdict
-from dataplane.config import NodeConfig
+from dataplane.model.config import NodeConfig
 
 MIB = 1 << 20
 CONFIG = NodeConfig("/c", 64 * MIB, 128 * MIB, 16 * MIB, 2, 16, 30.0, 120.0, 30.0)

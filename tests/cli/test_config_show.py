@@ -11,7 +11,7 @@ from msgspec import structs
 
 from dataplane import settings
 from dataplane.cli import run
-from dataplane.config import VERSION
+from dataplane.model.config import VERSION
 from dataplane.transforms.pixels_library import maker
 
 

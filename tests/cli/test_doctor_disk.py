@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from dataplane.commands.doctor_checks import disk
-from dataplane.config import NodeConfig
+from dataplane.model.config import NodeConfig
 from dataplane.node.cache_folder import open_cache_folder
 from dataplane.settings import default_node_config
 

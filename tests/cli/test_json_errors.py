@@ -10,7 +10,7 @@ import pytest
 
 from dataplane.cli import cli, run
 from dataplane.commands import inspect
-from dataplane.config import VERSION
+from dataplane.model.config import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,11 +19,11 @@ from certificates import Authority
 from fleet import Service, free_address
 from trusted import TOKEN, TRUSTED
 
+from dataplane.base.machine import lock_holder
 from dataplane.cli import run
-from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.machine import lock_holder
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.rpc import local, names, sockets
 from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
 

@@ -14,11 +14,11 @@ from trusted import TOKEN, TRUSTED
 from dataplane.cli import run
 from dataplane.commands import output
 from dataplane.commands.status import _job_row, render
-from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (
     HeartbeatRequest,

@@ -19,11 +19,11 @@ from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
 from dataplane.commands.datasets import shown
-from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.ledger import Ledger, LedgerPosition
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.ledger import Ledger, LedgerPosition
+from dataplane.model.records import Topology
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,

@@ -8,9 +8,9 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from dataplane.client.state import RowsDigest
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, Cut, End, ImageSpec, View
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Cut, End, ImageSpec, View
 
 SPEC = JobSpec("f", seed=7, shuffle=True, lanes=4, window=16, global_batch=8)
 # (epoch, first cursor, last cursor) of passes, one after the other

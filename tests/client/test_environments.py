@@ -8,8 +8,8 @@ import pytest
 
 from dataplane.client import topology
 from dataplane.client.topology import ALONE, find_topology, from_environment
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 
 # docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
 TORCHRUN = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.meshes import BATCH_AXES, OTHER_AXES, SEQUENCE_AXES, STAGE_AXES, mesh_topology
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 
 @dataclass(frozen=True)

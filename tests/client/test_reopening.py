@@ -15,7 +15,7 @@ from openings import opening
 from dataplane.client import endpoint, waiting
 from dataplane.client.session import Session
 from dataplane.client.stream import SlabStream
-from dataplane.errors import (
+from dataplane.model.errors import (
     ClosedError,
     DatasetChangedError,
     DataStallError,

@@ -18,7 +18,7 @@ from dataplane.client.endpoint import Embedded, Served, find_endpoint
 from dataplane.client.launch import node_command
 from dataplane.client.session import Session
 from dataplane.client.stream import SlabStream
-from dataplane.errors import (
+from dataplane.model.errors import (
     ClosedError,
     ConfigError,
     DataStallError,

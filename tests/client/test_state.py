@@ -9,12 +9,12 @@ from manifests import small
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane import config
 from dataplane.client.state import RunState
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
-from dataplane.ledger import LedgerMark
-from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
+from dataplane.model import config
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError, SpecMismatch, VersionMismatch
+from dataplane.model.ledger import LedgerMark
+from dataplane.model.records import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
 from dataplane.plan.views import identity_of
 from dataplane.rpc.messages import JobOpened
 

@@ -16,7 +16,7 @@ from dataplane.client.statistics import (
     stages_waited_for,
     sum_of,
 )
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.rpc.messages import Batch, Slab, StageTimes
 
 us = st.integers(0, 10**9)

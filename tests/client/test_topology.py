@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dataplane.client.identity import job_id, launch_identity, node_name
 from dataplane.client.topology import LAUNCHERS, find_topology, from_environment
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 

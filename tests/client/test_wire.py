@@ -14,7 +14,7 @@ import pytest
 
 from dataplane.client.waiting import Notice
 from dataplane.client.wire import NoAnswer, Wire
-from dataplane.errors import PeerLost
+from dataplane.model.errors import PeerLost
 from dataplane.rpc import local
 from dataplane.rpc.messages import (
     EndOfStream,

@@ -10,14 +10,14 @@ from trusted import N0, OWN, TRUSTED, beat, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import (
+from dataplane.model.errors import (
     ConfigError,
     LeaseExpired,
     LeaseFenced,
     SpecMismatch,
     VersionMismatch,
 )
-from dataplane.model import ColumnOptions
+from dataplane.model.records import ColumnOptions
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import LeaveResponse, StatusRequest

@@ -27,8 +27,8 @@ from shards import (
     zipped,
 )
 
-from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.formats import registry
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 
 URL = "s3://bucket/folder/shard-00001"
 

@@ -14,7 +14,7 @@ import pytest
 from servers import S3Server
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import (
+from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,

@@ -14,14 +14,14 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig, Journal,
 from dataplane.coordinator.records import Forget, Incarnation, Keep, Member, Phase
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.coordinator.store import JobStore, _body
-from dataplane.errors import (
+from dataplane.model.errors import (
     ClosedError,
     ConfigError,
     DataStallError,
     LeaseExpired,
     NotWrittenError,
 )
-from dataplane.model import ColumnOptions, Topology
+from dataplane.model.records import ColumnOptions, Topology
 from dataplane.node.joining import patiently
 from dataplane.rpc.membership import StatusRequest
 

@@ -12,8 +12,8 @@ from membership import SPEC, beat, join, leave, progress
 
 from dataplane.coordinator.layout import Seats
 from dataplane.coordinator.records import Member, Phase
-from dataplane.errors import ConfigError, SpecMismatch
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError, SpecMismatch
+from dataplane.model.records import Topology
 
 
 def ask(machine, rank, dp_rank, dp_size=2, world=4, **more):

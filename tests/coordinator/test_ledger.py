@@ -10,13 +10,13 @@ from membership import join, leave, progress
 from msgspec import structs
 from msgspec.structs import replace
 
-from dataplane.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
 from dataplane.coordinator import ledger
 from dataplane.coordinator.records import LedgerRecord
-from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerEntry, LedgerPosition, faults
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import DatasetIdentity
+from dataplane.model.changes import Changes, ReplacedRow, Skip, Tombstone, changes_of
+from dataplane.model.config import MixtureSpec, SourceSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import LedgerEntry, LedgerPosition, faults
+from dataplane.model.records import DatasetIdentity, MixHistory, ShareChange
 from dataplane.rpc.membership import (
     ChangeRequest,
     JoinResponse,
@@ -25,7 +25,6 @@ from dataplane.rpc.membership import (
     RowsTaken,
     StepsSkipped,
 )
-from dataplane.weights import MixHistory, ShareChange
 
 HERE, ELSEWHERE = DatasetIdentity("c", "here"), DatasetIdentity("c", "elsewhere")
 

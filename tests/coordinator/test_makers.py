@@ -10,7 +10,7 @@ from membership import beat, join, leave, node, progress
 from msgspec import structs
 
 from dataplane.coordinator.makers import FEW, KEPT_S, NAMED_EVERY_S
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     KnownNodes,

@@ -17,7 +17,7 @@ from dataplane.coordinator.manifests import (
     READERS_MAX,
     ManifestTurns,
 )
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.sharing import ManifestState, ManifestTurn, NodeWork, ShareManifestRequest
 
 MAKE, WAIT, FETCH = ManifestTurn.MAKE, ManifestTurn.WAIT, ManifestTurn.FETCH

@@ -13,13 +13,13 @@ from machine import LEASE_S, Machine, other
 from membership import beat, join, leave, progress
 from msgspec import structs
 
-from dataplane.changes import EpochSteps
 from dataplane.coordinator import mixing
 from dataplane.coordinator.roster import Roster
-from dataplane.errors import ConfigError, DataplaneError
-from dataplane.ledger import LedgerPosition
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import End, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import MixtureSpec, SourceSpec
+from dataplane.model.errors import ConfigError, DataplaneError
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import End, Region
 from dataplane.node.following import Following
 from dataplane.rpc.membership import (
     ChangeRequest,

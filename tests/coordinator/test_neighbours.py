@@ -11,7 +11,7 @@ from machine import LEASE_S, Machine
 from membership import beat, join, leave, node, progress
 
 from dataplane.coordinator.records import Tick
-from dataplane.errors import ConfigError, LeaseExpired
+from dataplane.model.errors import ConfigError, LeaseExpired
 from dataplane.rpc.membership import HeartbeatRequest, NeighbourNode, StatusRequest
 
 NODES = ("n0", "n1", "n2")

@@ -16,7 +16,7 @@ from trusted import OWN, TOKEN, TRUSTED, beat, join, node
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import (
+from dataplane.model.errors import (
     ClosedError,
     ConfigError,
     DataplaneError,

@@ -5,11 +5,11 @@ from machine import LEASE_S, other
 from membership import VERSION, beat, join, leave, node, progress
 from msgspec import structs
 
-from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Member
 from dataplane.coordinator.state import CoordinatorState
-from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
-from dataplane.model import ColumnOptions
+from dataplane.model.config import PROTOCOL_VERSION
+from dataplane.model.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
+from dataplane.model.records import ColumnOptions
 from dataplane.rpc.membership import LeaveRequest, StatusRequest
 
 # -- generations: 1 ------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from dataplane.coordinator import roster as rosters
 from dataplane.coordinator.nodes import NODE_KEPT_S
 from dataplane.coordinator.records import Incarnation, Job, Member, Tick
 from dataplane.coordinator.state import JOB_KEPT_S
-from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, VersionMismatch
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError, LeaseExpired, LeaseFenced, VersionMismatch
+from dataplane.model.records import Topology
 from dataplane.rpc.membership import StatusRequest, StoreOutage
 
 # -- leases: 5, 6 --------------------------------------------------------------------------------

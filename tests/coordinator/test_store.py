@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from membership import SPEC
 from msgspec import structs
 
-from dataplane.config import JobSpec
 from dataplane.coordinator.records import (
     Forget,
     Incarnation,
@@ -25,9 +24,10 @@ from dataplane.coordinator.records import (
     Phase,
 )
 from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body, _read
-from dataplane.errors import ConfigError, NotWrittenError
-from dataplane.ledger import LedgerEntry, LedgerPosition
-from dataplane.model import (
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError, NotWrittenError
+from dataplane.model.ledger import LedgerEntry, LedgerPosition
+from dataplane.model.records import (
     ColumnOptions,
     Cut,
     DatasetIdentity,
@@ -165,7 +165,7 @@ def test_a_second_coordinator_on_the_same_file_is_refused(tmp_path, is_new):
     code = (
         "import sys\n"
         "from dataplane.coordinator import store\n"
-        "from dataplane.errors import ConfigError\n"
+        "from dataplane.model.errors import ConfigError\n"
         "store._LOCK_TIMEOUT_S = 0.1\n"
         "try: store.JobStore(sys.argv[1])\n"
         "except ConfigError as error: sys.stdout.write(str(error))\n"

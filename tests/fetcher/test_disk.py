@@ -18,7 +18,7 @@ import pytest
 from dataplane.arena.memfd import Arena
 from dataplane.fetcher.disk import Disk
 from dataplane.fetcher.kept_files import HEADER_BYTES, KeptFiles
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.rpc.fetches import (
     DiskBody,
     KeptFound,

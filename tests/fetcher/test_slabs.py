@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dataplane.fetcher.slabs import LATE_S, RULE, MadeSlabs, _Making
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.rpc.fetches import ReadSlab, SlabMaker
 
 LENGTH = 64 << 20

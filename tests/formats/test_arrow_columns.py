@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 from shards import MemoryShard, arrow_bytes, as_polars, raw_block
 
-from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
 from dataplane.formats import arrow_columns, arrow_ipc
 from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.flatbuf import root
 from dataplane.index import projection
 from dataplane.index.projection import Projection
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard, DataplaneError, SchemaMismatch
+from dataplane.model.records import Region
 from dataplane.plan.columns import ColumnPlaces
 
 ARROW = ArrowIpc()

@@ -22,10 +22,10 @@ from shards import (
     read_rows,
 )
 
-from dataplane.errors import CorruptShard
 from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.flatbuf import message_head
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import Region
 
 ARROW = ArrowIpc()
 TOKENS = pa.table({"ids": pa.FixedSizeListArray.from_arrays(np.arange(400_000, dtype="i4"), 100)})

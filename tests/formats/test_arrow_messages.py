@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 from shards import MemoryShard, arrow_bytes, decoded, read_rows, rows_of
 
-from dataplane.errors import ConfigError, CorruptShard
 from dataplane.formats import arrow_messages
 from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.arrow_messages import Window, file_footer, is_implied_by_size, messages_of
 from dataplane.formats.flatbuf import Head, message_head
+from dataplane.model.errors import ConfigError, CorruptShard
 
 ROWS_MAX = 160
 SCHEMAS = (

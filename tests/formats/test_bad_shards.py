@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from shards import MemoryShard, decoded, parquet_bytes, raw_block, read_rows
 
-from dataplane.errors import CorruptShard
 from dataplane.formats import registry
+from dataplane.model.errors import CorruptShard
 
 DAMAGE = {
     "arrow-truncated.arrow": r"truncated, its footer is missing",

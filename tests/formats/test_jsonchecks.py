@@ -11,9 +11,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import MemoryShard, decoded, json_lines, read_rows, zipped
 
-from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.joint_types import contradicts
 from dataplane.formats.jsonl import JsonLines
+from dataplane.model.errors import CorruptShard, SchemaMismatch
 
 JSONL = JsonLines()
 INT64_MAX, UINT64_MAX = 2**63 - 1, 2**64 - 1

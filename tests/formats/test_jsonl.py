@@ -11,10 +11,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import MemoryShard, json_lines, read_rows, zipped
 
-from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats import jsonl, source
 from dataplane.formats.jsonl import JsonLines
 from dataplane.formats.nulls import node_count
+from dataplane.model.errors import CorruptShard, SchemaMismatch
 
 JSONL = JsonLines()
 ROWS = st.lists(

@@ -19,10 +19,10 @@ from oracles import parquet_facts as oracle
 from oracles.thrift import struct
 from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw_block, read_rows
 
-from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.formats import parquet
 from dataplane.formats.parquet import Parquet
 from dataplane.formats.parquet_footers import FooterFacts, cut_footer, read_footer
+from dataplane.model.errors import ConfigError, CorruptShard, SchemaMismatch
 
 
 @hypothesis_settings(max_examples=40)

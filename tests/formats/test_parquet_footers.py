@@ -12,7 +12,7 @@ import pytest
 from dataplane.formats import parquet_footers
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, cut_footer, parsed
-from dataplane.model import Region
+from dataplane.model.records import Region
 
 
 def footer(rows: int = 3, name: str = "x", groups: int = 1) -> bytes:

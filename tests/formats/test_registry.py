@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane import suffixes
-from dataplane.errors import ConfigError
+from dataplane.base import suffixes
 from dataplane.formats import registry
+from dataplane.model.errors import ConfigError
 
 
 @pytest.mark.parametrize(

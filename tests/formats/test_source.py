@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import CorruptShard
 from dataplane.formats import source
 from dataplane.formats.source import inflate
+from dataplane.model.errors import CorruptShard
 
 
 def whole(content: bytes, piece: int = 1000) -> bytes:

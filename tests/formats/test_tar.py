@@ -13,9 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import MemoryShard, decoded, read_rows, tar_bytes, zipped
 
-from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.tar import FieldSurvey, Sample, Tar
 from dataplane.formats.tarheader import TarMember
+from dataplane.model.errors import CorruptShard, SchemaMismatch
 
 TAR = Tar()
 FORMS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)

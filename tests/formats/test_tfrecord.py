@@ -22,7 +22,6 @@ from shards import (
     zipped,
 )
 
-from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.example import (
     BYTES,
     FLOATS,
@@ -34,6 +33,7 @@ from dataplane.formats.example import (
 )
 from dataplane.formats.known_names import WORD_BYTES, KnownNames
 from dataplane.formats.tfrecord import TfRecord
+from dataplane.model.errors import CorruptShard, SchemaMismatch
 
 TF = TfRecord()
 KINDS = {"bytes_list": BYTES, "float_list": FLOATS, "int64_list": INTS}

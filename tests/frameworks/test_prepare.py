@@ -10,7 +10,7 @@ from accelerate.utils import DataLoaderConfiguration
 from dataplane_torch import DataLoader
 from dataplane_torch.accelerate import prepare
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

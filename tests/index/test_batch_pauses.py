@@ -17,7 +17,7 @@ from dataplane.index import batches, processes
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import ShardBatches
-from dataplane.model import ObjectInfo, StorePause
+from dataplane.model.records import ObjectInfo, StorePause
 from dataplane.rpc.fetches import StartFetching
 from dataplane.store.outage import Pauses
 from dataplane.store.retry import SLOW_DOWN

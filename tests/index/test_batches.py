@@ -17,12 +17,12 @@ from batched_index import indexing
 from servers import S3Server
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
 from dataplane.formats import registry
 from dataplane.index import batches, processes
 from dataplane.index.indexing import index_dataset
 from dataplane.index.run import IndexProgress
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard, DataplaneError, SchemaMismatch
+from dataplane.model.records import Region
 
 COUNT = 23
 TABLE = pa.table({"id": range(60), "text": ["x" * 20] * 60, "v": [[1, 2], None, []] * 20})

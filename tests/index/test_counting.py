@@ -17,15 +17,15 @@ from counted import Counted
 from msgspec import structs
 from shards import parquet_bytes
 
-from dataplane.config import NodeConfig
-from dataplane.errors import BudgetTooSmall, CorruptShard
 from dataplane.index.block_counts import counts_of
 from dataplane.index.counting import counted
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import IndexProgress, StoredShard
 from dataplane.index.viewing import viewed
-from dataplane.model import View
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import BudgetTooSmall, CorruptShard
+from dataplane.model.records import View
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import tasks
 from dataplane.settings import default_node_config

@@ -9,8 +9,8 @@ import pytest
 from awry import Awry, Mood
 from shards import json_lines, parquet_bytes
 
-from dataplane.errors import CorruptShard, DatasetChangedError, ShardNotFound, StoreError
 from dataplane.index.indexing import index_dataset
+from dataplane.model.errors import CorruptShard, DatasetChangedError, ShardNotFound, StoreError
 from dataplane.store.connect import Stores
 
 A, B = (parquet_bytes(pa.table({"id": [n] * 10})) for n in (0, 1))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dataplane.errors import CorruptShard
-from dataplane.model import Region
+from dataplane.model.errors import CorruptShard
+from dataplane.model.records import Region
 from dataplane.rpc import local, sockets, tasks
 from dataplane.worker.forking import fork_server
 

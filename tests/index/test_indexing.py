@@ -11,19 +11,19 @@ import pytest
 from counted import Counted
 from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes, zipped
 
-from dataplane.errors import (
+from dataplane.formats import registry
+from dataplane.formats.unsupported import Difference, differing, refuse_differing
+from dataplane.index import journal
+from dataplane.index.indexing import index_dataset, open_dataset
+from dataplane.index.run import IndexProgress
+from dataplane.model.errors import (
     ConfigError,
     CorruptShard,
     DatasetChangedError,
     SchemaMismatch,
     ShardNotFound,
 )
-from dataplane.formats import registry
-from dataplane.formats.unsupported import Difference, differing, refuse_differing
-from dataplane.index import journal
-from dataplane.index.indexing import index_dataset, open_dataset
-from dataplane.index.run import IndexProgress
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.plan.manifest import Manifest
 
 

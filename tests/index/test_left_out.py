@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.index.indexing import index_dataset
 from dataplane.index.run import BatchEnd, StoredShard
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store.local import LocalStore
 
 

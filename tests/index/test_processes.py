@@ -21,17 +21,17 @@ from no_forks import NO_MORE, no_forks
 from shards import MemoryShard, arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
-from dataplane.errors import (
+from dataplane.formats import registry
+from dataplane.index.indexing import index_dataset
+from dataplane.index.processes import IndexProcesses
+from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
     DataplaneError,
     DataStallError,
     StoreUnavailable,
 )
-from dataplane.formats import registry
-from dataplane.index.indexing import index_dataset
-from dataplane.index.processes import IndexProcesses
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.store.local import LocalStore
 from dataplane.worker.limits import WorkerBytes

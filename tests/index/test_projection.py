@@ -19,13 +19,13 @@ from raw_trainer import Node, Trainer
 from servers import S3Server
 from shards import NESTED, NESTED_ROWS, MemoryShard, arrow_bytes, parquet_bytes, raw_block
 
-from dataplane.errors import ConfigError
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
 from dataplane.index import projection
 from dataplane.index.indexing import index_dataset
 from dataplane.index.projection import EDGE_BYTES_MIN, Projection
-from dataplane.model import ColumnOptions, Region
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Region
 from dataplane.plan.columns import ColumnPlaces
 from dataplane.rpc import messages
 from dataplane.scheduler.dataset import GAP_BYTES_MIN

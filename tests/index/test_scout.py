@@ -20,14 +20,14 @@ from msgspec import structs
 from servers import S3Server
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane import machine
-from dataplane.errors import CorruptShard
+from dataplane.base import machine
 from dataplane.formats import registry
 from dataplane.formats.first_reads import PROBE_BYTES, first_reads
 from dataplane.index import scout as scouts
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import open_manifest
 from dataplane.index.scout import Scouted
+from dataplane.model.errors import CorruptShard
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores, open_store

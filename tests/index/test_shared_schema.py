@@ -26,14 +26,14 @@ from shards import (
 )
 
 from dataplane.commands.datasets import read_block
-from dataplane.errors import SchemaMismatch
 from dataplane.formats import registry
 from dataplane.formats.joint_types import is_readable_as, joint_type, same_type
 from dataplane.formats.tar import Tar
 from dataplane.formats.unsupported import Difference, differing, refuse_differing
 from dataplane.index.indexing import index_dataset
 from dataplane.index.shared_schema import SharedSchema
-from dataplane.model import ColumnOptions, NullPolicy
+from dataplane.model.errors import SchemaMismatch
+from dataplane.model.records import ColumnOptions, NullPolicy
 from dataplane.plan.columns import UNKNOWN
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.views import identity_of

@@ -14,7 +14,7 @@ from dataplane.coordinator.refusals import check_work
 from dataplane.index import slow
 from dataplane.index.run import IndexProgress
 from dataplane.index.slow import LongWork, all_work, work_on
-from dataplane.model import View
+from dataplane.model.records import View
 from dataplane.node.manifests import ManifestSources
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import NodeWork

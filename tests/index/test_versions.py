@@ -14,11 +14,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hub import Hub, hub_server
 
 from dataplane.commands.datasets import facts
-from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.index.indexing import index_dataset
+from dataplane.model.errors import DatasetChangedError, ShardNotFound, StoreDenied
+from dataplane.model.redact import hub_parts
 from dataplane.plan.texts import Texts
 from dataplane.plan.views import relative_names
-from dataplane.redact import hub_parts
 from dataplane.security.urls import covers
 from dataplane.store.connect import Stores
 from dataplane.store.policy import UrlPolicy

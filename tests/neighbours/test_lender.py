@@ -28,9 +28,9 @@ from lender_bench import (
 )
 from msgspec.structs import replace
 
-from dataplane.errors import PeerLost
-from dataplane.machine import raise_descriptor_limit
-from dataplane.model import Region
+from dataplane.base.machine import raise_descriptor_limit
+from dataplane.model.errors import PeerLost
+from dataplane.model.records import Region
 from dataplane.neighbours import handshake, wire
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour

@@ -25,7 +25,7 @@ from lender_bench import (
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.model import BlockForm, Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc import lending, local
 from dataplane.security.admission import AdmissionRules

@@ -30,10 +30,10 @@ from lender_bench import (
 )
 from msgspec.structs import replace
 
-from dataplane.config import PeerTls
-from dataplane.errors import NeighbourGone
-from dataplane.machine import raise_descriptor_limit
-from dataplane.model import Region
+from dataplane.base.machine import raise_descriptor_limit
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import Region
 from dataplane.neighbours import wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.connection import LoanStage

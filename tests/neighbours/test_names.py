@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.neighbours.asking import Names
 from dataplane.rpc.address import TcpAddress
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.model import BlockForm, Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.wire import Answer, Outcome, Request, WrongFrameError
 from dataplane.rpc.fetches import Neighbour, ReadRange, ToFetcher

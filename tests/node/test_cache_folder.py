@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError
 from dataplane.node.cache_folder import FolderTakenError, folder_of, open_cache_folder
 from dataplane.settings import default_node_config
-from dataplane.trace import Trace
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.node import categories
 from dataplane.node.categories import Categories, CategoryReader, DistinctValues
 

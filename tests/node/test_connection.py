@@ -18,9 +18,10 @@ import pytest
 from openings import opening
 from raw_trainer import Node, Trainer
 
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import ConfigError, PeerLost
-from dataplane.model import Topology
+from dataplane.base.trace import Trace
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import ConfigError, PeerLost
+from dataplane.model.records import Topology
 from dataplane.node.door import Door
 from dataplane.node.server import (
     _MESSAGES_A_TURN,
@@ -30,7 +31,6 @@ from dataplane.node.server import (
     _Process,
 )
 from dataplane.rpc import local, messages, sockets
-from dataplane.trace import Trace
 
 HELLO = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
 

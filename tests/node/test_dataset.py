@@ -10,9 +10,9 @@ import pytest
 from manifests import small
 from msgspec.structs import replace
 
-from dataplane.config import JobSpec
 from dataplane.index.indexing import open_dataset
-from dataplane.model import ColumnOptions, NullPolicy, Region, View
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ColumnOptions, NullPolicy, Region, View
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.row_layout import stored_bytes

@@ -12,8 +12,8 @@ from scheduler_world import PAGE, World
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
-from dataplane.errors import CorruptShard, DataplaneError, NeighbourGone
-from dataplane.model import Region, Stream, Topology
+from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone
+from dataplane.model.records import MixHistory, Region, ShareChange, Stream, Topology
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DelegatedJob, DeliveryArena
@@ -21,7 +21,6 @@ from dataplane.rpc import fetches, making, messages, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.scheduler import events
 from dataplane.scheduler.events import GiveUpSlab
-from dataplane.weights import MixHistory, ShareChange
 
 DIGEST, ROOM, PLACE = "d" * 32, 4096, Topology(1, 2, 1, 2, 1, 2)
 WEIGHTS = MixHistory((ShareChange(0, 0, (1, 2)), ShareChange(3, 64, (2, 1))), 90)

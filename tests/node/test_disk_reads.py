@@ -11,8 +11,8 @@ import pytest
 from fetching import BODY, LENGTH, node
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, NotKept
-from dataplane.model import Region
+from dataplane.model.errors import DataplaneError, NotKept
+from dataplane.model.records import Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.kept import KeptBlocks

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from dataplane.errors import ConfigError
+from dataplane.base.trace import Trace
+from dataplane.model.errors import ConfigError
 from dataplane.node import door as doors
 from dataplane.node.door import Door
 from dataplane.rpc import sockets
-from dataplane.trace import Trace
 
 
 class Visitor:

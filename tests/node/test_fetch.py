@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles

@@ -19,7 +19,9 @@ from fetching import ARENA_BYTES, BODY, LENGTH, PARTS, TIMEOUT_S, URL, awry, nod
 from servers import S3Server, reach
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import (
+from dataplane.fetcher.limits import READS_MAX
+from dataplane.fetcher.process import Reads
+from dataplane.model.errors import (
     DataplaneError,
     DatasetChangedError,
     ShardNotFound,
@@ -27,9 +29,7 @@ from dataplane.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
-from dataplane.fetcher.limits import READS_MAX
-from dataplane.fetcher.process import Reads
-from dataplane.model import Region, StorePause
+from dataplane.model.records import Region, StorePause
 from dataplane.rpc import fetches, local, sockets, tasks
 from dataplane.store.connect import open_store
 from dataplane.store.outage import Pauses

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataplane.changes import EpochSteps
-from dataplane.errors import DataStallError
-from dataplane.ledger import LedgerPosition
-from dataplane.model import End, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.errors import DataStallError
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import End, Region
 from dataplane.node.following import Following
 from dataplane.rpc.membership import MemberVerdict, MixProposal
 from dataplane.rpc.messages import Batch, Slab

@@ -11,12 +11,13 @@ import pytest
 from membership import join, node, progress
 from msgspec.structs import replace
 
-from dataplane.changes import EpochSteps
-from dataplane.config import VERSION
+from dataplane.base.trace import Trace
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.errors import DataStallError, LeaseFenced
-from dataplane.ledger import LedgerPosition
-from dataplane.model import End, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import VERSION
+from dataplane.model.errors import DataStallError, LeaseFenced
+from dataplane.model.ledger import LedgerPosition
+from dataplane.model.records import End, Region
 from dataplane.node import heartbeat
 from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
@@ -34,7 +35,6 @@ from dataplane.rpc.membership import (
 from dataplane.rpc.messages import Batch, Slab
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 
 
 def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dataplane.config import JobSpec
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import Topology, View
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
+from dataplane.model.records import Topology, View
 from dataplane.node.jobs import _advice
 from dataplane.plan.defaults import GIB, BlockSizes
 from dataplane.transforms.images import image_specs

@@ -19,10 +19,11 @@ from fleet import Service, free_address
 from msgspec.structs import replace
 from raw_trainer import Trainer
 
+from dataplane.base.trace import Trace
 from dataplane.cli import run
-from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec, NodeConfig
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.model import Topology
+from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec, NodeConfig
+from dataplane.model.records import Topology
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
 from dataplane.node.replaced import ReplacedRows
@@ -36,7 +37,6 @@ from dataplane.security.node_identity import own_identity
 from dataplane.security.security import Security
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 
 SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
 

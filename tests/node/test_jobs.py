@@ -16,10 +16,11 @@ from msgspec import structs
 from openings import opening
 
 from dataplane.arena.memfd import Arena
-from dataplane.config import VERSION
+from dataplane.base.trace import Trace
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.errors import ConfigError
 from dataplane.index.indexing import open_dataset
+from dataplane.model.config import VERSION
+from dataplane.model.errors import ConfigError
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -42,7 +43,6 @@ from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from lender import BLOCK_BYTES, DATASET, GENERATION, JOB, free, lending_node
 
-from dataplane.errors import NeighbourGone
-from dataplane.model import BlockForm, Region
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc.lending import Asked
 from dataplane.worker.forking import fork_server

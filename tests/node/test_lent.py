@@ -16,8 +16,8 @@ from scheduler_world import World
 from small_engine import SmallEngine
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import ClosedError
-from dataplane.model import BlockForm, Region
+from dataplane.model.errors import ClosedError
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.block_read import RUN_PARTS, BlockRead
 from dataplane.node.dataset import Dataset, dataset_of

@@ -16,8 +16,9 @@ import pytest
 from making_node import JOB, REFUSED, SLOT_BYTES, UNKNOWN, Given, MakerNode, maker_node, of, play
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError, CorruptShard, NeighbourGone
-from dataplane.model import ColumnOptions, Exhausted, Stream, View
+from dataplane.base.units import IMPORT_PATH_VARIABLE
+from dataplane.model.errors import ConfigError, CorruptShard, NeighbourGone
+from dataplane.model.records import ColumnOptions, Exhausted, MixHistory, ShareChange, Stream, View
 from dataplane.node.asked_stream import HELD_S, PATIENCE_S
 from dataplane.node.making import JOB_IDLE_S
 from dataplane.node.making_places import STREAM_IDLE_S
@@ -32,8 +33,6 @@ from dataplane.rpc.messages import (
     SourceAsked,
     Working,
 )
-from dataplane.units import IMPORT_PATH_VARIABLE
-from dataplane.weights import MixHistory, ShareChange
 from dataplane.worker.forking import fork_server
 
 

@@ -12,10 +12,10 @@ import pytest
 from msgspec import structs
 from shards import arrow_bytes
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ShardNotFound
 from dataplane.index.indexing import index_dataset
-from dataplane.model import Region, View
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ShardNotFound
+from dataplane.model.records import Region, View
 from dataplane.node.manifests import EarlyOpening, ManifestSources
 from dataplane.rpc.messages import DatasetSource
 from dataplane.settings import default_node_config

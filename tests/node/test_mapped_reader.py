@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError
 from dataplane.node.found_once import FoundOnce
 from dataplane.node.mapped_reader import check_allowed
 

@@ -16,9 +16,9 @@ from awry import Awry
 from fetching import BODY, LENGTH, PARTS, URL, Node, awry, node
 from lender import BLOCK_BYTES, LendingNode, lending_node
 
-from dataplane.errors import DataplaneError, NeighbourGone
 from dataplane.fetcher.neighbours import FAILURES_MAX
-from dataplane.model import BlockForm, Region, StorePause
+from dataplane.model.errors import DataplaneError, NeighbourGone
+from dataplane.model.records import BlockForm, Region, StorePause
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.lending import Asked

@@ -10,13 +10,13 @@ import pytest
 from no_forks import NO_MORE, no_forks
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, StoreError
-from dataplane.model import Region
+from dataplane.base.trace import Trace
+from dataplane.model.errors import DataplaneError, StoreError
+from dataplane.model.records import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, tasks
 from dataplane.store.connect import connect
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 from dataplane.worker import forking
 
 ARENA_BYTES = 1 << 20

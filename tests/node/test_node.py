@@ -16,15 +16,15 @@ import pytest
 from raw_trainer import ROWS, Node, Trainer, expected, raw_socket, rows_of, table
 from servers import S3Server
 
-from dataplane.config import PROTOCOL_VERSION, VERSION
-from dataplane.errors import (
+from dataplane.model.config import PROTOCOL_VERSION, VERSION
+from dataplane.model.errors import (
     BudgetTooSmall,
     ConfigError,
     ShardNotFound,
     SpecMismatch,
     VersionMismatch,
 )
-from dataplane.model import ColumnOptions, End
+from dataplane.model.records import ColumnOptions, End
 from dataplane.rpc import messages
 
 # -- the protocol ----------------------------------------------------------------------------

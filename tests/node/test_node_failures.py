@@ -18,7 +18,7 @@ import pytest
 from fleet import kill_workers
 from raw_trainer import ROWS, Batches, Node, Trainer, expected, rows_of
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     CorruptShard,
     DatasetChangedError,
     DataStallError,

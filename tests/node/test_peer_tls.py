@@ -13,11 +13,11 @@ from certificates import Authority
 from fetching import LENGTH, URL
 from slab_makers import SLOT_BYTES, SLOTS, Maker, Reader, makers, reader
 
-from dataplane.config import PeerTls
-from dataplane.errors import NeighbourGone
 from dataplane.fetcher.hedging import READS_MIN
 from dataplane.fetcher.neighbours import FAILURES_MAX
-from dataplane.model import BlockForm, Region
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import NeighbourGone
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.handshake import ONE_SIDE
 from dataplane.rpc import fetches, tasks
 from dataplane.worker.forking import fork_server

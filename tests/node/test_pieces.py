@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from raw_trainer import Batches, Node, Trainer
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.steps.registry import RandomResizedCrop
 

@@ -10,9 +10,9 @@ import pytest
 from membership import SPEC, join
 from msgspec import structs
 
-from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.errors import SpecMismatch
+from dataplane.model.config import VERSION
+from dataplane.model.errors import SpecMismatch
 from dataplane.node.places import NodePlaces
 from dataplane.rpc.membership import (
     JoinRequest,

@@ -13,8 +13,8 @@ import pytest
 from no_forks import no_forks
 from pool_bench import OTHER, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
-from dataplane.errors import ClosedError, CorruptShard, DataplaneError, DatasetChangedError
-from dataplane.model import Region
+from dataplane.model.errors import ClosedError, CorruptShard, DataplaneError, DatasetChangedError
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.worker.forking import ForkedProcess
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.node.block_read import BlockRead
 from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import REMEMBERED_MAX, Preambles

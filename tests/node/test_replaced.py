@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dataplane.changes import ReplacedRow
+from dataplane.base.trace import Trace
+from dataplane.model.changes import ReplacedRow
 from dataplane.node.replaced import ReplacedRows
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
-from dataplane.trace import Trace
 
 
 def test_what_another_node_says_is_cut_and_without_secrets() -> None:

@@ -13,8 +13,8 @@ from kernels import without
 from pictures import drawn, encoded
 
 from dataplane.arena.allocator import Allocator
-from dataplane.config import JobSpec
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind, Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard

@@ -12,9 +12,10 @@ from other_orders import Backwards, Concatenated
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
-from dataplane.config import JobSpec
+from dataplane.base.trace import Trace
 from dataplane.index.indexing import open_dataset
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -29,7 +30,6 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
-from dataplane.trace import Trace
 
 MIB = 1 << 20
 ROWS = 20

@@ -13,11 +13,11 @@ from lender import LendingNode, lending_node
 from manifests import small
 from msgspec import Struct, structs
 
-from dataplane.config import VERSION, NodeConfig
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
-from dataplane.errors import AccessDenied, PeerLost, StoreError
 from dataplane.index.slow import work_on
-from dataplane.model import View
+from dataplane.model.config import VERSION, NodeConfig
+from dataplane.model.errors import AccessDenied, PeerLost, StoreError
+from dataplane.model.records import View
 from dataplane.node import lent_manifests, shared_manifests
 from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.shared_manifests import SharedManifests, Wanted

@@ -19,7 +19,7 @@ from PIL import Image
 from raw_trainer import Batches, Node, Trainer
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN
-from dataplane.errors import DatasetChangedError
+from dataplane.model.errors import DatasetChangedError
 from dataplane.rpc import messages
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.steps.registry import CenterCrop, RandomResizedCrop

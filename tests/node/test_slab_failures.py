@@ -18,7 +18,7 @@ from slab_makers import (
     reader,
 )
 
-from dataplane.errors import NeighbourGone
+from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours import wire
 from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.worker.forking import fork_server

@@ -23,9 +23,9 @@ from slab_makers import (
     reader,
 )
 
-from dataplane.errors import ClosedError, NeighbourGone
 from dataplane.fetcher.limits import SLABS_MAX
-from dataplane.model import BlockForm, Region
+from dataplane.model.errors import ClosedError, NeighbourGone
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.rpc.lending import Asked
 from dataplane.store.connect import open_store

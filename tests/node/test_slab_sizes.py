@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataplane.config import JobSpec
 from dataplane.index.indexing import index_dataset
-from dataplane.model import ColumnOptions
+from dataplane.model.config import JobSpec
+from dataplane.model.records import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.transforms.images import image_specs

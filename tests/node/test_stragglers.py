@@ -10,7 +10,7 @@ from awry import Awry, Mood
 from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, node
 
 from dataplane.fetcher.hedging import READS_MIN
-from dataplane.model import StorePause
+from dataplane.model.records import StorePause
 from dataplane.store.connect import open_store
 from dataplane.worker.forking import fork_server
 

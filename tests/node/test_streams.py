@@ -9,7 +9,7 @@ import pytest
 from openings import opening
 from small_engine import SmallEngine
 
-from dataplane.model import Region, Stream, Topology, View
+from dataplane.model.records import Region, Stream, Topology, View
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
 from dataplane.node.opener import Opened, OpenedJob

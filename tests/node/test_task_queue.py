@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.node.pool_worker import PoolTask
 from dataplane.node.task_queue import AHEAD, LIVE_S, LONG_S, TaskQueue
 from dataplane.rpc import tasks

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from raw_trainer import Node, Trainer
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
 from dataplane.formats.conform import check_columns, check_shard
 from dataplane.index.indexing import open_dataset
-from dataplane.model import ColumnOptions
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.datasets import Datasets
 from dataplane.plan.manifest import Manifest

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from msgspec import Struct
 from oracles.rows import NumpyRows
 
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import PackSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import PackSpec
 from dataplane.transforms.packing import LENGTHS
 from dataplane.worker import drawn_packs
 from dataplane.worker.columns import Bytes, Ints, RowIndex

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec
 from dataplane.worker.columns import (
     BlockColumns,
     Bytes,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataplane.model import Exhausted
+from dataplane.model.records import Exhausted
 from dataplane.plan.advice import advice, blocks_per_batch, memory
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.counting import quantised

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from plan import golden, plain
 
-from dataplane.model import Exhausted, PackPolicy, PackSpec
+from dataplane.model.records import Exhausted, PackPolicy, PackSpec
 from dataplane.plan.balance import numbered
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of

@@ -9,14 +9,13 @@ from hypothesis import assume, given, settings
 from plan import golden
 from plan.test_mixture import everything, mixtures, order_of, twin_of
 
-from dataplane.changes import step_count
-from dataplane.errors import ConfigError
-from dataplane.model import End, Exhausted
+from dataplane.model.changes import step_count
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, Exhausted, ScheduledShares, ShareChange
 from dataplane.plan import mixture
 from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled, steps_before
 from dataplane.plan.counting import CountingTree, quantised
 from dataplane.plan.mixture import Mixed, plan_of
-from dataplane.weights import ScheduledShares, ShareChange
 
 modest = settings(max_examples=60)
 places = st.tuples(st.integers(0, 2), st.integers(0, 80))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan import columns
 from dataplane.plan.columns import ColumnPlaces, NullCounts, PlacesPart
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from plan import golden, plain
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan.counting import (
     SHARES_SUM,
     SLOTS_MAX,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dataplane.changes import EpochSteps
-from dataplane.errors import ConfigError
-from dataplane.model import End, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, Region
 from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.explain import explain as explained_steps

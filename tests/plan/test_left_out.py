@@ -10,12 +10,19 @@ from msgspec.structs import replace
 from plan import golden, plain
 from plan.test_trail import manifest_of, shards
 
-from dataplane.changes import Changes, EpochSteps, Gaps, Skip, TakenDocument, Tombstone, rows_layout
 from dataplane.client.state import RowsDigest
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import DatasetIdentity, End, Exhausted, PackSpec, Region, Stream, View
+from dataplane.model.changes import (
+    Changes,
+    EpochSteps,
+    Gaps,
+    Skip,
+    TakenDocument,
+    Tombstone,
+    rows_layout,
+)
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import DatasetIdentity, End, Exhausted, PackSpec, Region, Stream, View
 from dataplane.plan.orders import delivered_order, job_order
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.slices import Slice

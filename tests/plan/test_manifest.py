@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from manifests import small
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import ObjectInfo, Region
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import ObjectInfo, Region
 from dataplane.plan.columns import ColumnPlaces
 from dataplane.plan.manifest import Manifest, sealed, unsealed
 from dataplane.plan.shards import IndexedShard

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import assume, given, settings
 from plan import golden, plain
 
-from dataplane.errors import ConfigError
-from dataplane.model import Exhausted
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Exhausted, ShareChange
 from dataplane.plan import mixed_order
 from dataplane.plan.counting import quantised
 from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.permute import key
-from dataplane.weights import ShareChange
 
 modest = settings(max_examples=100)
 layouts = st.lists(st.integers(1, 12), min_size=1, max_size=6)

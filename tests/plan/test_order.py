@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from plan import golden, plain
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.plan import windows
 from dataplane.plan.order import WINDOW_MAX, Order, upcoming
 

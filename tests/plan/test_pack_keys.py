@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from plan import plain
 
-from dataplane.errors import ConfigError
-from dataplane.model import Exhausted
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Exhausted
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from oracles import best_fit as oracle
 from plan import golden, plain
 
-from dataplane.changes import TakenDocument
-from dataplane.model import LongPolicy, PackPolicy, PackSpec
+from dataplane.model.changes import TakenDocument
+from dataplane.model.records import LongPolicy, PackPolicy, PackSpec
 from dataplane.plan import advice
 from dataplane.plan import packs as product
 from dataplane.plan.loops import best_fit, best_fit_count

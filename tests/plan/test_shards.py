@@ -16,15 +16,15 @@ import pytest
 from hypothesis import example, given, settings
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError, CorruptShard
 from dataplane.index.journal import IndexJournal
-from dataplane.model import Region
+from dataplane.model.errors import ConfigError, CorruptShard
+from dataplane.model.records import Region
+from dataplane.model.redact import unsigned
 from dataplane.plan.loops import lay_records
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard, ShardTable
 from dataplane.plan.texts import Texts
 from dataplane.plan.views import identity_of, relative_names
-from dataplane.redact import unsigned
 
 modest = settings(max_examples=60)
 numbers = st.integers(0, 2**63 - 1)

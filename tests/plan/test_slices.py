@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from dataplane.changes import EpochSteps
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.mixture import MixtureSpec, SourceSpec
-from dataplane.model import End, PackPolicy, PackSpec, View
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, PackPolicy, PackSpec, View
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 

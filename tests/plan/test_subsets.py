@@ -9,8 +9,8 @@ from hypothesis import given
 from manifests import small
 from plan import golden, plain
 
-from dataplane.errors import ConfigError
-from dataplane.model import View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.permute import Domain, key
 from dataplane.plan.shards import starts_of

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from manifests import small
 from plan import golden, plain
 
-from dataplane.changes import EpochSteps
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import End, Region
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import End, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.orders import order_of
 from dataplane.plan.shards import Shard

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from plan import plain
 
-from dataplane.changes import EpochSteps
-from dataplane.model import End, Region, View
+from dataplane.model.changes import EpochSteps
+from dataplane.model.records import End, Region, View
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.shards import Shard

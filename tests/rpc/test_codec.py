@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openings import opening
 
-from dataplane import config, errors, model
-from dataplane.changes import TakenDocument
+from dataplane.model import config, errors, records
+from dataplane.model.changes import TakenDocument
 from dataplane.rpc import (
     bounds,
     codec,
@@ -47,31 +47,33 @@ names = st.text(max_size=20)
 u63 = st.integers(0, 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 images = st.builds(
-    model.ImageSpec,
+    records.ImageSpec,
     column=names,
     height=u63,
     width=u63,
-    cut=st.sampled_from(model.Cut),
+    cut=st.sampled_from(records.Cut),
     resize=st.lists(u63).map(tuple),
     scale=st.lists(finite).map(tuple),
     flip=finite,
     dtype=names,
     mean=st.lists(finite).map(tuple),
-    decode=st.sampled_from(model.Decoding),
+    decode=st.sampled_from(records.Decoding),
 )
 of_columns = st.builds(
-    model.ColumnOptions,
+    records.ColumnOptions,
     columns=st.lists(names).map(tuple),
-    lists=st.sampled_from(model.ListPolicy),
+    lists=st.sampled_from(records.ListPolicy),
     fill_null=st.lists(st.tuples(names, finite)).map(tuple),
     pad_value=st.lists(st.tuples(names, finite)).map(tuple),
     pad_value_all=st.none() | finite,
     max_length=st.lists(st.tuples(names, u63)).map(tuple),
     max_length_all=u63,
-    truncation_side=st.sampled_from(model.TruncationSide),
+    truncation_side=st.sampled_from(records.TruncationSide),
     codes=st.lists(names).map(tuple),
     dtype=st.lists(st.tuples(names, names)).map(tuple),
-    stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
+    stack=st.lists(st.builds(records.StackSpec, names, st.lists(names).map(tuple), names)).map(
+        tuple
+    ),
 )
 specs = st.builds(
     config.JobSpec,
@@ -81,7 +83,7 @@ specs = st.builds(
     lanes=u63,
     window=u63,
     global_batch=u63,
-    end=st.sampled_from(model.End),
+    end=st.sampled_from(records.End),
     transforms=st.lists(images).map(tuple),
     column_options=of_columns,
 )
@@ -89,7 +91,7 @@ specs = st.builds(
 
 @given(spec=specs)
 def test_a_spec_survives_both_wires_with_its_digest(spec):
-    job = membership.JoinRequest("j", "d", spec, model.Topology(), "i", "m", "n", 1)
+    job = membership.JoinRequest("j", "d", spec, records.Topology(), "i", "m", "n", 1)
     call = convert.decode(membership.JoinRequest, convert.encode(job))
     for copy in (codec.decode(config.JobSpec, codec.encode(spec)), call.spec):
         assert copy == spec
@@ -111,7 +113,7 @@ u32 = st.integers(0, 2**32 - 1)
 @given(first=u63, stride=st.integers(1, 2**40), sizes=st.lists(st.tuples(u32, u32), max_size=9))
 def test_batches_keep_their_steps_rows_and_padding(first, stride, sizes):
     batches = tuple(messages.Batch(first + i * stride, *size) for i, size in enumerate(sizes))
-    slab = messages.Slab(1, 2, model.Region(0, 64), batches, b"")
+    slab = messages.Slab(1, 2, records.Region(0, 64), batches, b"")
     assert codec.decode(messages.Slab, codec.encode(slab)) == slab
 
 

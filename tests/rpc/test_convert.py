@@ -5,9 +5,9 @@ import threading
 import msgspec
 import pytest
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, Topology
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Topology
 from dataplane.rpc import convert, held, membership, sharing
 from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.v1 import coordinator_pb2, sharing_pb2, types_pb2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trusted import OWN, TRUSTED, client_of, join
 
-from dataplane import errors
+from dataplane.model import errors
 from dataplane.rpc import status
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest

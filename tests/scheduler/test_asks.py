@@ -7,9 +7,9 @@ import pytest
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import StoreDenied
-from dataplane.model import Region, Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import StoreDenied
+from dataplane.model.records import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.scheduler.asks import PATIENCE_S, Asks, Borrowed

@@ -10,9 +10,9 @@ from msgspec.structs import force_setattr, replace
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
-from dataplane.config import JobSpec
-from dataplane.errors import BudgetTooSmall
-from dataplane.model import Region, Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import BudgetTooSmall
+from dataplane.model.records import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch

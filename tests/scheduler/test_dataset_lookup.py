@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from other_orders import Backwards, Concatenated
 
 import dataplane
-from dataplane.config import JobSpec
-from dataplane.model import Stream
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Stream
 from dataplane.plan.order import Order
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition

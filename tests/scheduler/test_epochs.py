@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.commands.plan_reads import kept_share, open_bytes_max
-from dataplane.config import JobSpec
+from dataplane.model.config import JobSpec
 from dataplane.plan.order import Order
 
 READ_AHEAD = 22

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.arena.allocator import Allocator
-from dataplane.config import JobSpec
-from dataplane.model import Region
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard

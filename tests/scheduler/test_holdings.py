@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataplane.model import Region
+from dataplane.model.records import Region
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.holdings import LENT_PARTS, LOADING_PARTS, Holdings
 from dataplane.scheduler.records import BlockPhase, CachedBlock

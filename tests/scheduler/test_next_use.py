@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.config import JobSpec
-from dataplane.model import Region
+from dataplane.model.config import JobSpec
+from dataplane.model.records import Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order

@@ -7,7 +7,7 @@ import random
 import pytest
 from scheduler_run import Run
 
-from dataplane.model import Stream
+from dataplane.model.records import Stream
 
 
 @pytest.mark.parametrize("seed", range(20))

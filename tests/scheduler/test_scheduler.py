@@ -16,7 +16,7 @@ from scheduler_scenes import several
 from scheduler_simulate import simulate
 
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, Slots, plan_slots
-from dataplane.errors import BudgetTooSmall, StoreDenied
+from dataplane.model.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events, scheduler
 from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
 from dataplane.scheduler.dataset import DatasetLookup

@@ -15,13 +15,12 @@ from scheduler_world import PAGE
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import SlotLayout
-from dataplane.changes import NO_GAPS
-from dataplane.errors import BudgetTooSmall, StoreDenied
-from dataplane.model import Region, Stream
+from dataplane.model.changes import NO_GAPS
+from dataplane.model.errors import BudgetTooSmall, StoreDenied
+from dataplane.model.records import MixHistory, Region, ShareChange, Stream
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.records import Group, Moment, SharedSlab
 from dataplane.scheduler.streams import SharedSlabs, _Behind, _distance
-from dataplane.weights import MixHistory, ShareChange
 
 SEEDS = st.integers(0, 10**9)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.changes import EpochSteps
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, Exhausted, ImageSpec, PackSpec, Stream, View
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Cut, End, Exhausted, ImageSpec, PackSpec, Stream, View
 from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.base.trace import Trace
 from dataplane.coordinator import front
 from dataplane.rpc import connections, guard
 from dataplane.store import policy
-from dataplane.trace import Trace
 
 
 @pytest.fixture(autouse=True)

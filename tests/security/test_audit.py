@@ -20,10 +20,10 @@ from lender_bench import HOSTILE, Bench, is_closed
 from trusted import STRANGER, TRUSTED, client_of, refusals, serving
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import AccessDenied, PeerLost
+from dataplane.base.trace import LINES_A_MINUTE, Trace
 from dataplane.fetcher.process import Reads
-from dataplane.log_limits import LINES_A_MINUTE
-from dataplane.model import Region
+from dataplane.model.errors import AccessDenied, PeerLost
+from dataplane.model.records import Region
 from dataplane.neighbours import entrance
 from dataplane.node.door import Door
 from dataplane.rpc import fetches, guard, local, sockets, tasks
@@ -32,7 +32,6 @@ from dataplane.rpc.membership import StatusRequest
 from dataplane.store import policy
 from dataplane.store.connect import Stores
 from dataplane.store.policy import UrlPolicy
-from dataplane.trace import Trace
 
 NOISE = LINES_A_MINUTE + 7
 QUIET_FOR_S = 59.8
@@ -235,7 +234,7 @@ def test_a_node_tells_how_many_connections_it_has_refused_without_a_line(
 
 def test_a_process_that_ends_tells_what_it_has_suppressed(tmp_path: Path) -> None:
     script = (
-        "from dataplane.trace import Trace, configure\n"
+        "from dataplane.base.trace import Trace, configure\n"
         "configure('info', 'text')\n"
         "trace = Trace('security')\n"
         f"for _ in range({NOISE}): trace.refused('call refused', by='10.0.0.9')\n"

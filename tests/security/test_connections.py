@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from small_nodes import alone_and_small
 from trusted import STRANGER, TOKEN, TRUSTED, client_of
 
-from dataplane.errors import AccessDenied
+from dataplane.model.errors import AccessDenied
 from dataplane.rpc.address import network_of
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.connections import (

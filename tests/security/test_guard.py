@@ -24,7 +24,7 @@ from trusted import (
 )
 
 from dataplane.coordinator.front import CoordinatorConfig
-from dataplane.errors import AccessDenied, ConfigError, VersionMismatch
+from dataplane.model.errors import AccessDenied, ConfigError, VersionMismatch
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import LedgerRequest, StatusRequest
 from dataplane.rpc.services import COORDINATOR, coordinator_methods

@@ -27,7 +27,7 @@ from trusted import (
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import AccessDenied
+from dataplane.model.errors import AccessDenied
 from dataplane.rpc.membership import ChangeRequest, LedgerRequest, StatusRequest
 from dataplane.rpc.services import coordinator_methods
 from dataplane.security.jwts import Jwts

@@ -19,7 +19,7 @@ from trusted import OWN, beat, identity, join, leave, node, share
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import AccessDenied, ConfigError
+from dataplane.model.errors import AccessDenied, ConfigError
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     ChangeRequest,

@@ -18,9 +18,9 @@ from grpc_health.v1 import health_pb2
 from membership import VERSION
 from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
 
-from dataplane import config
-from dataplane.errors import AccessDenied
-from dataplane.log_limits import LINES_A_MINUTE
+from dataplane.base.trace import LINES_A_MINUTE
+from dataplane.model import config
+from dataplane.model.errors import AccessDenied
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.rpc.services import COORDINATOR, REQUEST_BYTES_MAX

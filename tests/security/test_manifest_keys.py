@@ -12,7 +12,7 @@ from msgspec import structs
 from trusted import CONFIG, LOCAL, TOKEN, TRUSTED, client_of, identity, share
 
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import AccessDenied
+from dataplane.model.errors import AccessDenied
 from dataplane.rpc.sharing import ManifestState, ManifestTurn
 from dataplane.security.jwts import Jwts
 from dataplane.security.security import Security

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dataplane.config import NodeConfig
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.model.config import NodeConfig
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.node.mapped_reader import check_allowed
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.codec import encode

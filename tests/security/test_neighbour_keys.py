@@ -17,7 +17,7 @@ from trusted import OWN, TRUSTED, beat, identity, join, leave, node
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.codec import encode
 from dataplane.rpc.membership import JobNodes, StatusRequest

@@ -28,7 +28,7 @@ from trusted import (
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import AccessDenied, LeaseExpired
+from dataplane.model.errors import AccessDenied, LeaseExpired
 from dataplane.rpc.membership import StatusRequest
 from dataplane.security.jwts import Jwts
 from dataplane.security.node_identity import SECRET_BYTES, identity_of, is_of, own_identity

@@ -10,7 +10,7 @@ import sys
 import pytest
 from trusted import TOKEN, client_of, serving
 
-from dataplane.errors import PeerLost
+from dataplane.model.errors import PeerLost
 from dataplane.rpc.membership import StatusRequest
 from dataplane.security.security import Security
 from dataplane.security.tokens import TokenSource

@@ -13,7 +13,7 @@ from trusted import OWN, STRANGER, TRUSTED, beat, join
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
-from dataplane.errors import AccessDenied, ConfigError, PeerLost
+from dataplane.model.errors import AccessDenied, ConfigError, PeerLost
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
 from dataplane.security.security import Security, security_of

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.security.security import Security
 from dataplane.security.tokens import find
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from signed_server import signed_server
 
-from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.index.indexing import open_dataset
-from dataplane.model import View
+from dataplane.model.errors import DatasetChangedError, ShardNotFound, StoreDenied
+from dataplane.model.records import View
 from dataplane.node.manifests import ManifestSources, policy_of
 from dataplane.rpc.messages import DatasetSource
 from dataplane.security.urls import is_under
@@ -283,7 +283,7 @@ def test_a_read_over_http_that_is_overtaken_ends_and_writes_no_more():
 
 ISOLATED = """
 import http.server, json, socket, sys, threading
-from dataplane.errors import StoreDenied
+from dataplane.model.errors import StoreDenied
 from dataplane.store.connect import Stores
 from dataplane.store.reads import EndedEarlyError, Race, raced
 from dataplane.store.policy import UrlPolicy

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.machine import (
+from dataplane.base.machine import (
     bound_to,
     cpu_limit,
     least_used,

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane import settings, units
+from dataplane import settings
 from dataplane.arena.slots import plan_slots
-from dataplane.errors import BudgetTooSmall, ConfigError
-from dataplane.machine import Machine, this_machine
+from dataplane.base import units
+from dataplane.base.machine import Machine, this_machine
+from dataplane.model.errors import BudgetTooSmall, ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
 MACHINE = Machine(memory_bytes=64 << 30, cpu_count=12, uid=1000)

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 from membership import SPEC, VERSION, beat, join, leave, progress
 from msgspec import structs
 
-from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Incarnation, Job, Tick, key_of
 from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY, JobStore
-from dataplane.errors import LeaseExpired, LeaseFenced, SpecMismatch
+from dataplane.model.config import PROTOCOL_VERSION
+from dataplane.model.errors import LeaseExpired, LeaseFenced, SpecMismatch
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,

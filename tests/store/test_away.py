@@ -11,7 +11,7 @@ import pytest
 from away import Away, Proxy, proxy_before
 from awry import Awry, awry_server
 
-from dataplane.errors import ClosedError, StoreError, StoreThrottled, StoreUnavailable
+from dataplane.model.errors import ClosedError, StoreError, StoreThrottled, StoreUnavailable
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 

@@ -18,7 +18,7 @@ from fake_clock import Time
 from servers import reach
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import (
+from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import S3Server, reach
 
-from dataplane.errors import ConfigError, ShardNotFound, StoreError
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import ConfigError, ShardNotFound, StoreError
+from dataplane.model.records import ObjectInfo
 from dataplane.store.base import Store
 from dataplane.store.connect import Stores, connect, forget
 from dataplane.store.expand import expand, missing

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from fake_clock import Time
 
-from dataplane.errors import ClosedError, StoreThrottled, StoreUnavailable
-from dataplane.model import StorePause
+from dataplane.model.errors import ClosedError, StoreThrottled, StoreUnavailable
+from dataplane.model.records import StorePause
 from dataplane.store.faults import Clock
 from dataplane.store.outage import Outage
 from dataplane.store.retry import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Gate, SlowDown

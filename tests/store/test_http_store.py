@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from awry import Awry, Mood, awry_server, etag_of
 
-from dataplane.errors import (
+from dataplane.base.trace import Trace
+from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,
@@ -16,11 +17,10 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store import policy
 from dataplane.store.http_store import HttpStore
 from dataplane.store.policy import UrlPolicy
-from dataplane.trace import Trace
 
 BODY = bytes(i % 251 for i in range(200_000))
 

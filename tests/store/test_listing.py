@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import reach
 
-from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import StoreDenied, StoreError, StoreUnavailable
+from dataplane.model.records import ObjectInfo
 from dataplane.store.base import NotInOrderError, Page, Paged
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.listing import PAGES_AT_ONCE, KeyRange, Listing, listed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from awry import Awry, Mood
 
-from dataplane.errors import StoreError
+from dataplane.model.errors import StoreError
 from dataplane.store.connect import open_store
 
 

@@ -17,7 +17,7 @@ from awry import Awry, Mood, awry_server
 from fake_clock import Time
 from servers import S3Server
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     ConfigError,
     DatasetChangedError,
     ShardNotFound,

@@ -10,7 +10,7 @@ from fake_clock import Time
 from msgspec.structs import replace
 from servers import reach
 
-from dataplane.model import StorePause
+from dataplane.model.records import StorePause
 from dataplane.store.connect import Stores
 from dataplane.store.outage import FORGOTTEN_S, Outage, Outages, Pauses
 from dataplane.store.retry import SLOW_DOWN

@@ -10,7 +10,7 @@ import pytest
 from awry import Awry, Mood, awry_server, etag_of
 from servers import reach
 
-from dataplane.errors import DatasetChangedError, StoreError
+from dataplane.model.errors import DatasetChangedError, StoreError
 from dataplane.store.base import Reconnecting, Store
 from dataplane.store.connect import open_store
 from dataplane.store.policy import UrlPolicy

@@ -15,7 +15,7 @@ import pytest
 from typing_extensions import Buffer
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall
+from dataplane.model.errors import BudgetTooSmall
 from dataplane.store.faults import SilentError
 from dataplane.store.receiving import Patience, receive_into_file, receive_into_memory
 

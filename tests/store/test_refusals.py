@@ -12,7 +12,7 @@ from awry import Awry, Mood, awry_server, etag_of
 from fake_clock import Time
 from servers import S3Server, reach
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     ShardNotFound,
     StoreDenied,
     StoreError,

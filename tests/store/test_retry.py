@@ -11,7 +11,7 @@ from fake_clock import Time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import (
+from dataplane.model.errors import (
     CorruptShard,
     DataplaneError,
     DatasetChangedError,
@@ -22,7 +22,7 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.model import ObjectInfo
+from dataplane.model.records import ObjectInfo
 from dataplane.store.faults import FAULTS, fault_of, kind_of
 from dataplane.store.outage import Outage, Outages
 from dataplane.store.reads import PIECE_BYTES

@@ -12,7 +12,7 @@ from dataplane_torch import DataLoader
 from fake_clock import Time
 from signed_server import SignedServer, signed_server
 
-from dataplane.errors import DataplaneError, DatasetChangedError, ShardNotFound, StoreDenied
+from dataplane.model.errors import DataplaneError, DatasetChangedError, ShardNotFound, StoreDenied
 from dataplane.store.connect import Stores
 from dataplane.store.expand import expand
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.store.urls import (
     base_of,
     braces,

@@ -23,9 +23,9 @@ from dataplane_torch import DataLoader, Mixture, ShardedIterableDataset, Source
 from fleet import own_nodes, worker_processes
 from shards import arrow_bytes
 
-from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.base.units import PREFIX
+from dataplane.model.errors import ConfigError, ShardNotFound
 from dataplane.node.__main__ import _is_wanted_again
-from dataplane.units import PREFIX
 
 pytestmark = pytest.mark.usefixtures("small_node")
 

@@ -12,7 +12,7 @@ import torch
 from dataplane_torch import DataLoader, Mixture, Pack, Ragged, Source
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

@@ -20,8 +20,8 @@ from fleet import Run, Service
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataplane.cli import run
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 from dataplane.worker.pack_blocks import NO_LABEL
 
 SHARDS, ROWS, GROUP, BATCH = 3, 100, 20, 24

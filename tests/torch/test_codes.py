@@ -20,7 +20,7 @@ from shards import (
     tfrecord_bytes,
 )
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

@@ -27,7 +27,7 @@ from pictures import encoded
 from PIL import Image
 from shards import parquet_bytes
 
-from dataplane.errors import BudgetTooSmall, ConfigError, FunctionError
+from dataplane.model.errors import BudgetTooSmall, ConfigError, FunctionError
 from dataplane.worker.functions import batch_generator
 
 pytestmark = pytest.mark.usefixtures("shared_node")

@@ -13,7 +13,7 @@ from dataplane_torch import Ragged, ShardedIterableDataset
 from fake_node import sample
 from torch.utils.data import DataLoader as TorchLoader
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.messages import CloseJob, OpenJob
 
 URL = "s3://bucket/shards"

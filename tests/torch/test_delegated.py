@@ -18,7 +18,7 @@ from dataplane_torch import DataLoader, Pack
 from fleet import Service
 
 from dataplane.cli import run
-from dataplane.errors import ConfigError, DataStallError
+from dataplane.model.errors import ConfigError, DataStallError
 
 SHARDS, BLOCKS, BLOCK_ROWS = 4, 4, 64
 ROWS = SHARDS * BLOCKS * BLOCK_ROWS

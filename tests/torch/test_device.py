@@ -12,7 +12,7 @@ from dataplane_torch.device import find_target
 from device_steps import content, expect_nothing_left, leaves, step, wait_until
 
 from dataplane.client.stream import Batches, SlabStream
-from dataplane.errors import ClosedError, ConfigError, DataStallError
+from dataplane.model.errors import ClosedError, ConfigError, DataStallError
 
 URL = "s3://bucket/shards/*.parquet"
 COUNT, SIZE = 90, 4

@@ -14,7 +14,7 @@ from dataplane_torch import DataLoader
 from foreign_values import difference, leaf_types, leaves, needs_fill
 
 from dataplane.cli import run
-from dataplane.errors import ConfigError, SchemaMismatch
+from dataplane.model.errors import ConfigError, SchemaMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

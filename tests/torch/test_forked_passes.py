@@ -6,7 +6,7 @@ import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
 from forked import forking
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 URL = "s3://bucket/shards/*.parquet"
 

@@ -17,8 +17,8 @@ from dataplane_torch import CenterCrop, DataLoader
 from kernels import without
 from pictures import drawn, encoded
 
-from dataplane.build_kernels import PIXELS, compile_library
-from dataplane.errors import SpecMismatch, StoreDenied
+from dataplane.base.build_kernels import PIXELS, compile_library
+from dataplane.model.errors import SpecMismatch, StoreDenied
 from dataplane.transforms.pixels_library import load, maker
 
 ROOT = Path(__file__).resolve().parents[2]

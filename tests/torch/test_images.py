@@ -32,7 +32,7 @@ from pictures import drawn as drawn_picture
 from PIL import Image
 from plan.plain import substitute
 
-from dataplane.errors import ConfigError, ImageError, SpecMismatch
+from dataplane.model.errors import ConfigError, ImageError, SpecMismatch
 
 COUNT = 60
 GLOBAL_BATCH = 12

@@ -18,8 +18,8 @@ from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.group import check_layout, check_pixels, check_weights, launch_token
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dataplane.errors import SpecMismatch
-from dataplane.model import Topology
+from dataplane.model.errors import SpecMismatch
+from dataplane.model.records import Topology
 
 pytestmark = pytest.mark.usefixtures("small_node")
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataplane.client.meshes import READERS
 from dataplane.client.topology import find_topology
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.rpc.messages import OpenJob
 
 

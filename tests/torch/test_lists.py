@@ -11,7 +11,7 @@ import torch
 from dataplane_torch import DataLoader
 from shards import arrow_bytes, json_lines, parquet_bytes
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

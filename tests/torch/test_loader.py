@@ -19,12 +19,18 @@ from fake_node import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane import errors
-from dataplane.changes import EpochSteps
 from dataplane.client.state import RunState
-from dataplane.config import JobSpec
-from dataplane.errors import ClosedError, ConfigError, DataStallError, SpecMismatch, VersionMismatch
-from dataplane.model import ColumnOptions, End, ListPolicy
+from dataplane.model import errors
+from dataplane.model.changes import EpochSteps
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import (
+    ClosedError,
+    ConfigError,
+    DataStallError,
+    SpecMismatch,
+    VersionMismatch,
+)
+from dataplane.model.records import ColumnOptions, End, ListPolicy
 from dataplane.rpc.messages import OpenJob
 
 URL = "s3://bucket/shards/*.parquet"

@@ -18,7 +18,7 @@ import user_functions
 from dataplane_torch import DataLoader, RandomResizedCrop
 from fleet import kill_workers, own_nodes
 
-from dataplane.errors import ConfigError, FunctionError
+from dataplane.model.errors import ConfigError, FunctionError
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

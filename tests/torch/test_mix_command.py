@@ -17,7 +17,7 @@ from fleet import Service
 from weighted import BATCH, FIRST, OPTIONS, ROUND, SECOND, THIRD, joined, mixed, rows_of, saved
 
 from dataplane.cli import run
-from dataplane.model import Topology
+from dataplane.model.records import Topology
 
 SMALL = ("--block-arena-bytes", "32MiB", "--slab-bytes", "64KiB", "--worker-count", "1",
          "--delivery-bytes-per-rank", "2MiB")  # fmt: skip

@@ -14,8 +14,8 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 
-from dataplane.errors import ConfigError, CorruptShard, SpecMismatch
-from dataplane.model import View
+from dataplane.model.errors import ConfigError, CorruptShard, SpecMismatch
+from dataplane.model.records import View
 
 COUNTS = {"web": 400, "code": 150, "math": 40}
 WEIGHTS = {"web": 0.7, "code": 0.2, "math": 0.1}

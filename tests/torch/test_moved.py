@@ -14,7 +14,7 @@ from dataplane_torch import DataLoader, ShardedIterableDataset
 from hub import hub_server
 from servers import S3Server, reach
 
-from dataplane.errors import SpecMismatch
+from dataplane.model.errors import SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("small_node")
 ORDER = {"batch_size": 16, "shuffle": True, "seed": 5}

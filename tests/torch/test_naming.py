@@ -17,7 +17,7 @@ from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.arguments import names_shards
 from dataplane_torch.shards import Shards
 
-from dataplane.errors import ConfigError, DataplaneError
+from dataplane.model.errors import ConfigError, DataplaneError
 
 
 def is_shards(given: object) -> bool:

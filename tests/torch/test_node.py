@@ -22,7 +22,7 @@ from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, Stack, b
 from fleet import own_nodes
 from warm import WarmPython
 
-from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
+from dataplane.model.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
 
 COUNT = 700
 # On a machine with fewer processors than workers.

@@ -20,7 +20,7 @@ from shards import (
     zipped,
 )
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

@@ -8,8 +8,8 @@ import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset
 
 from dataplane.client.topology import find_topology
-from dataplane.errors import ConfigError
-from dataplane.model import Topology
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import Topology
 from dataplane.rpc.messages import OpenJob
 
 URL = "s3://bucket/shards/*.parquet"

@@ -10,7 +10,7 @@ import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
 from dataplane_torch.options import DEFAULTS, UrlOptions
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset])
 

@@ -15,8 +15,8 @@ from dataplane_torch import DataLoader, Mixture, Pack, Source
 from plan import plain
 from shards import arrow_bytes, parquet_bytes
 
-from dataplane.errors import ConfigError, CorruptShard, FunctionError, SpecMismatch
-from dataplane.model import PACK_OUTPUTS
+from dataplane.model.errors import ConfigError, CorruptShard, FunctionError, SpecMismatch
+from dataplane.model.records import PACK_OUTPUTS
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 SIZE, BLOCK = 32, 60

@@ -13,7 +13,7 @@ import torch
 from dataplane_torch import DataLoader, Mixture, Pack, ShardedIterableDataset, Source
 from shards import parquet_bytes
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 BUDGET, MULTIPLE = 64, 4

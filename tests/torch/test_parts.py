@@ -15,8 +15,8 @@ from dataplane_torch import DataLoader, ShardedIterableDataset, Topology
 from dataplane_torch.parts import RankParts, parts_of
 from device_steps import content, expect_nothing_left, step
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import OpenJob, OpenStream
 
 COUNT, LENGTH = 50, 12

@@ -16,7 +16,7 @@ from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
 from fleet import worker_processes
 from pictures import drawn, encoded
 
-from dataplane.errors import BudgetTooSmall
+from dataplane.model.errors import BudgetTooSmall
 
 ROWS, BLOCKS, BLOCK_ROWS = 768, 24, 32
 BATCH = 48

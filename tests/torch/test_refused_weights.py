@@ -12,7 +12,7 @@ import pytest
 from dataplane_torch import DataLoader
 from weighted import FIRST, OPTIONS, SECOND, THIRD, Rows, mixed, rows_of, saved, write_sources
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SpecMismatch
 
 
 @pytest.fixture

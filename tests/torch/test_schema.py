@@ -22,7 +22,7 @@ from dataplane_torch import (
 )
 from dataplane_torch.schema import Schema
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

@@ -16,7 +16,7 @@ from dataplane_torch import DataLoader, RandomResizedCrop, ShardedIterableDatase
 from PIL import Image
 from warm import WarmProcess, WarmPython
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 COUNT = 48
 # Says a hash of each batch, and waits for a word after the first five.

@@ -26,7 +26,7 @@ from dataplane_torch.torch_private import iteration, memory, process_group, work
 from dataplane_torch.torch_private.versions import require
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloader
 
-from dataplane.errors import VersionMismatch
+from dataplane.model.errors import VersionMismatch
 
 ADAPTER = Path(iteration.__file__).parent
 ROOMS = (Path(dataplane_torch.__file__).parent, ADAPTER.parents[2] / "benchmarks")

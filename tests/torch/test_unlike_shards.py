@@ -10,7 +10,7 @@ import pytest
 from dataplane_torch import DataLoader
 from shards import arrow_bytes, as_polars, json_lines, parquet_bytes
 
-from dataplane.errors import SchemaMismatch
+from dataplane.model.errors import SchemaMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 

@@ -11,7 +11,7 @@ import pytest
 from dataplane_torch import DataLoader, Mixture, Source
 from shards import arrow_bytes, example_bytes, json_lines, parquet_bytes, tar_bytes, tfrecord_bytes
 
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model.errors import ConfigError, SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("shared_node")
 ROWS = 120

@@ -21,10 +21,10 @@ from pictures import Encoded, drawn, encoded, without_libjpeg
 from random_crop import RandomCrop
 from random_solarize import RandomSolarize
 
-from dataplane import compiled
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, ImageError
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, StepSpec
+from dataplane.base import compiled
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError, ImageError
+from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind, StepSpec
 from dataplane.rpc import codec, tasks
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of

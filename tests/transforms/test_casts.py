@@ -12,8 +12,8 @@ from arrow_columns import Leaf, canonical_values, comparable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.casts import converted
 from dataplane.transforms.columns import plan_columns

@@ -9,7 +9,7 @@ import pytest
 from arrow_layouts import ARRAYS
 from foreign_values import exact_values
 
-from dataplane.errors import CorruptShard
+from dataplane.model.errors import CorruptShard
 from dataplane.transforms.codes import (
     categories_in,
     check_codes,

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
-from dataplane.errors import ConfigError
 from dataplane.formats.parquet import Parquet
-from dataplane.model import View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.transforms.condition import Condition, Outcomes
 from dataplane.transforms.row_filter import BlockRows, RowFilter
 from dataplane.transforms.where import canonical_where

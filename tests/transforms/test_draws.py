@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from dataplane.errors import ImageError
-from dataplane.model import ImageSpec
+from dataplane.model.errors import ImageError
+from dataplane.model.records import ImageSpec
 from dataplane.transforms import draws
 from dataplane.transforms.image_steps import steps_of
 from dataplane.transforms.images import image_spec

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 
-from dataplane.errors import ConfigError
 from dataplane.formats.parquet import Parquet
+from dataplane.model.errors import ConfigError
 from dataplane.transforms.condition import Condition, Outcomes
 
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind
 from dataplane.transforms.image_steps import steps_of
 from dataplane.transforms.images import delivered, image_spec, image_specs
 from dataplane.transforms.stacks import Stack, stack_specs

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.transforms.lists import ListForm, check_lists, list_forms
 from dataplane.transforms.options import column_options
 

@@ -10,8 +10,8 @@ from arrow_columns import Leaf, canonical_values, comparable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
 from dataplane.plan.columns import NEVER, NullCounts
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.canonical import canonical

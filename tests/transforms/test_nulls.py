@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions
 from dataplane.plan.columns import NEVER, UNKNOWN, NullCounts
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns

@@ -31,7 +31,7 @@ from pictures import (
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from dataplane.errors import ConfigError, ImageError
+from dataplane.model.errors import ConfigError, ImageError
 from dataplane.transforms.pixels import TOLERANCE
 from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.view import DTYPES, PixelView

@@ -17,7 +17,7 @@ from kernels import without
 from pictures import Encoded, drawn, encoded, exif, made, pillow_maker, sizes
 from PIL import Image
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.transforms import pixels_pillow
 from dataplane.transforms.pixels import render
 from dataplane.transforms.pixels_library import Maker, maker

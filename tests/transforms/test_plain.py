@@ -7,7 +7,7 @@ import pytest
 from arrow_layouts import cases
 from foreign_values import comparable, exact_values, leaves
 
-from dataplane.model import ColumnOptions, ListPolicy
+from dataplane.model.records import ColumnOptions, ListPolicy
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.plain import object_type, objects

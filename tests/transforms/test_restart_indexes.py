@@ -20,7 +20,7 @@ from kernels import without
 from numpy.typing import NDArray
 from pictures import Encoded, drawn, encoded, exif, made, photographs, pillow_maker, sizes
 
-from dataplane.errors import ImageError
+from dataplane.model.errors import ImageError
 from dataplane.transforms.pixels import render
 from dataplane.transforms.pixels_library import Maker, maker
 from dataplane.transforms.view import PixelView

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dataplane.errors import ConfigError
-from dataplane.model import View
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import View
 from dataplane.transforms.options import view_of
 
 UNIT = 1 << 32

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from oracles import pixels as oracle
 from pictures import Encoded, drawn, encoded
 
-from dataplane.errors import ConfigError
-from dataplane.model import ImageSpec, StepSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ImageSpec, StepSpec
 from dataplane.rpc import codec
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, in_order, kind_of, steps_of

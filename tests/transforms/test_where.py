@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane.transforms.where import (
     DEPTH_MAX,
     NODES_MAX,

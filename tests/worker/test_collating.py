@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.arena.slab_layout import ALIGN_BYTES, pieces
-from dataplane.errors import CorruptShard, FunctionError
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model.errors import CorruptShard, FunctionError
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Collation
 from dataplane.transforms.made_columns import CollatedColumns

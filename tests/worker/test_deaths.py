@@ -13,15 +13,15 @@ import pytest
 from pictures import drawn, encoded
 from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
-from dataplane import machine
-from dataplane.errors import (
+from dataplane.base import machine
+from dataplane.model.errors import (
     BudgetTooSmall,
     CorruptShard,
     DataplaneError,
     DataStallError,
     FunctionError,
 )
-from dataplane.model import Cut, ImageSpec, Region
+from dataplane.model.records import Cut, ImageSpec, Region
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
 from dataplane.worker.death import (

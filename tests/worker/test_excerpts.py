@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.arena.slab_layout import row_numbers_bytes
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnOptions, ColumnSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnOptions, ColumnSpec
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns

@@ -13,7 +13,7 @@ import pytest
 import torch
 import user_functions
 
-from dataplane.errors import ConfigError, FunctionError
+from dataplane.model.errors import ConfigError, FunctionError
 from dataplane.transforms.functions import function_name
 from dataplane.transforms.made_columns import MappedColumns, mapped_in, with_mapped
 from dataplane.worker.functions import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels import BOTH, Open, rows_by
 from slabs import batch_values
 
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Assembled
 from dataplane.transforms.canonical import canonical

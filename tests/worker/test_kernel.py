@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import BOTH, Open
 
-from dataplane.build_kernels import KERNEL, compile_library
-from dataplane.compiled import sources_of
-from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec, Kind
+from dataplane.base.build_kernels import KERNEL, compile_library
+from dataplane.base.compiled import sources_of
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnSpec, Kind
 from dataplane.worker.columns import BlockColumns, RowIndex, open_block
 from dataplane.worker.kernel import LIBRARY, SOURCE, kernel
 
@@ -227,8 +227,8 @@ RUNS_FAR_AWAY = textwrap.dedent(
     from pathlib import Path
     import numpy as np
     import pyarrow as pa
-    from dataplane.errors import RowOutOfBounds
-    from dataplane.model import ColumnSpec, Kind
+    from dataplane.model.errors import RowOutOfBounds
+    from dataplane.model.records import ColumnSpec, Kind
     from dataplane.worker.columns import open_block
     from dataplane.worker import kernel
     from dataplane.worker.rows import Rows

@@ -17,9 +17,17 @@ from numpy.typing import NDArray
 from plan import plain
 
 from dataplane.arena.slab_layout import row_numbers_bytes
-from dataplane.changes import TakenDocument
-from dataplane.errors import ConfigError, CorruptShard, RowOutOfBounds
-from dataplane.model import PACK_OUTPUTS, ColumnSpec, Kind, LongPolicy, PackPolicy, PackSpec, Region
+from dataplane.model.changes import TakenDocument
+from dataplane.model.errors import ConfigError, CorruptShard, RowOutOfBounds
+from dataplane.model.records import (
+    PACK_OUTPUTS,
+    ColumnSpec,
+    Kind,
+    LongPolicy,
+    PackPolicy,
+    PackSpec,
+    Region,
+)
 from dataplane.plan.packs import PACK_BITS, documents_max, packs_of, without
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch

@@ -9,8 +9,8 @@ import signal
 import pytest
 from undead import undead
 
+from dataplane.base.trace import Trace
 from dataplane.node.pool import WorkerPool
-from dataplane.trace import Trace
 from dataplane.worker import process as processes
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WorkerProcess

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from plan.plain import substitute
 
-from dataplane.changes import TakenDocument
-from dataplane.errors import ImageError
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
+from dataplane.model.changes import TakenDocument
+from dataplane.model.errors import ImageError
+from dataplane.model.records import ColumnSpec, Cut, ImageSpec, Kind, Region
 from dataplane.rpc import tasks
 from dataplane.rpc.messages import Batch
 from dataplane.transforms import pixels

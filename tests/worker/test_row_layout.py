@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from oracles import rows as oracle
 
 from dataplane.arena.slab_layout import row_bytes
-from dataplane.config import JobSpec
-from dataplane.errors import RowOutOfBounds
 from dataplane.index.indexing import open_dataset
-from dataplane.model import ColumnOptions, ColumnSpec, Kind
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import RowOutOfBounds
+from dataplane.model.records import ColumnOptions, ColumnSpec, Kind
 from dataplane.node.dataset import can_pack, dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, Kind, StackSpec
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, Kind, StackSpec
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.stacks import Stack, stack_specs

@@ -12,8 +12,8 @@ import pytest
 from bombs import BOMBS
 from pool_bench import MIB, ROOM, Bench, on_bench
 
-from dataplane.errors import BudgetTooSmall
-from dataplane.model import Region
+from dataplane.model.errors import BudgetTooSmall
+from dataplane.model.records import Region
 from dataplane.rpc import tasks
 from dataplane.worker.limits import WorkerBytes
 

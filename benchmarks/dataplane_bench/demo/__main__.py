@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dataplane.errors import DataplaneError
+from dataplane.model.errors import DataplaneError
 from dataplane.settings import CONFIG_VARIABLE, SETTINGS
 from dataplane_bench.demo import proof
 from dataplane_bench.demo.launch import Watch, rates

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 SYSTEMS = {
     "dataplane": "dataplane:Dataplane",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_bench.report import cells, notes, plots
 from dataplane_bench.report.axes import Plot
 from dataplane_bench.report.figures import CaseFigures, SystemFigures, case_figures

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_bench.model import BenchCase, Settings, Workload
 from dataplane_bench.trial import wire
 

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dataplane import suffixes
-from dataplane.errors import ConfigError, DataplaneError, TruncatedRead, rebuild
+from dataplane.base import suffixes
 from dataplane.formats import registry
 from dataplane.formats.base import Format
 from dataplane.index.indexing import choose_shards, index_dataset, open_dataset
-from dataplane.model import ObjectInfo
+from dataplane.model.errors import ConfigError, DataplaneError, TruncatedRead, rebuild
+from dataplane.model.records import ObjectInfo
 from dataplane.store.connect import connect
 from dataplane.store.expand import expand
 from dataplane.store.urls import normalise

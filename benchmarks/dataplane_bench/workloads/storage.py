@@ -13,7 +13,7 @@ from pathlib import Path
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import BotoCoreError, ClientError
 
-from dataplane.errors import ConfigError, StoreUnavailable
+from dataplane.model.errors import ConfigError, StoreUnavailable
 from dataplane_bench import certificates, cores
 from dataplane_bench.cores import CoreIds
 from dataplane_bench.model import BenchCase, DatasetPlace

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataplane.commands.datasets import read_block, schema_of
-from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec, ListPolicy
-from dataplane.model import Kind as Form
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import ColumnOptions, ColumnSpec, ListPolicy
+from dataplane.model.records import Kind as Form
 from dataplane.plan.manifest import Manifest
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import ColumnPlan, LeafPart, plan_columns

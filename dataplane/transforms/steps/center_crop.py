@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.errors import ImageError
-from dataplane.model import Cut, ImageSpec
+from dataplane.model.errors import ImageError
+from dataplane.model.records import Cut, ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import Size, pair
 from dataplane.transforms.steps.resize import SIDES, Resize, sides

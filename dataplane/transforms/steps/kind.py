@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataplane.model import ImageSpec
+from dataplane.model.records import ImageSpec
 from dataplane.transforms.view import PixelView
 
 Bytes = NDArray[np.uint8]

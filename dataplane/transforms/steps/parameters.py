@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from dataplane.errors import ConfigError
-from dataplane.units import whole
+from dataplane.base.units import whole
+from dataplane.model.errors import ConfigError
 
 Size = int | Sequence[int]
 

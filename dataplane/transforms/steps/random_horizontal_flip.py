@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import ImageSpec
+from dataplane.model.records import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import numbers
 

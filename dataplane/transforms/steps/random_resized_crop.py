@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import Cut, ImageSpec
+from dataplane.model.records import Cut, ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import Size, numbers, pair
 

@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import ImageSpec
+from dataplane.base.units import whole
+from dataplane.model.records import ImageSpec
 from dataplane.transforms.steps.kind import AnyStep, Crops, Floats, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import Size, pair, sides_fault
-from dataplane.units import whole
 
 SIDES = 2
 KEEPS_RATIO: Final = (

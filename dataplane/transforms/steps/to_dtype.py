@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.model import ImageSpec
+from dataplane.model.records import ImageSpec
 from dataplane.transforms.dtypes import dtype_name
 from dataplane.transforms.steps.kind import AnyStep, SpecFields, StepGroup, StepKind
 from dataplane.transforms.steps.parameters import word

@@ -13,9 +13,9 @@ from typing import Any, Final, Protocol, TypeGuard, TypeVar
 
 from msgspec import Struct, field, structs
 
-from dataplane.errors import ConfigError, VersionMismatch
-from dataplane.ledger import PLACE_MAX
-from dataplane.units import whole
+from dataplane.base.units import whole
+from dataplane.model.errors import ConfigError, VersionMismatch
+from dataplane.model.ledger import PLACE_MAX
 from dataplane_torch.torch_private.iteration import DatasetFetcher
 
 _Any = TypeVar("_Any")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 from dataplane_torch.local.progress import SamplerState, is_stateful, load_state
 
 GeneratorStates = dict[str, torch.Tensor]

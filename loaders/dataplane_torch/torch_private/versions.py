@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from dataplane.errors import VersionMismatch
+from dataplane.model.errors import VersionMismatch
 
 TESTED: Final = "2.6 to 2.15"
 """The versions of torch that the tests have run with."""

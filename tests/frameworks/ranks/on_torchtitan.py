@@ -10,7 +10,7 @@ import torch.distributed
 from dataplane_torch import Topology
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 warnings.filterwarnings("ignore")
 logging.disable()

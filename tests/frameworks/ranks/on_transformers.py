@@ -10,7 +10,7 @@ from dataplane_torch.transformers import LoaderState
 from samples import BATCH, Model, Samples, loader_of, tell
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 STOP = 9
 transformers.logging.set_verbosity_error()

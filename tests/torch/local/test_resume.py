@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dataplane.errors import ConfigError, DataplaneError, VersionMismatch
+from dataplane.model.errors import ConfigError, DataplaneError, VersionMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

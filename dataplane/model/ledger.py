@@ -20,11 +20,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.model import DatasetIdentity
-from dataplane.typed import complete
-from dataplane.weights import Unsigned
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import DatasetIdentity, Unsigned
+from dataplane.model.typed import complete
 
 LEDGER_VERSION = 1
 MARK = b'{"ledger":'

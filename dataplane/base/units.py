@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from dataplane.machine import Machine
+    from dataplane.base.machine import Machine
 
 Value = str | int | float | bool
 

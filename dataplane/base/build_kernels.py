@@ -144,7 +144,7 @@ def main() -> None:
     """Compile the missing libraries, and report failures on stderr. Exit status 1: one is
     missing.
     """
-    root, is_missing = Path(__file__).resolve().parents[1], False
+    root, is_missing = Path(__file__).resolve().parents[2], False
     for library in LIBRARIES:
         if not (root / library.path).exists():
             try:

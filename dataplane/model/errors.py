@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from dataplane.redact import redacted
+from dataplane.model.redact import redacted
 
 __all__ = [
     "AccessDenied",

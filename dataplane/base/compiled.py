@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataplane.errors import ConfigError
+from dataplane.model.errors import ConfigError
 
 SHARED = "compiler.h"
 """The header in the folder above, which all C files include."""

@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from dataplane.config import JobSpec
-from dataplane.errors import ConfigError
-from dataplane.ledger import LedgerEntry, LedgerPosition, canonical
-from dataplane.model import DatasetIdentity, End
-from dataplane.weights import MixHistory, ShareChange, Unsigned
+from dataplane.model.config import JobSpec
+from dataplane.model.errors import ConfigError
+from dataplane.model.ledger import LedgerEntry, LedgerPosition, canonical
+from dataplane.model.records import DatasetIdentity, End, MixHistory, ShareChange, Unsigned
 
 SKIP, TOMBSTONE, MIX = "skip", "tombstone", "mix"
 WEIGHTS = "weights"

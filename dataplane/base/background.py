@@ -23,7 +23,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from dataplane.trace import Trace
+from dataplane.base.trace import Trace
 
 EXIT_DEFECT = 70
 """The same as for a command that fails because of a bug."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from dataplane.changes import (
+from dataplane.model.changes import (
     Changes,
     Tombstone,
     changes_of,
@@ -23,9 +23,9 @@ from dataplane.changes import (
     last_change_of,
     number_of,
 )
-from dataplane.config import JobSpec
-from dataplane.ledger import Ledger, LedgerPosition
-from dataplane.model import ColumnOptions
+from dataplane.model.config import JobSpec
+from dataplane.model.ledger import Ledger, LedgerPosition
+from dataplane.model.records import ColumnOptions
 
 _START = LedgerPosition(0, 0)
 _FORM = {
