@@ -428,16 +428,21 @@ def _check_line(url: str, line: bytes, offset: int, where: str) -> None:
     except RecursionError as fault:
         raise corrupt(url, offset, f"{where} is nested too deeply") from fault
     except ValueError as fault:
-        raise CorruptShard(
-            f"{url}: byte {offset}, {where}: broken JSON ({fault}); found {line[:80]!r}",
-            shard=url,
-            offset=offset,
-            line=where,
-            expected="a JSON object",
-            found=repr(line[:80]),
-        ) from fault
+        raise _broken(url, JsonLine(line, offset, where), str(fault)) from fault
     if not isinstance(value, dict):
         raise corrupt(url, offset, where, expected="a JSON object", found=type(value).__name__)
+
+
+def _broken(url: str, line: JsonLine, reason: str) -> CorruptShard:
+    shown = repr(line.text[:80])
+    return CorruptShard(
+        f"{url}: byte {line.offset}, {line.where}: broken JSON ({reason}); found {shown}",
+        shard=url,
+        offset=line.offset,
+        line=line.where,
+        expected="a JSON object",
+        found=shown,
+    )
 
 
 def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
@@ -449,15 +454,7 @@ def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
         lines = str(fault).splitlines() or [type(fault).__name__]
         reason = lines[0][:300]
         if not any(word in reason for word in _OF_TYPES):
-            raise CorruptShard(
-                f"{url}: byte {line.offset}, {line.where}: broken JSON ({reason}); found "
-                f"{line.text[:80]!r}",
-                shard=url,
-                offset=line.offset,
-                line=line.where,
-                expected="a JSON object",
-                found=repr(line.text[:80]),
-            ) from fault
+            raise _broken(url, line, reason) from fault
         field = "" if schema is None else unknown_field(json.loads(line.text), schema)
         reason = f"field {field!r} is not in it" if field else reason
         raise SchemaMismatch(

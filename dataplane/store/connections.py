@@ -26,6 +26,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from dataplane.store.faults import (
+    LASTING,
     UNREACHABLE,
     SilentError,
     Why,
@@ -391,7 +392,7 @@ class DirectReads:
             connection, answer = self._connections.request(base, target, headers, deadline, race)
         except (OSError, http.client.HTTPException) as cause:
             why = why_of(cause)
-            if why is None:
+            if why is None or why in LASTING:  # obstore may trust other certificates
                 raise self._refused() from cause
             raise unreachable(url, base, why) from cause
         is_whole = False

@@ -1,8 +1,8 @@
 """Faults of stores, as tables: how each shows, which error it becomes, and how it is tried again.
 
 All stores and the retries use these two. `FAULTS` has the meanings of answers. `BREAKS` has the
-ways in which a connection fails, all of them temporary: a server restarts, the network is down, DNS
-does not know a name yet. Permanent causes, such as an untrusted certificate, are plain StoreErrors.
+ways in which a connection fails. Nearly all pass: a server restarts, the network is down, DNS does
+not know a name yet. Those in `LASTING` are plain StoreErrors, raised at once.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class SilentError(TimeoutError):
 class Why(enum.Enum):
     """The way in which a store cannot be reached."""
 
+    UNTRUSTED = "has a TLS certificate that is not trusted"
+    NO_TLS = "does not speak TLS"
     SILENT = "stopped in the middle of an answer"
     LATE = "did not answer in time"
     NO_ADDRESS = "has no address"
@@ -167,7 +169,7 @@ class Why(enum.Enum):
 
 class Break(Struct, frozen=True):
     """One way in which a connection fails: what to check ({port} and {host} depend on the scheme),
-    the exceptions and error numbers of Python, and the words of obstore's messages.
+    Python's exceptions and error numbers, and words of obstore's messages or reasons of ssl.
     """
 
     advice: str = ""
@@ -181,6 +183,14 @@ _NETWORK = frozenset(
 )
 # In this order: a SilentError is a TimeoutError, too.
 BREAKS = {
+    Why.UNTRUSTED: Break(
+        ": check the host name, the clock, and the certificate authorities of this machine",
+        words=("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED"),
+    ),
+    Why.NO_TLS: Break(
+        ": write http:// instead of https://, or check the port",
+        words=("InvalidContentType", "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"),
+    ),
     Why.SILENT: Break(": it may be overloaded, or the connection is dead", (SilentError,)),
     Why.LATE: Break(
         ": it may be overloaded, or a firewall drops packets",
@@ -205,6 +215,7 @@ BREAKS = {
     ),
     Why.BROKEN: Break(exceptions=(ConnectionError,)),
 }
+LASTING = (Why.UNTRUSTED, Why.NO_TLS)
 # A disk or a network file system may recover from these, and a process may close descriptors.
 _PASSING = _NETWORK | {
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EMFILE, errno.ENFILE,
@@ -218,18 +229,21 @@ _ENDPOINT_HINTS = {
 _OTHER_HINT = ("the endpoint", "of the endpoint")
 
 
-def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
+def unreachable(url: str, endpoint: str, why: Why, detail: str = "") -> StoreError:
     """Return the error for an unreachable store, with what to check. `endpoint` did not answer."""
+    error = StoreError if why in LASTING else StoreUnavailable
     port, host = _ENDPOINT_HINTS.get(url.partition("://")[0], _OTHER_HINT)
     advice = BREAKS[why].advice.format(port=port, host=host)
-    return StoreUnavailable(f"{url}: {endpoint} {why.value}{advice}", shard=url)
+    shown = f" ({detail})" if detail else ""
+    return error(f"{url}: {endpoint} {why.value}{shown}{advice}", shard=url)
 
 
 def why_of(error: BaseException) -> Why | None:
     """Return how a connection failed; None if it failed in another way."""
     number = error.errno if isinstance(error, OSError) else None
+    reason = getattr(error, "reason", None)  # of ssl, which many processes need not import
     for why, kind in BREAKS.items():
-        if isinstance(error, kind.exceptions) or number in kind.errnos:
+        if isinstance(error, kind.exceptions) or number in kind.errnos or reason in kind.words:
             return why
     return None
 
@@ -246,4 +260,7 @@ def passes(error: OSError) -> bool:
     """Whether an OSError may be gone at the next attempt. Libraries raise OSErrors without an errno
     for network errors of all kinds.
     """
-    return why_of(error) is not None or error.errno is None or error.errno in _PASSING
+    why = why_of(error)
+    if why is not None:
+        return why not in LASTING
+    return error.errno is None or error.errno in _PASSING

@@ -135,7 +135,8 @@ class HttpStore:
                 if why is None:
                     said = type(cause).__name__
                     raise StoreUnavailable(f"{url}: {base} failed: {said}", shard=url) from cause
-                raise unreachable(url, base, why) from cause
+                detail = getattr(cause, "verify_message", "")  # of an untrusted certificate
+                raise unreachable(url, base, why, detail) from cause
             finally:
                 if answer is not None:
                     answer.close()

@@ -49,8 +49,6 @@ _GIVES_CREDENTIALS = re.compile(
     r"/latest/(?:api|meta-data)/|//169\.254\.|metadata\.google|/credentials\b|//sts\.|//oauth2\.|"
     r"/oauth2/"
 )
-# A server that speaks plain HTTP, and a bad certificate: retries within a call cannot help.
-_NO_TLS = "InvalidContentType"
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
 # A list breaks off at a key like this, and nothing makes obstore leave it out.
@@ -266,7 +264,7 @@ def _denied(url: str, said: _Said, *, may_renew: bool) -> StoreError:
 def _short(url: str, why: str, span: tuple[int, int] | None) -> TruncatedRead:
     offset, length = span or (0, 0)
     return TruncatedRead(
-        f"{url}: received fewer bytes than requested, {_bytes(span)} ({why})",
+        f"{url}: received fewer bytes than requested, [{offset}, {offset + length}) ({why})",
         shard=url,
         offset=offset,
         expected=length,
@@ -276,24 +274,12 @@ def _short(url: str, why: str, span: tuple[int, int] | None) -> TruncatedRead:
 def _not_connected(url: str, base: str, text: str) -> StoreError:
     match = _ENDPOINT.search(text)
     endpoint = match[1] if match else base
-    if _NO_TLS in text:
-        return StoreError(
-            f"{url}: {endpoint} does not speak TLS: write http:// instead of https://, or check "
-            "the port",
-            shard=url,
-        )
-    if "InvalidCertificate" in text:
-        reason = " ".join(_first(_NOT_TRUSTED, text).split()) or "it cannot be verified"
-        return StoreError(
-            f"{url}: the TLS certificate of {endpoint} is not trusted ({reason}): check the host "
-            "name, the clock, and the certificate authorities of this machine",
-            shard=url,
-        )
     if "kind: Redirect" in text:
         return StoreError(f"{url}: {endpoint} redirects too often, or in a circle", shard=url)
     if "kind: Builder" in text:
         return StoreError(f"{url}: {endpoint} redirects to what is not an http url", shard=url)
-    return unreachable(url, endpoint, why_of_text(text))
+    reason = " ".join(_first(_NOT_TRUSTED, text).split())
+    return unreachable(url, endpoint, why_of_text(text), reason)
 
 
 def _not_listed(url: str, key: str) -> StoreError:
@@ -303,10 +289,6 @@ def _not_listed(url: str, key: str) -> StoreError:
         "url: these, and braces such as {000..127}, need no list",
         shard=url,
     )
-
-
-def _bytes(span: tuple[int, int] | None) -> str:
-    return f"bytes [{span[0]}, {span[0] + span[1]})" if span else "the whole object"
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -30,6 +30,7 @@ from dataplane.model.errors import (
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.expand import expand
 from dataplane.store.obstore_faults import mapped
+from dataplane.store.policy import UrlPolicy
 from dataplane.store.reads import PIECE_BYTES
 
 BODY = bytes(i % 251 for i in range(200_000))
@@ -202,15 +203,19 @@ def test_the_error_about_a_dead_http_server_does_not_mention_settings_of_s3(
         assert "url" in str(raised.value)
 
 
-def test_a_server_without_tls_is_reported_at_once(awry: Awry) -> None:
+@pytest.mark.parametrize("policy", [None, UrlPolicy()])
+def test_a_server_without_tls_is_reported_at_once(awry: Awry, policy: UrlPolicy | None) -> None:
     base = awry.endpoint.replace("http://", "https://")
     with pytest.raises(StoreError, match="does not speak TLS: write http://") as raised:
-        Stores(clock=Time().clock()).connect(base).head(f"{base}/x.parquet")
+        Stores(clock=Time().clock(), policy=policy).connect(base).head(f"{base}/x.parquet")
     assert type(raised.value) is StoreError
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
-def test_an_untrusted_certificate_is_reported_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [None, UrlPolicy()])
+def test_an_untrusted_certificate_is_reported_at_once(
+    tmp_path: Path, policy: UrlPolicy | None
+) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
@@ -230,8 +235,8 @@ def test_an_untrusted_certificate_is_reported_at_once(tmp_path: Path) -> None:
         server = threading.Thread(target=serve)
         server.start()
         try:
-            with pytest.raises(StoreError, match="certificate of https") as raised:
-                Stores(clock=Time().clock()).connect(base).head(f"{base}/x.parquet")
+            with pytest.raises(StoreError, match="certificate that is not trusted") as raised:
+                Stores(clock=Time().clock(), policy=policy).connect(base).head(f"{base}/x.parquet")
         finally:
             server.join()
     assert type(raised.value) is StoreError
