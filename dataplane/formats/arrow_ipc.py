@@ -54,6 +54,7 @@ from dataplane.formats.first_reads import of_arrow
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head, first_offset
 from dataplane.formats.source import ByteSource, Memory, Window, spliced
 from dataplane.formats.unsupported import refusal
+from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region
 from dataplane.plan.columns import NEVER, UNKNOWN
 
@@ -65,6 +66,8 @@ GROUP_BYTES = 4 << 20
 CLAIM_RATIO_MAX = 1024
 CLAIM_FLOOR_BYTES = 64 << 20
 _FILE_START = MAGIC + b"\0\0"
+_KEPT_PREAMBLES, _KEPT_PREAMBLE_BYTES_MAX = 64, 64 << 10
+"""How many schemas a process remembers, of preambles of this size."""
 
 
 # The null counts of an Arrow IPC shard: each record batch states the count of each of its arrays.
@@ -184,8 +187,10 @@ class ArrowIpc:
             check_rows(url, start, block.rows, part.head.rows)
             return batch_of({}, schema, columns, block.rows)
         with foreign_faults(url, start, "the record batch cannot be decoded"):
-            _check_claims(block, part)
-            batches = _read(block, part, schema, columns)
+            batches = _read_alone(block, part, schema, columns)
+            if batches is None:
+                _check_claims(block, part)
+                batches = _read(block, part, schema, columns)
         # Joining batches follows their offsets, so each is checked before.
         batches = [validated(batch, url, start) for batch in batches]
         rows = sum(batch.num_rows for batch in batches)
@@ -341,6 +346,48 @@ def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
         run.append(message)
     if run:
         yield run
+
+
+def _read_alone(
+    block: RawBlock, part: PartialBatch | None, schema: pa.Schema, columns: Sequence[str]
+) -> list[pa.RecordBatch] | None:
+    """Read a block of one record batch that is not compressed, whose preamble is a schema and
+    nothing else, in a third of the time of `_read`. None for all others, and for damaged ones:
+    their error says where.
+
+    Raises:  CorruptShard: as `messages_of`.
+    """
+    if part is not None or not 0 < len(block.preamble) <= _KEPT_PREAMBLE_BYTES_MAX:
+        return None
+    stored = _schema_alone(bytes(block.preamble))
+    if stored is None or not is_as_stored(stored, schema, columns):
+        return None
+    start, end = block.place.offset, block.place.offset + len(block.body)
+    message = next(whole_messages(Memory(block.url, block.body, start), start, end), None)
+    if message is None or message.end != end:
+        return None
+    if message.head.kind != RECORDS or message.head.compressed:
+        return None
+    try:
+        return [pa.ipc.read_record_batch(pa.py_buffer(block.body), stored)]
+    except (pa.ArrowException, OSError):
+        return None
+
+
+@functools.lru_cache(_KEPT_PREAMBLES)
+def _schema_alone(preamble: bytes) -> pa.Schema | None:
+    """The schema of a preamble that has nothing else; None if it is damaged, or has numbers in the
+    other byte order, which a stream's reader swaps.
+    """
+    try:
+        message = next(whole_messages(Memory("", memoryview(preamble), 0), 0, len(preamble)), None)
+        if message is None or message.head.kind != SCHEMA or message.end != len(preamble):
+            return None
+        if message.head.is_big_endian:
+            return None
+        return pa.ipc.read_schema(pa.py_buffer(preamble))
+    except (DataplaneError, pa.ArrowException, OSError):
+        return None
 
 
 def _read(

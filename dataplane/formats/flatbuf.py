@@ -18,6 +18,7 @@ from msgspec.structs import replace
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 BLOCK_STRUCT = struct.Struct("<qi4xq")
 _NUMBER = struct.Struct("<q")
+_UNPACK = {form: struct.Struct(form).unpack_from for form in ["<B", "<h", "<H", "<i", "<I", "<q"]}
 _PAIR_BYTES = 16
 """An array's length and null count, or a buffer's offset and length."""
 
@@ -29,10 +30,14 @@ class Table(Struct, frozen=True):
     at: int
 
     def _unpack(self, form: str, at: int) -> int:
-        if at < 0 or at + struct.calcsize(form) > len(self.buffer):
-            raise ValueError(f"flatbuffer offset {at} lies outside of {len(self.buffer)} bytes")
-        number: int = struct.unpack_from(form, self.buffer, at)[0]
-        return number
+        if at >= 0:  # a negative offset would count from the end
+            try:
+                number: int = _UNPACK[form](self.buffer, at)[0]
+            except struct.error:
+                pass
+            else:
+                return number
+        raise ValueError(f"flatbuffer offset {at} lies outside of {len(self.buffer)} bytes")
 
     def place(self, field: int) -> int:
         """Return the place of a field, 0 if it is absent."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec import structs
 from shards import (
     NESTED,
     NESTED_ROWS,
@@ -23,8 +24,9 @@ from shards import (
 )
 
 from dataplane.formats.arrow_ipc import ArrowIpc
+from dataplane.formats.base import RawBlock
 from dataplane.formats.flatbuf import message_head
-from dataplane.model.errors import CorruptShard
+from dataplane.model.errors import CorruptShard, DataplaneError
 from dataplane.model.records import Region
 
 ARROW = ArrowIpc()
@@ -138,6 +140,45 @@ def test_plain_batches_are_decoded_without_a_copy(file: bool) -> None:
         batch = ARROW.decode(raw_block(content, index, block, "u"), index.schema, ["ids"])
         for buffer in batch.column("ids").flatten().buffers():
             assert buffer is None or start <= buffer.address < start + len(content)
+
+
+_ROWS = [{"n": n, "text": "t" * n if n % 3 else None, "of": [n] * (n % 4)} for n in range(20)]
+_DAMAGED = arrow_bytes(pa.Table.from_pylist(_ROWS), rows=20)
+_DAMAGED_INDEX = ARROW.index(MemoryShard(_DAMAGED))
+
+
+def _outcome(block: RawBlock) -> tuple[object, ...]:
+    try:
+        batch = ARROW.decode(block, _DAMAGED_INDEX.schema, _DAMAGED_INDEX.schema.names)
+    except DataplaneError as error:
+        return type(error), str(error)
+    return (batch.serialize().to_pybytes(),)
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=3),
+    is_cut=st.booleans(),
+    in_preamble=st.booleans(),
+)
+def test_a_damaged_batch_is_refused_like_a_stream_of_it(
+    places: list[tuple[float, int]], is_cut: bool, in_preamble: bool
+) -> None:
+    block = raw_block(_DAMAGED, _DAMAGED_INDEX, 0, "u")
+    preamble, body = bytearray(block.preamble), bytearray(block.body)
+    changed = preamble if in_preamble else body
+    for share, value in places:
+        changed[int(share * (len(changed) - 1))] = value
+    if is_cut:
+        del changed[-8:]
+    damaged = structs.replace(
+        block, preamble=memoryview(preamble).toreadonly(), body=memoryview(body).toreadonly()
+    )
+    outcome = _outcome(damaged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dataplane.formats.arrow_ipc._read_alone", lambda *_: None)
+        assert _outcome(damaged) == outcome
+    assert places or is_cut or outcome == _outcome(block)
 
 
 def test_bodies_of_large_batches_are_not_read() -> None:
