@@ -21,8 +21,7 @@ from dataplane_bench.report.results import (
     SystemResult,
     Tried,
 )
-from dataplane_bench.scenarios.base import Scale
-from dataplane_bench.scenarios.registry import SCENARIOS
+from dataplane_bench.scenarios import SCENARIOS, Scale
 from hypothesis import strategies as st
 
 TITLES = {

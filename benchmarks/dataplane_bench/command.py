@@ -243,8 +243,7 @@ def _run(given: dict[str, Any]) -> None:
 def _list(*, as_json: bool) -> None:
     from dataplane_bench import environments
     from dataplane_bench.peers.registry import PEERS, adapter
-    from dataplane_bench.scenarios.base import Scale
-    from dataplane_bench.scenarios.registry import SCENARIOS
+    from dataplane_bench.scenarios import SCENARIOS, Scale
 
     installed = {name: environments.python_of(name) is not None for name in PEERS}
     scenarios = {

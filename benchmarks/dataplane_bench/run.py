@@ -26,8 +26,7 @@ from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
-from dataplane_bench.scenarios.base import Scale, Scenario
-from dataplane_bench.scenarios.registry import MADE, OTHERS, SCENARIOS, WORKLOADS
+from dataplane_bench.scenarios import MADE, OTHERS, SCENARIOS, WORKLOADS, Scale, Scenario
 from dataplane_bench.trial.launch import Timing
 from dataplane_bench.workloads.generate import RECIPES, generated
 from dataplane_bench.workloads.own import own

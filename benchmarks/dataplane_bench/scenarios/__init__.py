@@ -1,1 +1,0 @@
-"""One file per question; each begins with the question and its physical bound."""
