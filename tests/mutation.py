@@ -1,15 +1,13 @@
 """Which faults do a room's fast tests find? `python tests/mutation.py scheduler --sample 150`.
 
-Each mutant is one small change of the room's source, in a copy of the tree: changes written by hand
-(mutants_by_hand.py), and a sample of all changes by rules (mutants_by_rule.py) except those that
-are not faults (mutants_equal.py). First all tests run once, to record which lines each reaches.
+Each mutant is one small change of the room's source, in a copy of the tree: a sample of all changes
+by rules (mutants_by_rule.py) except those that are not faults (mutants_equal.py). First all tests run once, to record which lines each reaches.
 Then, for each mutant, a process that has done the slow imports is forked and runs the tests that
 reach the mutant, the fastest first, until one fails. A test that takes far more CPU time than usual
 is stopped, and counts as failed.
 
 Prints the share of found mutants by module, and a diff of each mutant that was not found. Exit
-status 1: the tests fail without any change, a change by hand or one that is not a fault no longer
-applies, or one by hand was not found.
+status 1: the tests fail without any change, or a change that is not a fault no longer applies.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mutants_by_hand import BY_HAND
 from mutants_by_rule import Change, mutants_of
 from mutants_equal import EQUAL
 from mutants_reach import HISTORIES, Chosen, Reach, Reached
@@ -75,7 +72,6 @@ class Mutant:
     path: str
     text: str
     lines: frozenset[int] = frozenset()
-    is_by_hand: bool = False
 
     @property
     def diff(self) -> str:
@@ -90,16 +86,6 @@ def source(path: str) -> str:
     return (ROOT / path).read_text()
 
 
-def by_hand(room: str) -> Iterator[Mutant]:
-    """Raises:  ValueError: a change no longer applies."""
-    for name, path, old, new in BY_HAND:
-        if path.startswith(f"dataplane/{room}/"):
-            text = source(path)
-            if text.count(old) != 1:
-                raise ValueError(f"{name}: {text.count(old)} places for it in {path}, not one")
-            yield Mutant(name, path, text.replace(old, new), is_by_hand=True)
-
-
 def by_rule(room: str) -> list[Mutant]:
     """All mutants of a room by rules that are faults.
 
@@ -109,14 +95,14 @@ def by_rule(room: str) -> list[Mutant]:
     for file in sorted((ROOT / "dataplane" / room).glob("*.py")):
         path = str(file.relative_to(ROOT))
         found += [(path, change) for change in mutants_of(source(path))]
-    equal = {one[:3] for one in EQUAL if one[0].startswith(f"dataplane/{room}/")}
-    lost = equal - {(path, change.before, change.after) for path, change in found}
+    equal = {(before, after) for of_room, before, after, _ in EQUAL if of_room == room}
+    lost = equal - {(change.before, change.after) for _, change in found}
     if lost:
         raise ValueError(f"tests/mutants_equal.py: no change of this kind: {sorted(lost)}")
     return [
         Mutant(f"{path}:{change.line} {change.how}", path, change.text, change.lines)
         for path, change in found
-        if (path, change.before, change.after) not in equal
+        if (change.before, change.after) not in equal
     ]
 
 
@@ -276,32 +262,25 @@ def examine(
             )
 
 
-def report(found: list[tuple[Mutant, bool]]) -> bool:
-    """Whether all of those by hand were found."""
+def report(found: list[tuple[Mutant, bool]]) -> None:
     modules: dict[str, Counter[bool]] = {}
     for mutant, is_found in found:
-        modules.setdefault(mutant.path, Counter())[is_found] += not mutant.is_by_hand
-    for mutant, is_found in found:
+        modules.setdefault(mutant.path, Counter())[is_found] += 1
         if not is_found:
             sys.stdout.write(f"{mutant.diff}\n")
     for path, count in sorted(modules.items()):
-        if count.total():
-            sys.stdout.write(f"{count[True]:4} of {count.total():4}  {path}\n")
-    ruled = [is_found for mutant, is_found in found if not mutant.is_by_hand]
-    hand = [is_found for mutant, is_found in found if mutant.is_by_hand]
-    share = 100 * sum(ruled) / max(len(ruled), 1)
-    sys.stdout.write(f"by rule: {sum(ruled)} of {len(ruled)} found ({share:.0f} %); ")
-    sys.stdout.write(f"by hand: {sum(hand)} of {len(hand)}\n")
-    return all(hand)
+        sys.stdout.write(f"{count[True]:4} of {count.total():4}  {path}\n")
+    count = sum(modules.values(), Counter())
+    share = 100 * count[True] / max(count.total(), 1)
+    sys.stdout.write(f"{count[True]} of {count.total()} found ({share:.0f} %)\n")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("room", choices=sorted(TESTS))
-    parser.add_argument("--sample", type=int, default=100, help="how many of those by rule")
+    parser.add_argument("--sample", type=int, default=100, help="how many of them")
     parser.add_argument("--seed", type=int, default=0, help="which of them")
     parser.add_argument("--like", default="", help="only those of which this is in the name")
-    parser.add_argument("--rules-only", action="store_true", help="none of those by hand")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no more after so long")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
@@ -310,11 +289,9 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     every = [mutant for mutant in by_rule(args.room) if args.like in mutant.name]
     drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
-    sys.stderr.write(f"{len(drawn)} of {len(every)} mutants by rule\n")
-    mutants = [*([] if args.rules_only else by_hand(args.room)), *drawn]
-    mutants = [mutant for mutant in mutants if args.like in mutant.name]
-    return 0 if report(examine(args.room, mutants, args.jobs, 60 * args.minutes)) else 1
+    sys.stderr.write(f"{len(drawn)} of {len(every)} mutants\n")
+    report(examine(args.room, drawn, args.jobs, 60 * args.minutes))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
 from mutants_by_rule import mutants_of
 from mutants_equal import EQUAL
-from mutation import ROOT, TESTS, by_hand
+from mutation import ROOT, TESTS
 
 
-@pytest.mark.parametrize("room", TESTS)
-def test_every_fault_that_was_written_by_hand_still_applies(room: str) -> None:
-    assert all(mutant.text for mutant in by_hand(room))
-
-
-def test_what_is_said_to_be_no_fault_still_stands_there() -> None:
-    for path, before, _, _ in EQUAL:
-        assert before in " ".join((ROOT / path).read_text().split()), f"{path}: {before}"
+def test_what_is_said_to_be_no_fault_still_stands_in_its_room() -> None:
+    texts = {
+        room: " ".join(
+            word
+            for path in sorted((ROOT / "dataplane" / room).glob("*.py"))
+            for word in path.read_text().split()
+        )
+        for room in TESTS
+    }
+    for room, before, _, _ in EQUAL:
+        assert before in texts[room], f"{room}: {before}"
 
 
 def test_faults_know_which_lines_they_change() -> None:
