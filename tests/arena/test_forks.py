@@ -18,14 +18,14 @@ SIZE = 8 << 20
 def test_what_lived_at_a_fork_is_kept_until_all_who_descend_from_it_have_ended():
     before, after = forks.born(), None
     kept: forks.Kept[str] = forks.Kept()
-    with forking(lambda: 0) as one, forking(lambda: 0, closes_all=True) as two:
+    with forking(lambda: 0) as first, forking(lambda: 0, closes_all=True) as two:
         after = forks.born()
         with forking(lambda: 0) as three:
-            found = forks.died(before)
-            assert len(found) == 2
-            kept.add(found, "before")
+            lasting = forks.died(before)
+            assert len(lasting) == 2
+            kept.add(lasting, "before")
             kept.add(forks.died(after), "after")
-            for child in (one, two):
+            for child in (first, two):
                 assert kept.let_go() == []
                 assert child.ask() == 0
             assert kept.let_go() == []

@@ -188,14 +188,14 @@ def test_more_memory_than_there_is_gives_our_error():
 
 def _of_mapping(name: str, fact: str) -> int:
     """Bytes of this fact of the mappings of a memfd, from /proc/self/smaps."""
-    found, is_wanted = 0, False
+    size_bytes, is_wanted = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
         if "-" in line.partition(" ")[0]:
             is_wanted = f"memfd:{name}" in line
         elif is_wanted and key == fact:
-            found += int(value.split()[0]) << 10
-    return found
+            size_bytes += int(value.split()[0]) << 10
+    return size_bytes
 
 
 @pytest.mark.parametrize("size", [pages.HUGE_BYTES - 1, 2 * pages.HUGE_BYTES, 3 * SIZE + 5])
@@ -248,11 +248,11 @@ def test_huge_pages_are_made_of_memory_that_others_have_written():
 
 
 def test_prepared_memory_is_made_of_huge_pages_but_for_those_that_have_memory(monkeypatch):
-    asked = list[tuple[int, int]]()
+    advised = list[tuple[int, int]]()
 
     class Kept:
         def fill(self, address: int, size_bytes: int) -> bool:
-            asked.append((address, size_bytes))
+            advised.append((address, size_bytes))
             return False
 
     monkeypatch.setattr("dataplane.arena.memfd._huge_pages", Kept())
@@ -264,7 +264,7 @@ def test_prepared_memory_is_made_of_huge_pages_but_for_those_that_have_memory(mo
     arena.prepare(huge + 5, huge)
     arena.prepare(0, 4 * huge)
     arena.prepare(3 * huge + 1, 2 * huge + SIZE)
-    assert asked == [(start + huge, 2 * huge), (start, huge), (start + 4 * huge, huge)]
+    assert advised == [(start + huge, 2 * huge), (start, huge), (start + 4 * huge, huge)]
     assert arena.missing_bytes(0, arena.size_bytes) == 0
     arena.close()
 

@@ -268,12 +268,12 @@ def test_no_truncation_yields_a_wrong_sample(case: Case, format_: registry.Forma
     content = case.write(rows)
     schema = format_.index(MemoryShard(content)).schema
     for end in range(1, len(content), max(1, len(content) // 120)):
-        found = attempt(format_, content[:end], schema)
+        outcome = attempt(format_, content[:end], schema)
         if case.sealed:
             # What pads an archive may be missing; samples may not.
-            assert found is None or found == rows, end
+            assert outcome is None or outcome == rows, end
         else:
-            assert found is None or found == rows[: len(found)], end
+            assert outcome is None or outcome == rows[: len(outcome)], end
 
 
 def test_no_flipped_bit_crashes_or_passes_a_checksum(case: Case, format_: registry.Format) -> None:
@@ -286,9 +286,9 @@ def test_no_flipped_bit_crashes_or_passes_a_checksum(case: Case, format_: regist
         damaged = bytearray(content)
         at = chance.randrange(len(content))
         damaged[at] ^= 1 << chance.randrange(8)
-        found = attempt(format_, bytes(damaged), schema)
+        outcome = attempt(format_, bytes(damaged), schema)
         if at in checked:
-            assert found is None or found == rows, at
+            assert outcome is None or outcome == rows, at
 
 
 def test_no_overwritten_bytes_crash(case: Case, format_: registry.Format) -> None:

@@ -130,8 +130,8 @@ def test_list_takes_any_start_of_a_url_as_prefix(place: Place) -> None:
     place.put(dict.fromkeys(("train-0", "train-1", "train/2", "tram", "valid-0"), b"x"))
 
     def listed(prefix: str) -> list[str]:
-        found = place.store.list(place.url(prefix))
-        return [info.url.removeprefix(place.folder) for info in found]
+        infos = place.store.list(place.url(prefix))
+        return [info.url.removeprefix(place.folder) for info in infos]
 
     assert listed("train-") == ["train-0", "train-1"]
     assert listed("train") == ["train-0", "train-1", "train/2"]
@@ -293,7 +293,7 @@ def test_odd_names_round_trip(place: Place) -> None:
         body = place.store.read(info.url, 0, info.size_bytes, info.etag)
         assert bytes(body).decode() == info.url.removeprefix(place.folder)
         assert place.store.head(info.url) == info
-        assert [found.url for found in place.store.list(info.url)] == [info.url]
+        assert [listed.url for listed in place.store.list(info.url)] == [info.url]
 
 
 def test_threads_read_side_by_side(place: Place) -> None:

@@ -50,13 +50,13 @@ def small_holes() -> Iterator[None]:
 
 def part_of(content: bytes, index: ShardIndex, block: int, names: Sequence[str]) -> RawBlock:
     """A block as a node fetches it for a job that requests these columns."""
-    raw, found = raw_block(content, index, block, "u"), index.blocks[block]
-    places = ColumnPlaces.of([found.columns])
+    raw, wanted = raw_block(content, index, block, "u"), index.blocks[block]
+    places = ColumnPlaces.of([wanted.columns])
     if places is None:
         return raw
-    length = np.array([found.place.length])
+    length = np.array([wanted.place.length])
     flags = [name in names for name in index.schema.names]
-    pieces = Projection.of(places, length, length, flags).pieces(0, found.place)
+    pieces = Projection.of(places, length, length, flags).pieces(0, wanted.place)
     return cut(raw, pieces) if pieces else raw
 
 
@@ -78,7 +78,7 @@ def is_valid(drawn: tuple[pa.RecordBatch, Any]) -> bool:
 
 def shown(batch: pa.RecordBatch) -> list[str]:
     """Types and values in full; a NaN equals itself."""
-    return [f"{one.type} {one.to_string(window=99, container_window=99)}" for one in batch.columns]
+    return [f"{x.type} {x.to_string(window=99, container_window=99)}" for x in batch.columns]
 
 
 def stored(batch: pa.RecordBatch, copies: int, *, file: bool, codec: str | None) -> bytes:
@@ -98,11 +98,11 @@ def check_columns(content: bytes, table: pa.Table, names: list[str], copies: int
     assert len(parts) == copies
     for block, part in zip(index.blocks, parts, strict=True):
         assert len(block.columns) == 3 * len(index.schema)
-        found = ARROW.decode(part, index.schema, names)
-        assert (found.num_rows, found.schema.names) == (table.num_rows, names)
+        batch = ARROW.decode(part, index.schema, names)
+        assert (batch.num_rows, batch.schema.names) == (table.num_rows, names)
         if names:
             expected = table.select(names).combine_chunks().to_batches()[0]
-            assert shown(found) == shown(expected)
+            assert shown(batch) == shown(expected)
     return len(parts[0].pieces)
 
 
@@ -185,11 +185,11 @@ def test_two_of_forty_columns_are_few_bytes_and_not_copied() -> None:
     part = part_of(content, index, 0, ["c3", "c30"])
     assert [piece.length // 400_000 for piece in part.pieces] == [0, 1, 1]
     assert len(part.body) < 820_000
-    found = ARROW.decode(part, index.schema, ["c30", "c3"])
-    assert found.equals(table.select(["c30", "c3"]).to_batches()[0])
+    batch = ARROW.decode(part, index.schema, ["c30", "c3"])
+    assert batch.equals(table.select(["c30", "c3"]).to_batches()[0])
     whole = raw_block(content, index, 0, "u")
     unread = ARROW.decode(whole, index.schema, ["c30", "c3"])
-    for column, other in zip(found.columns, unread.columns, strict=True):
+    for column, other in zip(batch.columns, unread.columns, strict=True):
         at, before = place_in(part.body, column), place_in(whole.body, other)
         assert 0 < at < len(part.body)
         assert (before - at) % 64 == 0
@@ -249,8 +249,8 @@ def buffers_at(content: bytes, block: RawBlock) -> int:
     metadata = memoryview(content)[start + 8 : start + 8 + length]
     batch = root(metadata).table(2)
     assert batch is not None
-    found = bytes(batch.vector(2, 16))
-    return start + 8 + bytes(metadata).index(found)
+    pairs = bytes(batch.vector(2, 16))
+    return start + 8 + bytes(metadata).index(pairs)
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
@@ -307,9 +307,9 @@ def test_damaged_metadata_is_an_error_or_harmless(changes: list[tuple[int, int]]
         body[at] = value
     damaged = structs.replace(part, body=memoryview(body).toreadonly())
     with contextlib.suppress(DataplaneError):
-        found = ARROW.decode(damaged, index.schema, ["view", "pair"])
-        found.validate(full=True)
-        assert found.num_rows == 200
+        batch = ARROW.decode(damaged, index.schema, ["view", "pair"])
+        batch.validate(full=True)
+        assert batch.num_rows == 200
 
 
 def test_a_block_that_is_not_one_batch_is_refused() -> None:
@@ -337,6 +337,6 @@ def test_images_saved_by_another_library_are_left_out(data_dir: Path) -> None:
     table = pa.ipc.open_stream(content).read_all()
     part = part_of(content, index, 0, ["label"])
     assert sum(piece.length for piece in part.pieces) < 2_000 < len(content) // 100
-    found = ARROW.decode(part, index.schema, ["label"])
-    assert found.to_pydict() == {"label": table["label"].to_pylist()}
+    batch = ARROW.decode(part, index.schema, ["label"])
+    assert batch.to_pydict() == {"label": table["label"].to_pylist()}
     check_columns(content, table, ["image"])

@@ -115,8 +115,8 @@ def test_dictionaries_that_change_make_one_block() -> None:
     index = ARROW.index(MemoryShard(sink.getvalue()))
     assert [block.rows for block in index.blocks] == [5]
     assert index.blocks[0].place.length == len(sink.getvalue())
-    found = read_rows(ARROW, sink.getvalue())
-    assert [row["w"] for row in found] == ["a", "b", "c", "d", "c"]
+    rows = read_rows(ARROW, sink.getvalue())
+    assert [row["w"] for row in rows] == ["a", "b", "c", "d", "c"]
 
 
 def test_small_batches_are_grouped_and_large_ones_are_not() -> None:
@@ -277,8 +277,8 @@ def test_the_metadata_of_large_batches_is_read_at_once() -> None:
     assert len(shard.reads) == batches + mark + start_and_end
     assert [block.rows for block in index.blocks] == [rows] * batches
     assert shard.bytes_read < len(content) / 20
-    found = ARROW.decode(raw_block(content, index, 7, "u"), index.schema, ["x"])
-    assert found.column("x").to_numpy().tolist() == list(range(7 * rows, 8 * rows))
+    batch = ARROW.decode(raw_block(content, index, 7, "u"), index.schema, ["x"])
+    assert batch.column("x").to_numpy().tolist() == list(range(7 * rows, 8 * rows))
     for cut in (1, 10, 300, len(content) // 2):
         with pytest.raises(CorruptShard):
             ARROW.index(MemoryShard(content[:-cut]))
@@ -296,8 +296,8 @@ def test_equal_batches_of_fixed_width_are_indexed_by_their_sizes() -> None:
     assert shard.together == [last + mark]
     assert [block.rows for block in index.blocks] == [*[rows] * (batches - 1), rows - 1]
     assert [block.place.length for block in index.blocks[:-1]] == [index.blocks[0].place.length] * 5
-    found = ARROW.decode(raw_block(content, index, 4, "u"), index.schema, ["tokens"])
-    assert found.column("tokens").equals(table.column("tokens").chunk(0)[4 * rows : 5 * rows])
+    batch = ARROW.decode(raw_block(content, index, 4, "u"), index.schema, ["tokens"])
+    assert batch.column("tokens").equals(table.column("tokens").chunk(0)[4 * rows : 5 * rows])
     # Whoever decodes a block reads its own metadata.
     at = index.blocks[3].place.offset
     changed = bytearray(content)

@@ -73,13 +73,13 @@ def test_a_size_tells_the_rows_only_if_no_other_batch_has_it(schema: pa.Schema) 
             by_size[head.body_length].add((rows, nulls))
             if not any(nulls):
                 plain[rows] = head
-    told = 0
+    implied_count = 0
     for rows, head in plain.items():
         is_alone = by_size[head.body_length] == {(rows, (False,) * nodes)}
         if rows < ROWS_MAX // 2:  # of larger ones, a batch of the same size may not be here
             assert is_implied_by_size(schema, head) == is_alone, rows
-            told += is_alone
-    assert told or schema.types[0] in {pa.bool_(), pa.int32()}
+            implied_count += is_alone
+    assert implied_count or schema.types[0] in {pa.bool_(), pa.int32()}
 
 
 @pytest.mark.parametrize("kind", NEVER_TOLD, ids=str)
@@ -181,10 +181,10 @@ def test_no_message_is_skipped() -> None:
     for at in metadata:
         for byte in (0, 1, 2, 3, 4, 255):
             try:
-                found = rows_of(decoded(ARROW, changed(content, at, bytes([byte]))))
+                rows = rows_of(decoded(ARROW, changed(content, at, bytes([byte]))))
             except (CorruptShard, ConfigError):
                 continue
-            assert len(found) == 3, (at, byte)
+            assert len(rows) == 3, (at, byte)
 
 
 def test_dictionaries_of_lists_that_change_are_refused_by_name() -> None:

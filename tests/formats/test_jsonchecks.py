@@ -42,9 +42,9 @@ def types_of(content: bytes) -> list[pa.DataType]:
 def written(value: object) -> object:
     """Numbers of one type, so that an integer in a column of doubles compares equal."""
     if isinstance(value, dict):
-        return {name: written(one) for name, one in value.items()}
+        return {name: written(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [written(one) for one in value]
+        return [written(inner) for inner in value]
     return None if value is None else (int(value) if value == int(value) else value)
 
 
@@ -66,11 +66,11 @@ def written(value: object) -> object:
 def test_every_number_is_exact_or_its_line_is_refused(rows: list[dict], compressed: bool) -> None:
     content = json_lines(rows)
     try:
-        found = read_rows(JSONL, zipped(content) if compressed else content)
+        values = read_rows(JSONL, zipped(content) if compressed else content)
     except SchemaMismatch as error:
         refused = error
     else:
-        assert written(found) == written(rows)
+        assert written(values) == written(rows)
         return
     assert f"byte {refused.offset}, {refused.line}" in str(refused)
     assert refused.shard == "memory://test/shard"

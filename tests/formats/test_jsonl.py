@@ -48,10 +48,10 @@ def test_rows_come_back_around_blank_lines_and_any_piece_size(
     assert blocks[0].place.offset == 0
     ends = [block.place.offset + block.place.length for block in blocks]
     assert ends[:-1] == [block.place.offset for block in blocks[1:]]
-    found = read_rows(JSONL, zipped(content) if compressed else content)
-    assert [row["id"] for row in found] == [row["id"] for row in rows]
-    assert [row["text"] for row in found] == [row["text"] for row in rows]
-    assert [row["struct"] for row in found] == [row["struct"] for row in rows]
+    values = read_rows(JSONL, zipped(content) if compressed else content)
+    assert [row["id"] for row in values] == [row["id"] for row in rows]
+    assert [row["text"] for row in values] == [row["text"] for row in rows]
+    assert [row["struct"] for row in values] == [row["struct"] for row in rows]
 
 
 def test_a_last_line_without_a_newline_and_a_byte_order_mark_are_fine() -> None:
@@ -131,9 +131,9 @@ def test_all_fields_of_a_shard_are_columns_wherever_they_occur(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "BLOCK_BYTES", piece)
-        found = read_rows(JSONL, content)
+        values = read_rows(JSONL, content)
     names = {name for row in rows for name in row}
-    assert found == [dict.fromkeys(names) | row for row in rows]
+    assert values == [dict.fromkeys(names) | row for row in rows]
 
 
 def test_blocks_without_new_fields_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_texts_of_a_dictionary_get_room_when_they_are_written_out(
     for some in (array, runs):
         assert arrays.decoded(some).type == widened(kind)
         expected = (
-            [each.as_py() for each in some]
+            [text.as_py() for text in some]
             if some is array
             else [some[i].as_py() for i in range(4)]
         )
@@ -107,9 +107,9 @@ def test_texts_of_a_dictionary_get_room_when_they_are_written_out(
 def test_columns_of_compressed_shards_get_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "OFFSET_MAX", 5)
     pieces = [b"abc", None, b"def"]
-    found = arrays.bytes_column(pieces, pa.binary())
-    assert found.type == pa.large_binary()
-    assert found.to_pylist() == pieces
+    column = arrays.bytes_column(pieces, pa.binary())
+    assert column.type == pa.large_binary()
+    assert column.to_pylist() == pieces
     lists = arrays.list_column(
         np.array([3, 0, 4]), np.array([True, False, True]), pa.array(range(7))
     )
@@ -166,9 +166,9 @@ def test_nested_columns_are_read_in_as_many_parts_as_it_takes(
     })  # fmt: skip
     reader = pq.ParquetFile(pa.BufferReader(shards.parquet_bytes(table))).reader
     narrow = NarrowReader(reader, rows_max)
-    found = parquet._read_group(narrow, 0, [1, 2, 3, 4], 300)
+    parts = parquet._read_group(narrow, 0, [1, 2, 3, 4], 300)
     assert narrow.tried == tried
-    whole = {name: joined(found.column(name).chunks) for name in found.column_names}
+    whole = {name: joined(parts.column(name).chunks) for name in parts.column_names}
     assert {name: array.to_pylist() for name, array in whole.items()} == (
         table.select(["l", "s", "m"]).to_pydict()
     )
@@ -189,8 +189,8 @@ def test_blocks_of_wide_texts_are_canonical() -> None:
         [read_as(c, widened(c.type)) for c in narrow.columns], names=list(values)
     )
     plan = plan_columns(narrow.schema)
-    found = canonical(wide, plan, "u")
-    assert found.to_pydict() == canonical(narrow, plan, "u").to_pydict()
+    batch = canonical(wide, plan, "u")
+    assert batch.to_pydict() == canonical(narrow, plan, "u").to_pydict()
 
 
 def test_json_lines_in_pieces_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,5 +226,5 @@ def test_a_row_group_of_more_than_2_gib(value: Any, kind: pa.DataType, tmp_path:
     assert batch.num_rows == 760_000
     assert batch.schema.types == [widened(kind)]
     assert batch.column("x")[759_999].as_py() == value
-    found = canonical(batch, plan_columns(pa.schema([("x", kind)])), "u")
-    assert found.num_rows == 760_000
+    converted = canonical(batch, plan_columns(pa.schema([("x", kind)])), "u")
+    assert converted.num_rows == 760_000

@@ -16,17 +16,17 @@ def test_a_damaged_shard_is_refused_or_has_the_values_that_other_readers_find(
     kind: str, tmp_path: Path
 ) -> None:
     whole = mutants.write_whole(tmp_path, kind)
-    found = []
+    results = []
     for name, path in whole.items():
         assert verdict(path, mutants.FORMATS[kind], path) == ("equal", "")
         changed = path.with_suffix(".mutant")
         count = _COUNT // len(whole)
         for content in mutants.mutants(path.read_bytes(), kind, name, count, seed=0):
             changed.write_bytes(content)
-            found.append((name, *verdict(changed, mutants.FORMATS[kind], path)))
-    assert len(found) == _COUNT
-    assert not [one for one in found if one[1] in FAULTS]
-    assert any(word.startswith("refused") for _, word, _ in found)
+            results.append((name, *verdict(changed, mutants.FORMATS[kind], path)))
+    assert len(results) == _COUNT
+    assert not [result for result in results if result[1] in FAULTS]
+    assert any(word.startswith("refused") for _, word, _ in results)
 
 
 def test_the_comparison_sees_one_value_that_differs(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def within(value: Any) -> bool:
         value = list(value.values())
     if not isinstance(value, list | tuple):
         return False
-    return any(each is None or within(each) for each in value)
+    return any(inner is None or within(inner) for inner in value)
 
 
 @settings(max_examples=60)
@@ -118,11 +118,11 @@ NESTED = pa.table(
 
 def nested(**options: Any) -> dict[str, list[int]]:
     index = Parquet().index(MemoryShard(parquet_bytes(NESTED, **options)))
-    at, found = 0, {}
+    at, counts = 0, {}
     for field in index.schema:
-        found[field.name] = list(index.nulls[at : at + node_count([field])])
+        counts[field.name] = list(index.nulls[at : at + node_count([field])])
         at += node_count([field])
-    return found
+    return counts
 
 
 def test_levels_tell_a_null_list_from_an_empty_one_and_from_a_null_within():
@@ -205,8 +205,8 @@ def parquet_counter(*groups: tuple[int, int]) -> int:
     counter = counter_of([1, 0], [0, 1])
     for group in groups:
         counter.add(told(group), NO_LEVELS)
-    (found,) = counter.counts(pa.schema([("x", pa.int32())])).tolist()
-    return found
+    (count,) = counter.counts(pa.schema([("x", pa.int32())])).tolist()
+    return count
 
 
 def test_tar_counts_the_fields_that_samples_lack():

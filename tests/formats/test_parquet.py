@@ -178,9 +178,9 @@ def test_json_and_uuids_are_their_storage_where_no_arrow_schema_is_stored() -> N
             ),
         }
     )
-    one, none = b"1" * 16, None
+    value, none = b"1" * 16, None
     rows = [
-        {"u": one, "j": "{}", "s": {"u": one, "j": "{}"}, "l": [one], "m": [("a", "{}")]},
+        {"u": value, "j": "{}", "s": {"u": value, "j": "{}"}, "l": [value], "m": [("a", "{}")]},
         {"u": none, "j": none, "s": {"u": none, "j": none}, "l": [none], "m": [("b", none)]},
     ]
     assert read_rows(Parquet(), parquet_bytes(table, store_schema=False)) == rows
@@ -251,8 +251,8 @@ def test_int96_beyond_nanoseconds_is_refused_and_never_wraps(kind: str) -> None:
     content = _int96(kind, first, None, last)
     wrapped = _INT96[kind][1]
     (batch,) = decoded(Parquet(), content)
-    found = batch.column("end").cast(_INT96[kind][0])
-    assert found.to_pylist() == [wrapped(first), None, wrapped(last)]
+    times = batch.column("end").cast(_INT96[kind][0])
+    assert times.to_pylist() == [wrapped(first), None, wrapped(last)]
     for beyond in map(_time, ("9999-12-31T00:00:00", "1677-09-21T00:00:00")):
         content = _int96(kind, first, None, beyond)
         with pytest.raises(SchemaMismatch, match="row 2 of block 0: column 'end' has") as caught:

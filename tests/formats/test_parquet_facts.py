@@ -34,21 +34,21 @@ Value = tuple[int, bytes]
 
 def check(content: bytes) -> FooterFacts | None:
     """The result for a footer, which is that of the oracle; None if both refuse it."""
-    found: list[FooterFacts | str] = []
+    results: list[FooterFacts | str] = []
     for read in (read_footer, oracle.read_footer):
         try:
-            found.append(read(content))
+            results.append(read(content))
         except ValueError as fault:
             assert str(fault)  # noqa: PT017
-            found.append(str(fault))
-    ours, reference = found
+            results.append(str(fault))
+    ours, reference = results
     if isinstance(ours, str) or isinstance(reference, str):
-        assert type(ours) is type(reference), found
+        assert type(ours) is type(reference), results
         return None
     for field in structs.fields(FooterFacts):
-        one, other = getattr(ours, field.name), getattr(reference, field.name)
-        assert np.array_equal(one, other), field.name
-        assert np.shape(one) == np.shape(other), field.name
+        own, other = getattr(ours, field.name), getattr(reference, field.name)
+        assert np.array_equal(own, other), field.name
+        assert np.shape(own) == np.shape(other), field.name
     return ours
 
 
@@ -228,9 +228,9 @@ def test_bytes_behind_the_end_are_not_looked_at() -> None:
     footer = footer_of(parquet_bytes(pa.table({"x": [1, 2]})))
     for end in range(len(footer)):
         assert check(footer[:end]) is None
-    found = check(footer + b"\xff")
-    assert found is not None
-    assert found.rows == 2
+    facts = check(footer + b"\xff")
+    assert facts is not None
+    assert facts.rows == 2
 
 
 def test_each_byte_of_a_footer_that_changes_changes_both_readers_alike() -> None:
@@ -249,11 +249,11 @@ def test_footers_of_other_writers_are_the_same(data_dir: Path) -> None:
     paths = sorted((data_dir / "parquet").glob("*.parquet"))
     assert paths
     for path in paths:
-        found = check(footer_of(path.read_bytes()))
-        assert found is not None
+        facts = check(footer_of(path.read_bytes()))
+        assert facts is not None
         metadata = pq.read_metadata(path)
-        assert len(found.groups) == metadata.num_row_groups
-        assert len(found.columns) == metadata.num_row_groups * metadata.num_columns
+        assert len(facts.groups) == metadata.num_row_groups
+        assert len(facts.columns) == metadata.num_row_groups * metadata.num_columns
 
 
 def test_the_tables_agree_with_pyarrow() -> None:
@@ -262,22 +262,22 @@ def test_the_tables_agree_with_pyarrow() -> None:
     )
     content = parquet_bytes(table, row_group_size=7)
     metadata = pq.read_metadata(io.BytesIO(content))
-    found = check(footer_of(content))
-    assert found is not None
-    assert found.rows == 30
+    facts = check(footer_of(content))
+    assert facts is not None
+    assert facts.rows == 30
     at = 0
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
-        assert found.groups[i].tolist() == [group.num_rows, group.num_columns]
+        assert facts.groups[i].tolist() == [group.num_rows, group.num_columns]
         for j in range(group.num_columns):
-            told, column = found.columns[at].tolist(), group.column(j)
+            numbers, column = facts.columns[at].tolist(), group.column(j)
             at += 1
-            assert told[1:6] == [
+            assert numbers[1:6] == [
                 column.num_values, column.total_uncompressed_size, column.total_compressed_size,
                 column.data_page_offset, column.dictionary_page_offset or 0,
             ]  # fmt: skip
-            assert told[7] == column.statistics.null_count
-    assert len(found.levels) == found.columns[:, 8].sum()
+            assert numbers[7] == column.statistics.null_count
+    assert len(facts.levels) == facts.columns[:, 8].sum()
 
 
 def test_a_shard_has_the_index_that_follows_from_the_oracle(
@@ -285,10 +285,10 @@ def test_a_shard_has_the_index_that_follows_from_the_oracle(
 ) -> None:
     table = pa.table({"x": [1, None] * 20, "l": [[1], None] * 20, "s": [{"a": 1, "b": None}] * 40})
     shard = MemoryShard(parquet_bytes(table, row_group_size=9))
-    found = Parquet().index(shard)
+    index = Parquet().index(shard)
     monkeypatch.setattr(parquet, "read_footer", oracle.read_footer)
-    assert Parquet().index(shard) == found
-    assert len(found.blocks) == 5
+    assert Parquet().index(shard) == index
+    assert len(index.blocks) == 5
 
 
 def test_no_column_of_a_wide_table_costs_a_call_while_its_footer_is_read() -> None:
@@ -302,11 +302,11 @@ def _calls(width: int) -> Counter[str]:
     table = pa.Table.from_arrays([values] * width, [f"x{i}" for i in range(width)])
     shard = MemoryShard(parquet_bytes(table, row_group_size=2))
     ours = str(Path(dataplane.__file__).parent)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def seen(frame: FrameType, event: str, _: Any) -> None:
         if event in {"call", "c_call"} and frame.f_code.co_filename.startswith(ours):
-            found[frame.f_code.co_qualname] += 1
+            counts[frame.f_code.co_qualname] += 1
 
     Parquet().index(shard)  # libraries that are loaded once
     sys.setprofile(seen)
@@ -314,4 +314,4 @@ def _calls(width: int) -> Counter[str]:
         Parquet().index(shard)
     finally:
         sys.setprofile(None)
-    return found
+    return counts

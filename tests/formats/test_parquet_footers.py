@@ -57,9 +57,9 @@ def test_as_many_are_remembered_as_the_bytes_allow_and_the_last_one_always(
     for bytes_max, kept in ((0, 1), (20 * len(content), 20)):
         monkeypatch.setattr(parquet_footers, "BYTES_MAX", bytes_max)
         footers = Footers()
-        made = [footers.of(str(each), content) for each in range(30)]
+        made = [footers.of(str(number), content) for number in range(30)]
         # From the last to the first, so that asking for one forgets none that is asked for later.
-        again = [footers.of(str(each), content) is made[each] for each in range(29, 29 - kept, -1)]
+        again = [footers.of(str(i), content) is made[i] for i in range(29, 29 - kept, -1)]
         assert all(again)
         assert footers.of("0", content) is not made[0]
 
@@ -117,8 +117,8 @@ def test_an_unused_footer_makes_room_for_a_large_one(
     monkeypatch.setattr(parquet_footers, "STALE_USES", 2)
     footers = Footers()
     footers.group_of(block_of(first, 0, number=1, url="first"))
-    found = [footers.group_of(block_of(content, 0, number=2))[0] for _ in range(4)]
-    assert [each.num_row_groups for each in found] == [1, 1, 40, 40]
+    footers_read = [footers.group_of(block_of(content, 0, number=2))[0] for _ in range(4)]
+    assert [metadata.num_row_groups for metadata in footers_read] == [1, 1, 40, 40]
 
 
 def test_a_preamble_with_a_known_number_is_not_read_again() -> None:
@@ -153,5 +153,5 @@ def test_more_row_groups_than_are_expected_are_cut_as_well() -> None:
     cuts, whole = cut_footer(memoryview(content)[:-8]), parsed(content)
     assert len(cuts.filled) == len(whole.groups) == 1500
     own = cuts.footer_of(memoryview(content)[:-8], 1499)
-    found = parsed(own + len(own).to_bytes(4, "little") + b"PAR1").metadata
-    assert found.row_group(0).to_dict() == whole.metadata.row_group(1499).to_dict()
+    metadata = parsed(own + len(own).to_bytes(4, "little") + b"PAR1").metadata
+    assert metadata.row_group(0).to_dict() == whole.metadata.row_group(1499).to_dict()

@@ -66,9 +66,9 @@ def test_arrow_tokens(data_dir: Path, name: str) -> None:
     codes = np.frombuffer((data_dir / "text" / "tinyshakespeare.txt").read_bytes(), np.uint8)
     expected = codes[: len(codes) // 256 * 256].astype(np.int32).reshape(-1, 256)
     column = table.column("input_ids").combine_chunks()
-    found = (column.chunk(0) if isinstance(column, pa.ChunkedArray) else column).flatten()
+    tokens = (column.chunk(0) if isinstance(column, pa.ChunkedArray) else column).flatten()
     assert table.schema.field("input_ids").type.list_size == 256
-    assert np.array_equal(found.to_numpy().reshape(-1, 256), expected)
+    assert np.array_equal(tokens.to_numpy().reshape(-1, 256), expected)
 
 
 @pytest.mark.parametrize("name", ["shakespeare.jsonl", "shakespeare.jsonl.gz"])

@@ -110,6 +110,6 @@ def test_the_table_of_suffixes_agrees_with_the_formats() -> None:
 def test_the_longest_suffix_tells_the_format(url: str) -> None:
     path = suffixes.path_of(url)
     fitting = [(len(s), name) for s, name in registry._by_suffix() if path.endswith(s)]
-    found = registry.format_of_url(url)
+    format_ = registry.format_of_url(url)
     expected = max(fitting, key=lambda pair: pair[0])[1] if fitting else None
-    assert (found and found.name) == expected
+    assert (format_ and format_.name) == expected

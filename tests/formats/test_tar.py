@@ -184,7 +184,7 @@ def test_keys_are_remembered_in_few_bytes_and_compared_without_a_pass_for_each()
     member = TarMember("", 0, 0, 0, 0)
     for number in range(50_000):
         survey.note(Sample(f"{number:09}", {"jpg": member, "cls": member}, 0, 0))
-    taken = sum(len(each) * each.itemsize for each in (survey._keys, survey._set_of))
+    taken = sum(len(numbers) * numbers.itemsize for numbers in (survey._keys, survey._set_of))
     assert taken == 12 * 50_000
     assert survey.scattered() == frozenset()
     survey.note(Sample("000000007", {"jpg": member}, 0, 0))
@@ -213,17 +213,17 @@ def test_images_of_several_extensions_are_one_column_if_no_sample_has_two(
     large = [(f"x{i}.bin", bytes(1 << 20)) for i in range(apart)]
     # The rest of the first sample follows it.
     key = first[0][0]
-    own = [each for each in rest if each[0][0] == key]
-    content = tar_bytes([first, *own, *large, *(each for each in rest if each not in own)])
+    own = [member for member in rest if member[0][0] == key]
+    content = tar_bytes([first, *own, *large, *(member for member in rest if member not in own)])
     index = TAR.index(MemoryShard(content))
     assert sorted(index.schema.names) == sorted(["__key__", *columns, *(["bin"] * bool(apart))])
     rows = read_rows(TAR, content)
-    found = {name: [row["__key__"] for row in rows if row[name] is not None] for name in columns}
-    assert found == columns
+    keys_of = {name: [row["__key__"] for row in rows if row[name] is not None] for name in columns}
+    assert keys_of == columns
     for name in columns:
         said = [row[name] for row in rows if row[name] is not None]
         assert all(
-            each in {body for _, body in [first, *rest]} or isinstance(each, str) for each in said
+            body in {body for _, body in [first, *rest]} or isinstance(body, str) for body in said
         )
     counts = dict(zip(index.schema.names, index.nulls, strict=True))
     assert {name: len(rows) - counts[name] for name in columns} == {

@@ -47,10 +47,10 @@ FEATURE = st.one_of(
 @given(st.dictionaries(st.text(max_size=5), FEATURE, max_size=4))
 def test_values_lie_where_protobuf_puts_them(example: dict) -> None:
     content = example_bytes(example)
-    found = features(memoryview(content), 0, len(content))
-    assert {name.decode() for name in found} == set(example)
+    by_name = features(memoryview(content), 0, len(content))
+    assert {name.decode() for name in by_name} == set(example)
     for name, (kind, values) in example.items():
-        feature = found[name.encode()]
+        feature = by_name[name.encode()]
         assert feature.kind == KINDS[kind]
         if kind == "bytes_list":
             assert [content[a:b] for a, b in feature.spans] == values
@@ -62,14 +62,14 @@ def test_values_lie_where_protobuf_puts_them(example: dict) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_what_protobuf_says_or_malformed(content: bytes) -> None:
     try:
-        found = features(memoryview(content), 0, len(content))
+        by_name = features(memoryview(content), 0, len(content))
     except MalformedExample:
         return
     try:
         message = example_class().FromString(content)
     except Exception:  # noqa: BLE001 - protobuf also refuses what we never look at
         return
-    assert {name.decode() for name in found} == set(message.features.feature)
+    assert {name.decode() for name in by_name} == set(message.features.feature)
 
 
 RECORD = st.fixed_dictionaries(
@@ -85,12 +85,12 @@ RECORD = st.fixed_dictionaries(
 @given(st.lists(RECORD, min_size=1, max_size=20), st.booleans())
 def test_records_come_back(records: list[dict], compressed: bool) -> None:
     content = tfrecord_bytes(example_bytes(record) for record in records)
-    found = read_rows(TF, zipped(content) if compressed else content)
+    rows = read_rows(TF, zipped(content) if compressed else content)
     names = {name for record in records for name in record}
     for name in names:
         counts = {len(record[name][1]) for record in records if name in record}
         scalar = counts == {1}
-        for record, row in zip(records, found, strict=True):
+        for record, row in zip(records, rows, strict=True):
             values = record[name][1] if name in record else None
             assert row[name] == (values[0] if scalar and values else values)
 
@@ -211,8 +211,8 @@ def test_names_are_known_exactly_if_they_were_given(
         text += name
         ends.append(len(text))
     codes = np.frombuffer(bytes(text) + bytes(2 * WORD_BYTES), np.uint8)
-    found = KnownNames(known).match(codes, np.array(ends)).tolist()
-    assert found == [known.index(name) if name in known else -1 for name in places]
+    numbers = KnownNames(known).match(codes, np.array(ends)).tolist()
+    assert numbers == [known.index(name) if name in known else -1 for name in places]
 
 
 @given(
@@ -231,7 +231,7 @@ def test_records_with_features_that_are_not_known_are_picked_out(
 @given(st.lists(st.binary(max_size=40), max_size=4))
 def test_records_of_another_layout_are_picked_out_too(records: list[bytes]) -> None:
     content = [*records, unpacked([1, 2]), example_bytes({"i": ("int64_list", [1])})]
-    odd = with_others([memoryview(each) for each in content], 0, KnownNames([b"\x01i"]))
+    odd = with_others([memoryview(record) for record in content], 0, KnownNames([b"\x01i"]))
     assert len(records) in odd
     assert len(records) + 1 not in odd
     for at in set(range(len(records))) - set(odd):

@@ -43,6 +43,6 @@ def test_no_format_starts_a_thread_that_may_outlive_the_interpreter() -> None:
         check=True,
         timeout=200,
     )
-    found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) == 7
-    assert set(found.values()) == {"0"}, found
+    threads = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    assert len(threads) == 7
+    assert set(threads.values()) == {"0"}, threads

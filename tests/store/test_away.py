@@ -28,7 +28,7 @@ class Seen:
         self.lines: list[Outage] = []
         self._changed = threading.Condition()
 
-    def tell(self, outage: Outage) -> None:
+    def report(self, outage: Outage) -> None:
         with self._changed:
             self.lines.append(outage)
             self._changed.notify_all()
@@ -57,7 +57,7 @@ def proxy(awry: Awry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 @pytest.mark.parametrize("way", KINDS)
 def test_many_readers_ride_out_an_outage_that_is_told_once(proxy: Proxy, way: Away) -> None:
     seen = Seen()
-    outages = Outages(seen.tell)
+    outages = Outages(seen.report)
     stores = Stores(budget_s=60.0, request_timeout_s=1.0, observe=outages.note)
     store = stores.connect(URL)
     etag = store.head(URL).etag
@@ -76,7 +76,7 @@ def test_many_readers_ride_out_an_outage_that_is_told_once(proxy: Proxy, way: Aw
         readers = [threads.submit(read, 1000 * i) for i in range(THREADS)]
         proxy.be(way)
         (began,) = seen.wait(1)
-        assert [one.store for one in outages.now(time.time())] == ["s3://bucket"]
+        assert [outage.store for outage in outages.now(time.time())] == ["s3://bucket"]
         assert isinstance(stores.trouble(URL), (StoreUnavailable, StoreThrottled))
         proxy.be(Away.WELL)
         _, ended = seen.wait(2)
@@ -95,7 +95,7 @@ def test_a_store_that_is_away_at_the_very_first_contact_is_waited_for(
 ) -> None:
     proxy.be(way)
     seen = Seen()
-    stores = Stores(budget_s=60.0, request_timeout_s=1.0, observe=Outages(seen.tell).note)
+    stores = Stores(budget_s=60.0, request_timeout_s=1.0, observe=Outages(seen.report).note)
     with ThreadPoolExecutor(1) as threads:
         size = threads.submit(lambda: stores.connect(URL).head(URL).size_bytes)
         seen.wait(1)
@@ -113,17 +113,17 @@ def test_a_store_that_stays_away_is_the_error_of_every_reader(proxy: Proxy) -> N
         return raised.value
 
     with ThreadPoolExecutor(THREADS) as threads:
-        for told in [threads.submit(error) for _ in range(THREADS)]:
-            assert f"{proxy.endpoint} refused the connection" in str(told.result())
+        for future in [threads.submit(error) for _ in range(THREADS)]:
+            assert f"{proxy.endpoint} refused the connection" in str(future.result())
 
 
 def test_closing_the_stores_ends_all_waits_for_one(proxy: Proxy) -> None:
     proxy.be(Away.REFUSED)
     seen = Seen()
-    stores = Stores(budget_s=600.0, observe=Outages(seen.tell).note)
+    stores = Stores(budget_s=600.0, observe=Outages(seen.report).note)
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(stores.connect(URL).head, URL) for _ in range(2)]
         seen.wait(1)
         stores.close()
-        for one in waiting:
-            assert isinstance(one.exception(60), ClosedError)
+        for future in waiting:
+            assert isinstance(future.exception(60), ClosedError)

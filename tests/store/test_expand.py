@@ -227,8 +227,8 @@ def test_a_range_of_names_is_all_of_them_or_an_error(
     )
     wanted = set(range(min(first, last), max(first, last) + 1))
     try:
-        found = expand(f"memory://range/{{{first:02d}..{last:02d}}}", stores.connect)
-        assert [info.url for info in found] == [f"memory://range/{n:02d}" for n in sorted(wanted)]
+        infos = expand(f"memory://range/{{{first:02d}..{last:02d}}}", stores.connect)
+        assert [info.url for info in infos] == [f"memory://range/{n:02d}" for n in sorted(wanted)]
         assert wanted <= present
     except ShardNotFound:
         assert not wanted <= present
@@ -305,9 +305,9 @@ class Meeting:
 
 def test_the_urls_of_a_list_are_looked_up_at_once(root: Path) -> None:
     given = [f"{root}/{name}" for name in ("web.parquet", "[t]rain*", "date=1/part.parquet")]
-    found = expand(given, STORES.connect)
+    infos = expand(given, STORES.connect)
     barrier = threading.Barrier(3, timeout=30.0)
-    assert expand(given, lambda url: cast(Store, Meeting(connect(url), barrier))) == found
+    assert expand(given, lambda url: cast(Store, Meeting(connect(url), barrier))) == infos
 
 
 def test_what_may_be_missing_is_asked_for_at_once(root: Path) -> None:

@@ -127,7 +127,7 @@ class Line:
 
     def start(self, *names: str) -> None:
         for name in names:
-            thread = threading.Thread(target=self._ask, args=(name,))
+            thread = threading.Thread(target=self._send, args=(name,))
             thread.start()
             self._threads.append(thread)
             self._wait(lambda: len(self.gate._queue) + len(self._inside) == len(self._threads))
@@ -150,7 +150,7 @@ class Line:
         for thread in self._threads:
             thread.join(60)
 
-    def _ask(self, name: str) -> None:
+    def _send(self, name: str) -> None:
         while True:
             turn = self.gate.enter(FAR)
             assert turn is not None
@@ -239,12 +239,12 @@ def test_closing_ends_all_waits() -> None:
     probe, ended = gate.enter(FAR), list[str]()
     assert probe is not None
 
-    def ask() -> None:
+    def enter() -> None:
         with pytest.raises(ClosedError, match="s3://bucket"):
             gate.enter(FAR)
         ended.append("closed")
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads = [threading.Thread(target=enter) for _ in range(3)]
     for thread in threads:
         thread.start()
     gate.close()
@@ -283,8 +283,8 @@ def test_refusals_that_arrive_together_count_once() -> None:
 
 
 def test_a_pause_is_told_once_and_kept_by_the_gates_of_other_processes() -> None:
-    time, told = Time(), list[StorePause]()
-    gate = Gate(STORE, time.clock(), lambda _: None, told.append)
+    time, pauses = Time(), list[StorePause]()
+    gate = Gate(STORE, time.clock(), lambda _: None, pauses.append)
     turns = [gate.enter(FAR) for _ in range(4)]
     time.now += 1.0
     answered = gate.enter(FAR)
@@ -293,16 +293,16 @@ def test_a_pause_is_told_once_and_kept_by_the_gates_of_other_processes() -> None
     for turn in turns:
         assert turn is not None
         gate.failed(turn, StoreThrottled("slow down"))
-    assert [(pause.store, pause.level) for pause in told] == [(STORE, 1)]
+    assert [(pause.store, pause.level) for pause in pauses] == [(STORE, 1)]
 
     other_time = Time()
     other = known(other_time)
     before = other.enter(FAR)
     assert before is not None
-    other.slow_down(told[0])
+    other.slow_down(pauses[0])
     served = other.enter(FAR)
     assert served is not None
-    assert other_time.waited == [told[0].left_s + SLOW_DOWN.span_s(1)]
+    assert other_time.waited == [pauses[0].left_s + SLOW_DOWN.span_s(1)]
     other.answered(served)
     # Its own refusal of a request from before the pause counts as the same one.
     other.failed(before, StoreThrottled("slow down"))

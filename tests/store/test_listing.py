@@ -51,24 +51,22 @@ def page_from(urls: Sequence[str], first: int, size: int) -> Page:
 def rounds_and_pages(
     urls: Sequence[str], size: int, random_: random.Random | None, ask: Ask = page_of
 ) -> tuple[int, int]:
-    """List these in rounds, in each of which the pages that were asked for come in, or some of
-    them; return how many rounds and pages it took. Each url is found once.
-    """
+    """List each url once, in rounds, in each of which some or all requested pages come in."""
     listing = Listing(PREFIX)
-    asked: list[tuple[KeyRange, str | None]] = []
+    requests: list[tuple[KeyRange, str | None]] = []
     rounds = pages = 0
     while True:
-        while len(asked) < PAGES_AT_ONCE and (due := listing.due()) is not None:
-            asked.append((due, f"{PREFIX}{due.after}" if rounds else None))
-        if not asked:
-            assert [one.url for one in listing.found()] == sorted(urls)
+        while len(requests) < PAGES_AT_ONCE and (due := listing.due()) is not None:
+            requests.append((due, f"{PREFIX}{due.after}" if rounds else None))
+        if not requests:
+            assert [info.url for info in listing.found()] == sorted(urls)
             return rounds, pages
         rounds += 1
         if random_ is not None:
-            random_.shuffle(asked)
-        for _ in range(len(asked) if random_ is None else random_.randint(1, len(asked))):
-            one, after = asked.pop()
-            listing.answered(one, ask(urls, after, size))
+            random_.shuffle(requests)
+        for _ in range(len(requests) if random_ is None else random_.randint(1, len(requests))):
+            part, after = requests.pop()
+            listing.answered(part, ask(urls, after, size))
             pages += 1
 
 
@@ -95,22 +93,22 @@ def test_folders_of_a_console_hide_no_object_wherever_they_are(
     keys = sorted((PREFIX + key + slash, count) for key, (slash, count) in kinds.items())
 
     def page(after: str | None) -> Page:
-        follow = [one for one in keys if after is None or one[0] > after]
+        follow = [pair for pair in keys if after is None or pair[0] > after]
         infos = [ObjectInfo(key.rstrip("/"), count, "e") for key, count in follow[:size]]
-        objects, empty = ([one for one in infos if one.size_bytes == count] for count in (1, 0))
+        objects, empty = ([info for info in infos if info.size_bytes == count] for count in (1, 0))
         return Page(objects, len(follow) < size, empty)
 
     listing = Listing(PREFIX)
-    asked: list[KeyRange] = []
+    requests: list[KeyRange] = []
     while True:
         while (due := listing.due()) is not None:
-            asked.append(due)
-        if not asked:
+            requests.append(due)
+        if not requests:
             break
-        one = asked.pop(random_.randrange(len(asked)))
-        listing.answered(one, page(f"{PREFIX}{one.after}"))
-    found = [(one.url, one.size_bytes) for one in listing.found()]
-    assert found == sorted((PREFIX + key, count) for key, (_, count) in kinds.items())
+        part = requests.pop(random_.randrange(len(requests)))
+        listing.answered(part, page(f"{PREFIX}{part.after}"))
+    sizes = [(info.url, info.size_bytes) for info in listing.found()]
+    assert sizes == sorted((PREFIX + key, count) for key, (_, count) in kinds.items())
 
 
 def by_folder(url: str) -> list[str]:
@@ -121,7 +119,7 @@ def page_by_folder(urls: Sequence[str], after: str | None, size: int) -> Page:
     """As SeaweedFS gives it: a folder comes before its longer namesakes. As a store refuses it."""
     first = 0 if after is None else bisect_right(urls, by_folder(after), key=by_folder)
     page = page_from(urls, first, size)
-    if any(one >= other for one, other in pairwise([after or "", *(o.url for o in page.objects)])):
+    if any(url >= other for url, other in pairwise([after or "", *(o.url for o in page.objects)])):
         raise NotInOrderError
     return page
 
@@ -206,9 +204,9 @@ def test_a_list_is_that_of_one_request_after_the_other(
             }.items()
         )
     )
-    found = list(store.list(f"s3://bucket/{prefix}"))
-    assert [one.url for one in found] == urls_of(awry, f"s3://bucket/{prefix}")
-    assert found == list(open_store("s3://bucket").list(f"s3://bucket/{prefix}"))
+    infos = list(store.list(f"s3://bucket/{prefix}"))
+    assert [info.url for info in infos] == urls_of(awry, f"s3://bucket/{prefix}")
+    assert infos == list(open_store("s3://bucket").list(f"s3://bucket/{prefix}"))
 
 
 def test_google_lists_from_any_key_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +220,10 @@ def test_google_lists_from_any_key_on(tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(store, Paged)
         assert store.has_pages()
         page = store.page("gs://bucket/many/", "gs://bucket/many/0299")
-        assert [one.url for one in page.objects] == [f"gs://{name}" for name in objects][2990:3990]
-        found = [one.url for one in Retrying(store, "gs://bucket").list("gs://bucket/many/")]
-        assert found == [f"gs://{name}" for name in objects]
+        urls = [f"gs://{name}" for name in objects]
+        assert [info.url for info in page.objects] == urls[2990:3990]
+        infos = Retrying(store, "gs://bucket").list("gs://bucket/many/")
+        assert [info.url for info in infos] == urls
 
 
 @pytest.mark.parametrize("prefix", ["man", "é"])
@@ -235,7 +234,7 @@ def test_a_page_that_ends_in_the_prefix_itself_is_read_once(
     after = [f"bucket/{prefix}~{i:04d}" for i in range(2000)]
     awry.objects = dict.fromkeys([*before, f"bucket/{prefix}", *after], b"x")
     url = f"s3://bucket/{prefix}"
-    assert [one.url for one in store.list(url)] == urls_of(awry, url)
+    assert [info.url for info in store.list(url)] == urls_of(awry, url)
 
 
 @pytest.mark.parametrize("prefix", ["a//x", "//x", "a\x01", "a\x01x", "many/\n"])
@@ -249,8 +248,8 @@ def test_a_folder_of_a_console_does_not_stand_for_the_object_with_its_name(
 ) -> None:
     awry.objects = {"bucket/many/a": b"x", "bucket/many/a-b": b"x", "bucket/many/a/": b""}
     awry.be(then=mood)
-    found = [(one.url, one.size_bytes) for one in store.list(PREFIX)]
-    assert found == [(f"{PREFIX}a", 1), (f"{PREFIX}a-b", 1)]
+    sizes = [(info.url, info.size_bytes) for info in store.list(PREFIX)]
+    assert sizes == [(f"{PREFIX}a", 1), (f"{PREFIX}a-b", 1)]
 
 
 def test_folders_of_a_console_cost_nothing_but_their_place_in_the_list(
@@ -259,11 +258,11 @@ def test_folders_of_a_console_cost_nothing_but_their_place_in_the_list(
     names = [f"{i:04d}{more}" for i in range(3_000) for more in ("", "-b")]
     folders = {f"bucket/many/{name}/": b"" for name in names}
     awry.objects = {**folders, **{f"{name}x": b"x" for name in folders if "-b" in name}}
-    found = list(store.list(PREFIX))
-    assert [one.url for one in found if one.size_bytes] == [
+    infos = list(store.list(PREFIX))
+    assert [info.url for info in infos if info.size_bytes] == [
         f"{PREFIX}{name}/x" for name in names if "-b" in name
     ]
-    assert {one.url for one in found if not one.size_bytes} == {PREFIX + name for name in names}
+    assert {info.url for info in infos if not info.size_bytes} == {PREFIX + name for name in names}
     assert {method for method, _ in awry.seen} == {"GET"}
     assert len(awry.seen) <= 10 * 1.25 + 6
 
@@ -273,7 +272,7 @@ def test_a_page_of_nothing_but_folders_is_asked_for_again_alone(
 ) -> None:
     awry.objects = {f"bucket/many/{i:05d}/": b"" for i in range(12_345)}
     awry.be(*[Mood.INTERNAL, Mood.WELL, Mood.TRUNCATED, Mood.WELL, Mood.RESET] * 2)
-    assert [one.url for one in store.list(PREFIX)] == [
+    assert [info.url for info in store.list(PREFIX)] == [
         url.removesuffix("/") for url in urls_of(awry, PREFIX)
     ]
     assert len(awry.seen) <= 13 * 1.25 + 6 + 6
@@ -287,7 +286,7 @@ def test_what_comes_before_a_prefix_is_not_listed(awry: Awry, store: Retrying) -
 def test_a_page_that_fails_is_asked_for_again_alone(awry: Awry, store: Retrying) -> None:
     failures = [Mood.INTERNAL, Mood.WELL, Mood.TRUNCATED, Mood.WELL, Mood.RESET] * 2
     awry.be(*failures)
-    assert [one.url for one in store.list(PREFIX)] == urls_of(awry, PREFIX)
+    assert [info.url for info in store.list(PREFIX)] == urls_of(awry, PREFIX)
     assert len(awry.seen) <= 13 * 1.25 + 6 + 6
 
 
@@ -303,8 +302,8 @@ def test_a_list_that_fails_for_good_ends(awry: Awry, store: Retrying) -> None:
 
 def test_a_server_without_order_is_listed_page_by_page(awry: Awry, store: Retrying) -> None:
     awry.be(then=Mood.UNORDERED)
-    assert [one.url for one in store.list(PREFIX)] == urls_of(awry, PREFIX)
-    assert [one.url for one in store.list(f"{PREFIX}0")] == urls_of(awry, f"{PREFIX}0")
+    assert [info.url for info in store.list(PREFIX)] == urls_of(awry, PREFIX)
+    assert [info.url for info in store.list(f"{PREFIX}0")] == urls_of(awry, f"{PREFIX}0")
 
 
 def test_a_server_that_starts_at_no_other_key_is_refused(awry: Awry, store: Retrying) -> None:
@@ -315,7 +314,7 @@ def test_a_server_that_starts_at_no_other_key_is_refused(awry: Awry, store: Retr
 
 def test_each_page_is_checked_against_what_may_be_opened(awry: Awry) -> None:
     stores = Stores(policy=UrlPolicy((PREFIX,)))
-    assert [one.url for one in stores.connect(PREFIX).list(PREFIX)] == urls_of(awry, PREFIX)
+    assert [info.url for info in stores.connect(PREFIX).list(PREFIX)] == urls_of(awry, PREFIX)
     with pytest.raises(StoreDenied):
         stores.connect(PREFIX).list("s3://bucket/man")
     stores.close()
@@ -324,10 +323,10 @@ def test_each_page_is_checked_against_what_may_be_opened(awry: Awry) -> None:
 def test_the_first_error_ends_a_list_of_many_pages() -> None:
     urls = sorted(PREFIX + key for key in SHAPES["numbers"])
 
-    def ask(after: str | None) -> Page:
+    def fail(after: str | None) -> Page:
         if after and after > f"{PREFIX}shard-01":
             raise StoreDenied("no")
         return page_of(urls, after, 100)
 
     with pytest.raises(StoreDenied):
-        listed(PREFIX, ask)
+        listed(PREFIX, fail)

@@ -14,8 +14,8 @@ def test_a_list_has_all_of_its_pages(awry: Awry, count: int, asked: int) -> None
     awry.objects = {f"bucket/many/{i:04d}": b"x" for i in range(count)}
     for mood in (Mood.WELL, Mood.NO_TOKEN):
         awry.be(then=mood)
-        found = list(open_store("s3://bucket").list("s3://bucket/many/"))
-        assert [info.url for info in found] == [f"s3://{name}" for name in awry.objects]
+        infos = list(open_store("s3://bucket").list("s3://bucket/many/"))
+        assert [info.url for info in infos] == [f"s3://{name}" for name in awry.objects]
         assert len(awry.seen) == asked
 
 

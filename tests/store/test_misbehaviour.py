@@ -136,7 +136,7 @@ def test_a_stream_goes_on_where_the_connection_broke(awry: Awry) -> None:
 
     assert b"".join(bytes(piece) for piece in store.stream("s3://bucket/long", etag)) == body
     first, second = f"bytes=0-{PIECE_BYTES - 1}", f"bytes={PIECE_BYTES}-{len(body) - 1}"
-    assert [asked for _, asked in awry.seen] == [None, first, first, second, second]
+    assert [span for _, span in awry.seen] == [None, first, first, second, second]
 
 
 def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> None:

@@ -20,39 +20,39 @@ ENDED = replace(BEGAN, last_request_at=160.0, until=161.0)
 
 
 def outages() -> tuple[Outages, list[Outage]]:
-    told: list[Outage] = []
-    return Outages(told.append), told
+    reports: list[Outage] = []
+    return Outages(reports.append), reports
 
 
 def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None:
-    seen, told = outages()
+    seen, reports = outages()
     seen.note(BEGAN)
     seen.note(replace(BEGAN, error="reset", last_request_at=130.0))
-    assert [one.error for one in seen.now(130.0)] == ["reset"]
+    assert [outage.error for outage in seen.now(130.0)] == ["reset"]
     seen.note(ENDED)
     assert seen.now(161.0) == ()
-    assert [(one.since, one.is_over) for one in told] == [(100.0, False), (100.0, True)]
+    assert [(outage.since, outage.is_over) for outage in reports] == [(100.0, False), (100.0, True)]
 
 
 def test_a_store_is_away_as_long_as_one_process_says_so() -> None:
-    seen, told = outages()
+    seen, reports = outages()
     seen.note(BEGAN, "fetching")
     seen.note(replace(BEGAN, since=90.0, last_request_at=101.0), "indexing")
     (now,) = seen.now(102.0)
     assert now.since == 90.0
     seen.note(ENDED, "fetching")
-    assert len(seen.now(162.0)) == len(told) == 1
+    assert len(seen.now(162.0)) == len(reports) == 1
     seen.forget("indexing", 170.0)
-    assert (seen.now(170.0), len(told), told[1].until) == ((), 2, 170.0)
+    assert (seen.now(170.0), len(reports), reports[1].until) == ((), 2, 170.0)
 
 
 def test_stores_are_apart_and_an_end_without_a_beginning_is_nothing() -> None:
-    seen, told = outages()
+    seen, reports = outages()
     seen.note(replace(ENDED, store="gs://other"))
     seen.note(BEGAN)
     seen.note(replace(BEGAN, store="az://more"))
-    assert [one.store for one in seen.now(100.0)] == ["az://more", "s3://lab"]
-    assert len(told) == 2
+    assert [outage.store for outage in seen.now(100.0)] == ["az://more", "s3://lab"]
+    assert len(reports) == 2
 
 
 def test_an_unused_store_is_not_shown_as_away_for_ever() -> None:
@@ -63,10 +63,10 @@ def test_an_unused_store_is_not_shown_as_away_for_ever() -> None:
 
 
 def test_a_callback_may_ask_which_stores_are_away() -> None:
-    found: list[tuple[Outage, ...]] = []
-    seen = Outages(lambda one: found.append(seen.now(one.last_request_at)))
+    answers: list[tuple[Outage, ...]] = []
+    seen = Outages(lambda outage: answers.append(seen.now(outage.last_request_at)))
     seen.note(BEGAN)
-    assert found == [(BEGAN,)]
+    assert answers == [(BEGAN,)]
 
 
 STORE = "s3://bucket"
@@ -105,19 +105,19 @@ def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
 
 
 def test_stores_tell_of_their_pauses_and_keep_those_of_others(awry: Awry) -> None:
-    time, told = Time(), Told()
+    time, pauses = Time(), Told()
     stores = Stores(clock=time.clock())
-    stores.pauses.join(told.hear)
+    stores.pauses.join(pauses.hear)
     stores.connect(URL).head(URL)
     awry.be(Mood.SLOW_DOWN)
     stores.connect(URL).head(URL)
-    assert [(pause.store, pause.level) for pause in told] == [(STORE, 1)]
+    assert [(pause.store, pause.level) for pause in pauses] == [(STORE, 1)]
 
     # A store that is open, and one that is opened during the pause.
     for others in (stores, Stores(clock=time.clock())):
         time.waited.clear()
-        others.pauses.publish(StorePause(STORE, 1, 7.0), told.hear)
+        others.pauses.publish(StorePause(STORE, 1, 7.0), pauses.hear)
         others.connect(URL).head(URL)
         assert time.waited[0] >= 7.0
         assert time.waited[0] <= 7.0 + SLOW_DOWN.span_s(2)
-    assert len(told) == 1, "nobody is told what it has told"
+    assert len(pauses) == 1, "nobody is told what it has told"

@@ -43,15 +43,15 @@ def test_an_object_is_read_and_its_change_seen_without_a_strong_etag(
 ) -> None:
     opened, url = store
     awry.altered = {"ETag": etag}
-    found = opened.head(url)
+    info = opened.head(url)
     for length in (1000, 200_000):
         into = bytearray(length)
-        fill(opened, url, 10, found.etag, memoryview(into))
+        fill(opened, url, 10, info.etag, memoryview(into))
         assert into == BODY[10 : 10 + length]
     awry.altered = {"ETag": etag and 'W/"2"', "Last-Modified": "Wed, 21 Oct 2026 07:28:01 GMT"}
     for length in (1000, 200_000):
         with pytest.raises(DatasetChangedError):
-            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
 
 
 def test_an_object_without_etag_and_date_is_refused(awry: Awry, store: tuple[Store, str]) -> None:
@@ -64,9 +64,9 @@ def test_an_object_without_etag_and_date_is_refused(awry: Awry, store: tuple[Sto
 def test_without_etags_a_listed_object_is_the_one_that_is_read(awry: Awry) -> None:
     awry.altered, awry.listed = {"ETag": None}, "2026-10-21T07:28:00.700Z"
     store = open_store("s3://web")
-    (found,) = store.list("s3://web/")
-    assert store.head(found.url) == found
-    assert bytes(store.read(found.url, 5, 10, found.etag)) == BODY[5:15]
+    (info,) = store.list("s3://web/")
+    assert store.head(info.url) == info
+    assert bytes(store.read(info.url, 5, 10, info.etag)) == BODY[5:15]
 
 
 def test_a_server_that_does_not_know_conditions_is_told_as_such(
@@ -74,21 +74,21 @@ def test_a_server_that_does_not_know_conditions_is_told_as_such(
 ) -> None:
     opened, url = store
     awry.altered = {"ETag": '"of the front"'}
-    found = opened.head(url)
+    info = opened.head(url)
     for length in (1000, 200_000):
         with pytest.raises(StoreError, match="does not know If-Match"):
-            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
 
 
 def test_a_refused_condition_is_told_with_the_etag_of_now(
     awry: Awry, store: tuple[Store, str]
 ) -> None:
     opened, url = store
-    found = opened.head(url)
+    info = opened.head(url)
     awry.objects["web/shard.bin"] = BODY[::-1]
     for length in (1000, 200_000):
         with pytest.raises(DatasetChangedError) as raised:
-            fill(opened, url, 10, found.etag, memoryview(bytearray(length)))
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
         assert raised.value.found == etag_of(BODY[::-1])
 
 

@@ -249,8 +249,8 @@ def test_an_object_is_described_by_get_where_head_is_refused(
     store, url = _place(awry, way)
     awry.refusal = (status, "")
     awry.be(Mood.REFUSED)
-    found = store.head(url)
-    assert (found.size_bytes, found.etag) == (len(BODY), etag_of(BODY))
+    info = store.head(url)
+    assert (info.size_bytes, info.etag) == (len(BODY), etag_of(BODY))
     assert awry.seen == [("HEAD", None), ("GET", "bytes=0-0")]
 
 
@@ -267,6 +267,6 @@ def test_an_empty_object_is_one_though_it_has_no_range(awry: Awry, way: str, moo
     awry.objects["bucket/shard.bin"] = b""
     awry.be(then=mood)
     store, url = _place(awry, way)
-    found = store.head(url)
-    assert (found.size_bytes, found.etag) == (0, etag_of(b""))
-    assert bytes(store.read(url, 0, 0, found.etag)) == b""
+    info = store.head(url)
+    assert (info.size_bytes, info.etag) == (0, etag_of(b""))
+    assert bytes(store.read(url, 0, 0, info.etag)) == b""

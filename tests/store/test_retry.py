@@ -226,16 +226,16 @@ def test_a_failed_call_says_why_it_waits_until_it_is_served() -> None:
     time = Time()
     store = Failing([], time=time)
     asking = retrying(store)
-    told = []
+    reasons = []
 
     class Telling(Served):
         def pop(self, _: int = 0) -> DataplaneError:
-            told.append(asking.trouble(URL))
+            reasons.append(asking.trouble(URL))
             return super().pop(0)
 
     store.failures = Telling([StoreUnavailable("first"), StoreUnavailable("second")], asking, time)
     asking.read(URL, 0, 1, "etag")
-    assert [str(error) for error in told] == ["None", "first"]
+    assert [str(error) for error in reasons] == ["None", "first"]
     assert asking.trouble(URL) is None
 
 

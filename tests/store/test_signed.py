@@ -48,7 +48,7 @@ def test_a_loader_reads_shards_that_only_their_own_queries_open(
     # Together, so that one node serves both.
     with DataLoader(urls, batch_size=4) as both, DataLoader(urls[0], batch_size=4) as single:
         for loader, count in ((both, 40), (single, 20)):
-            ids = sorted(one for batch in loader for one in batch["id"].tolist())
+            ids = sorted(number for batch in loader for number in batch["id"].tolist())
             assert ids == list(range(count))
     assert {method for method, _ in server.seen} == {"GET"}
 
@@ -115,4 +115,4 @@ def test_no_error_shows_the_query_that_opens_a_url(
 
 
 def _lines(ids: range) -> bytes:
-    return b"".join(json.dumps({"id": one}).encode() + b"\n" for one in ids)
+    return b"".join(json.dumps({"id": number}).encode() + b"\n" for number in ids)
