@@ -35,8 +35,8 @@ CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
     "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 44, "tests": 205},
-    "names": {"dataplane": 993, "loaders": 32, "benchmarks": 364, "tests": 2291},
-    "functions": {"dataplane": 56, "loaders": 0, "benchmarks": 5, "tests": 49},
+    "names": {"dataplane": 993, "loaders": 32, "benchmarks": 364, "tests": 2165},
+    "functions": {"dataplane": 56, "loaders": 0, "benchmarks": 5, "tests": 45},
     "crumbs": {"dataplane": 13, "loaders": 3},
 }
 
