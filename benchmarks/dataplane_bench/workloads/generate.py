@@ -11,12 +11,9 @@ import tempfile
 from pathlib import Path
 
 from dataplane_bench.model import Workload
-from dataplane_bench.workloads import images, mixture, packed, tabular, text, tokenise, tokens
+from dataplane_bench.workloads import images, numbers, tokenise
 
-RECIPES = {
-    one.RECIPE.name: one.RECIPE
-    for one in (tokens, images, tabular, text, mixture, packed, tokenise)
-}
+RECIPES = {recipe.name: recipe for recipe in (*numbers.RECIPES, images.RECIPE, tokenise.RECIPE)}
 BATCHES_MIN = 4
 """However small the scale, so many whole batches are there."""
 

@@ -1,0 +1,224 @@
+"""Workloads of numbers: rows of tokens, mixtures of them, documents, texts, and a wide table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataplane_bench.model import BatchKind, ColumnType, WorkloadColumn, WorkloadPart
+from dataplane_bench.workloads.recipe import SHARD_COUNT, Recipe, shards
+
+_LIST_GROUP_ROWS = 2048
+
+# Rows of tokens, all of one length, as a language model is trained on them.
+ROW_TOKENS = 2048
+VOCABULARY = 50_000
+_TOKEN_GROUP_ROWS = 512
+
+
+def _write_token_rows(files: Iterable[tuple[Path, NDArray[np.int64]]], seed: int = 0) -> None:
+    """Write rows of random tokens, for these ids, to each of these files."""
+    random = np.random.default_rng(seed)
+    for path, ids in files:
+        values = random.integers(0, VOCABULARY, (len(ids), ROW_TOKENS), dtype=np.int32)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), ROW_TOKENS)
+        table = pa.table({"id": pa.array(ids), "tokens": column})
+        pq.write_table(table, path, row_group_size=_TOKEN_GROUP_ROWS, compression="NONE")
+
+
+TOKENS = Recipe(
+    name="tokens",
+    version=1,
+    columns=(
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("tokens", ColumnType.FIXED, "int32", (ROW_TOKENS,)),
+    ),
+    sample_count=65_536,
+    batch_size=32,
+    step_ms=2.0,
+    write=lambda folder, count: _write_token_rows(shards(folder, count)),
+    s3_scale=8,
+)
+
+# Rows of tokens from four sources, in shares that are not those of their sizes.
+_SHARES = {"web": (0.70, 70), "code": (0.20, 25), "books": (0.07, 10), "maths": (0.03, 5)}
+"""Weight in a batch, and relative size: the first source to be exhausted is web."""
+
+
+def _parts(count: int) -> tuple[WorkloadPart, ...]:
+    whole = sum(size for _, size in _SHARES.values())
+    sizes = {name: count * size // whole for name, (_, size) in _SHARES.items()}
+    sizes["web"] += count - sum(sizes.values())
+    return tuple(WorkloadPart(name, weight, sizes[name]) for name, (weight, _) in _SHARES.items())
+
+
+def _write_mixture(folder: Path, count: int) -> None:
+    first = 0
+    for seed, part in enumerate(_parts(count)):
+        below = folder / part.name
+        below.mkdir()
+        files = max(round(SHARD_COUNT * part.sample_count / count), 1)
+        _write_token_rows(shards(below, part.sample_count, first, files), seed)
+        first += part.sample_count
+
+
+MIXTURE = Recipe(
+    name="mixture",
+    version=1,
+    columns=TOKENS.columns,
+    sample_count=TOKENS.sample_count,
+    batch_size=TOKENS.batch_size,
+    step_ms=TOKENS.step_ms,
+    write=_write_mixture,
+    delivery=BatchKind.MIXED,
+    parts=_parts,
+)
+
+# Documents of the web as lists of tokens, to be packed into rows of one length.
+_DOCUMENT_MEAN = 616
+PACK_LENGTH = 2048
+_DOCUMENT_SIGMA = 1.0
+"""Of the lengths' logarithms: half of the documents are shorter than 374 tokens, and one in 22 is
+longer than a pack."""
+
+
+def _write_documents(folder: Path, count: int) -> None:
+    random = np.random.default_rng(0)
+    mean_of_log = math.log(_DOCUMENT_MEAN) - _DOCUMENT_SIGMA**2 / 2
+    for path, ids in shards(folder, count):
+        lengths = np.exp(random.normal(mean_of_log, _DOCUMENT_SIGMA, len(ids))).astype(np.int32)
+        offsets = np.zeros(len(ids) + 1, np.int32)
+        np.cumsum(np.maximum(lengths, 1), out=offsets[1:])
+        # 0 is left to padding.
+        tokens = random.integers(1, VOCABULARY, offsets[-1], dtype=np.int32)
+        lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+        table = pa.table({"id": pa.array(ids), "tokens": lists})
+        pq.write_table(table, path, row_group_size=_LIST_GROUP_ROWS, compression="NONE")
+
+
+PACKED = Recipe(
+    name="packed",
+    version=1,
+    columns=(
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("tokens", ColumnType.RAGGED, "int32"),
+    ),
+    sample_count=131_072,
+    batch_size=32,
+    step_ms=2.0,
+    write=_write_documents,
+    delivery=BatchKind.PACKED,
+    length=PACK_LENGTH,
+)
+
+# Texts as lists of tokens of very different lengths, with a label each.
+_TEXT_MEAN = 200
+_TEXT_MAX = 2048
+_LABELS = 20
+_TEXT_SIGMA = 0.8
+"""Of the lengths' logarithms: half of the texts are shorter than 145 tokens, one in 20 has 540."""
+
+
+def _write_texts(folder: Path, count: int) -> None:
+    random = np.random.default_rng(0)
+    mean_of_log = math.log(_TEXT_MEAN) - _TEXT_SIGMA**2 / 2
+    for path, ids in shards(folder, count):
+        lengths = np.exp(random.normal(mean_of_log, _TEXT_SIGMA, len(ids))).astype(np.int32)
+        offsets = np.zeros(len(ids) + 1, np.int32)
+        np.cumsum(np.clip(lengths, 1, _TEXT_MAX), out=offsets[1:])
+        # Few tokens are frequent and most are rare, as in any language.
+        tokens = (random.random(offsets[-1], np.float32) ** 3 * VOCABULARY).astype(np.int32)
+        labels = random.integers(0, _LABELS, len(ids), dtype=np.int32)
+        table = pa.table(
+            {
+                "id": pa.array(ids),
+                "label": pa.array(labels),
+                "tokens": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
+            }
+        )
+        pq.write_table(table, path, row_group_size=_LIST_GROUP_ROWS)
+
+
+TEXT = Recipe(
+    name="text",
+    version=1,
+    columns=(
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("label", ColumnType.FIXED, "int32"),
+        WorkloadColumn("tokens", ColumnType.RAGGED, "int32"),
+    ),
+    sample_count=100_000,
+    batch_size=64,
+    step_ms=5.0,
+    write=_write_texts,
+    s3_scale=20,
+)
+
+# A table of 40 columns, as click logs and sensor readings are: measurements, prices, shares,
+# categories, times and keys.
+_CATEGORY_COUNTS = (2, 10, 100, 1_000, 10_000, 100_000)
+_TIME_START_MS, _TIME_SPAN_MS = 1_700_000_000_000, 90 * 24 * 3600 * 1000
+_TABLE_GROUP_ROWS = 65_536
+_DTYPES = (
+    *((f"f{index:02d}", "float32") for index in range(29)),
+    *((f"f{index:02d}", "float64") for index in range(29, 31)),
+    *((f"i{index:02d}", "int32") for index in range(6)),
+    *((f"i{index:02d}", "int64") for index in range(6, 8)),
+)
+_OF_FEW_VALUES = [*(f"f{index:02d}" for index in range(24, 29)), *(f"i{i:02d}" for i in range(5))]
+"""Columns that are worth a dictionary in Parquet."""
+
+
+def _write_table(folder: Path, count: int) -> None:
+    random = np.random.default_rng(0)
+    for path, ids in shards(folder, count):
+        columns = {"id": ids}
+        for (name, dtype), values in zip(_DTYPES, _table_columns(random, len(ids)), strict=True):
+            columns[name] = values.astype(dtype)
+        pq.write_table(
+            pa.table(columns),
+            path,
+            row_group_size=_TABLE_GROUP_ROWS,
+            compression="snappy",
+            use_dictionary=_OF_FEW_VALUES,
+        )
+
+
+def _table_columns(random: np.random.Generator, count: int) -> Iterator[NDArray[Any]]:
+    """In the order of _DTYPES.   Shapes:  result: [count] each."""
+    for index in range(16):  # measurements
+        yield random.standard_normal(count, np.float32) * np.float32(10.0 ** (index % 4))
+    for _ in range(8):  # prices, in cents
+        yield np.round(np.exp(random.normal(3.0, 1.0, count)), 2)
+    for _ in range(5):  # shares
+        yield np.round(random.random(count, np.float32), 3)
+    for edge in (90.0, 180.0):  # latitude, longitude
+        yield random.uniform(-edge, edge, count)
+    for categories in _CATEGORY_COUNTS:
+        yield random.random(count) ** 2 * categories
+    yield _TIME_START_MS + np.sort(random.integers(0, _TIME_SPAN_MS, count))
+    yield random.integers(0, 1 << 62, count)
+
+
+TABULAR = Recipe(
+    name="tabular",
+    version=1,
+    columns=(
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        *(WorkloadColumn(name, ColumnType.FIXED, dtype) for name, dtype in _DTYPES),
+    ),
+    sample_count=1_000_000,
+    batch_size=8192,
+    step_ms=5.0,
+    write=_write_table,
+    s3_scale=10,
+)
+
+RECIPES = (TOKENS, TABULAR, TEXT, MIXTURE, PACKED)
