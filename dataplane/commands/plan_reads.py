@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # The largest size of open windows is computed from so many blocks at most.
 _OPEN_BLOCKS_MAX = 1 << 18
+# Copies that are read ahead take such a part of the memory at most.
+_AHEAD_PARTS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def reads_and_advice(
     reads = None
     if len(remote):
         does_not_fit = spec.shuffle and not job.fits
-        reads = _reads(dataset, remote, order, cluster, config, is_too_small=does_not_fit)
+        reads = _reads(dataset, spec, remote, order, cluster, config, is_too_small=does_not_fit)
         warnings.append("" if does_not_fit else _peak(reads.open_bytes_max, arena_bytes))
     return reads, tuple(filter(None, warnings))
 
@@ -126,6 +128,7 @@ def _peak(open_bytes: int, arena_bytes: int) -> str:
 
 def _reads(
     dataset: Dataset,
+    spec: JobSpec,
     remote: Ints,
     order: Order,
     cluster: Cluster,
@@ -150,14 +153,40 @@ def _reads(
     total = readers.read_bytes(cluster, rows, sizes)
     arena, cache = config.block_arena_bytes, config.cache_bytes
     share = total / hosts / max(whole[0], 1)
-    alone = _epochs(total, share, kept_share(whole, arena, open_bytes, cache))
+    ahead, busy_bytes = _in_progress(dataset, spec, cluster, config)
+    room = max(arena - busy_bytes, 0)
+    alone = _epochs(total, share, kept_share(whole, room, open_bytes, cache))
     together = None
     if hosts > 1:
-        # The memory and disks of all hosts, less the copies of lent blocks while these are open.
-        memory = hosts * arena - (hosts - 1) * open_bytes
-        pooled = kept_share(whole, memory, open_bytes, hosts * cache)
+        # The memory and disks of all hosts, less the copies of lent blocks that are open or read
+        # ahead. Nodes read less ahead where these take much of the memory.
+        lent = share * whole[1] * (hosts - 1)
+        read_ahead = min(lent * ahead, hosts * arena / _AHEAD_PARTS)
+        copies = round(min((hosts - 1) * open_bytes + read_ahead, lent))
+        pooled = kept_share(whole, hosts * arena - copies, open_bytes, hosts * cache)
         together = ReadsOfHosts(_epochs(whole[0], 1.0, pooled), is_too_small)
     return PredictedReads(arena, ReadsOfHosts(alone, is_too_small), together, cache, open_bytes)
+
+
+def _in_progress(
+    dataset: Dataset, spec: JobSpec, cluster: Cluster, config: NodeConfig
+) -> tuple[float, int]:
+    """Return which part of an epoch a node reads ahead, and how many bytes of raw blocks it fetches
+    or decodes at once.
+    """
+    from dataplane.node.delivery import layout_of
+    from dataplane.node.slab_sizes import slab_sizes
+    from dataplane.scheduler.planning import PLANS_AHEAD, PLANS_TOGETHER
+
+    manifest, marks = dataset.manifest, dataset.blocks.marks
+    sizes = slab_sizes(dataset, spec, cluster.dp_size, config.slab_bytes)
+    slots = layout_of(config, sizes.slot_bytes).slot_count
+    slab_part = sizes.batches * spec.global_batch / manifest.sample_count
+    # Blocks of as many slabs are fetched, and decoded, as are planned together.
+    count = min(2 * PLANS_TOGETHER * slab_part * manifest.block_count, 2 * config.fetch_count)
+    is_decoded = marks.decoded > 0
+    mean_bytes = float(marks.raw[is_decoded].mean()) if is_decoded.any() else 0.0
+    return min((PLANS_AHEAD + slots) * slab_part, 1.0), int(count * mean_bytes)
 
 
 def open_bytes_max(order: Order, blocks: Ints, kept: Ints) -> int:

@@ -69,7 +69,7 @@ def test_the_disk_saves_reads_from_storage(url: str, capsys: pytest.CaptureFixtu
         return epoch
 
     without, half, whole = (
-        later(), later("--cache-bytes", str(STORED // 3)), later("--cache-bytes", str(STORED)),
+        later(), later("--cache-bytes", str(STORED // 2)), later("--cache-bytes", str(STORED * 2)),
     )  # fmt: skip
     assert not without["disk_bytes"]
     assert 0 < half["disk_bytes"] < STORED
