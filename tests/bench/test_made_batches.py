@@ -16,8 +16,7 @@ from dataplane_bench.peers.registry import adapter
 from dataplane_bench.peers.torch_datasets import mixed
 from dataplane_bench.trial.checksum import BatchRefused, Sum
 from dataplane_bench.trial.launch import Timing
-from dataplane_bench.trial.mixtures import MixtureSum
-from dataplane_bench.trial.packs import PackSum
+from dataplane_bench.trial.made_sums import MixtureSum, PackSum
 from dataplane_bench.workloads.generate import RECIPES, generated
 
 SMALL = 0.001

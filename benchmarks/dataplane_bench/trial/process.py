@@ -24,8 +24,7 @@ from dataplane_bench.peers.registry import REFERENCE, adapter
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.checksum import Sum, check
 from dataplane_bench.trial.loop import Loop, NoBatch
-from dataplane_bench.trial.mixtures import MixtureSum
-from dataplane_bench.trial.packs import PackSum
+from dataplane_bench.trial.made_sums import MixtureSum, PackSum
 
 Say = Callable[[object], None]
 
