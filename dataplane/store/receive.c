@@ -18,6 +18,9 @@
 
 enum { PIPE_BYTES = 1 << 20, COPY_BYTES = 16 << 10 };
 
+/* Waits end when so many bytes are there, instead of at each packet; on a slow line after a while. */
+enum { WAKE_BYTES = 512 << 10, WAKE_MS = 50 };
+
 /* Why fewer bytes came: the answer ended, or nothing did; the deadline has passed; silence; an error
  * of the socket; one of the file; the kernel cannot splice from this socket or to this file. */
 enum end { ENDED, LATE, SILENT, BROKEN, NOT_STORED, NO_SPLICE };
@@ -43,14 +46,25 @@ static int64_t now_ms(void)
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* Wait for the next bytes, or the end, of what the socket receives. Whether it is in time. */
-static int64_t wait_for(int sock, const struct patience *patience, int32_t *end)
+static void wake_at(int sock, int64_t bytes)
+{
+    int count = bytes < WAKE_BYTES ? (int)bytes : WAKE_BYTES;
+    setsockopt(sock, SOL_SOCKET, SO_RCVLOWAT, &count, sizeof count);
+}
+
+/* Wait for the next of `left` bytes, or the end, of what the socket receives. Whether it is in time. */
+static int64_t wait_for(int sock, int64_t left, const struct patience *patience, int32_t *end)
 {
     struct pollfd arrival = {.fd = sock, .events = POLLIN};
-    int64_t left = patience->deadline_ms - now_ms(), silence = patience->silence_ms;
-    enum end late = silence < left ? SILENT : LATE;
-    int64_t wait = silence < left ? silence : left;
-    int count = poll(&arrival, 1, wait < 0 ? 0 : wait > INT32_MAX ? INT32_MAX : (int)wait);
+    int64_t time_left = patience->deadline_ms - now_ms(), silence = patience->silence_ms;
+    enum end late = silence < time_left ? SILENT : LATE;
+    int64_t wait = silence < time_left ? silence : time_left;
+    wait = wait < 0 ? 0 : wait > INT32_MAX ? INT32_MAX : wait;
+    wake_at(sock, left);
+    int count = poll(&arrival, 1, wait < WAKE_MS ? (int)wait : WAKE_MS);
+    wake_at(sock, 1);
+    if (!count)
+        count = poll(&arrival, 1, wait < WAKE_MS ? 0 : (int)wait - WAKE_MS);
     if (count > 0 || (count < 0 && errno == EINTR))
         return 0;
     return count ? fail(end, BROKEN, errno) : fail(end, late, 0);
@@ -66,7 +80,7 @@ static int64_t arrive(int sock, int pipe, int64_t count, const struct patience *
                       int32_t *end)
 {
     for (;;) {
-        if (wait_for(sock, patience, end) < 0)
+        if (wait_for(sock, count, patience, end) < 0)
             return -1;
         ssize_t moved = splice(sock, NULL, pipe, NULL, (size_t)count, SPLICE_F_NONBLOCK);
         if (moved >= 0)
@@ -162,7 +176,7 @@ int64_t receive_into_memory(int32_t sock, uint8_t *into, int64_t length, int64_t
         else if (errno != EAGAIN && errno != EINTR) {
             fail(end, BROKEN, errno);
             break;
-        } else if (wait_for(sock, &patience, end) < 0)
+        } else if (wait_for(sock, length - done, &patience, end) < 0)
             break;
     }
     return done;

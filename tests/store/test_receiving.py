@@ -159,3 +159,30 @@ def test_memory_that_the_machine_lacks_is_our_error(
         receive_into_file(pair[0], sink, 4096, Patience())
     os.close(sink.fd)
     arena.close()
+
+
+def test_bytes_that_come_slowly_are_taken_as_they_come(tmp_path: Path) -> None:
+    """Over TCP, where a wait may be for many bytes."""
+    sink, body, into = _File(tmp_path / "file"), BODY[:2_000_000], bytearray(1_000_000)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        pause = threading.Event()
+
+        def send() -> None:
+            for at in range(0, len(body), 500_000):
+                theirs.sendall(body[at : at + 499_990])
+                pause.wait(0.1)
+                theirs.sendall(body[at + 499_990 : at + 500_000])
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        with ours, theirs:
+            patience = Patience(time.monotonic() + 60.0, 20.0)
+            assert receive_into_file(ours, sink, 1_000_000, patience) == 1_000_000
+            assert receive_into_memory(ours, memoryview(into), patience) == 1_000_000
+            thread.join()
+            theirs.send(b"!")
+            assert ours.recv(9) == b"!", "a single byte wakes it again"
+    assert os.pread(sink.fd, 1_000_000, 0) + into == body
+    os.close(sink.fd)
