@@ -7,9 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec
-from dataplane.model.records import MixHistory
+from dataplane.model.records import ColumnOptions, End, MixHistory
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.orders import delivered_order, with_mix
@@ -38,9 +40,16 @@ class Orders:
         Raises:  DataplaneError: it cannot be made; the next call tries again.
         """
         spec = with_mix(spec, mix)
-        shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
-        rows = (*samples_of(spec.view, spec.seed), spec.mixture, tuple(tombstones))
-        key = (spec.fingerprint, *rows, *shape)
+        # All options but those that no order depends on, so that a new one need not be named here.
+        named = replace(
+            spec,
+            global_batch=1,
+            end=End.RAGGED,
+            transforms=(),
+            column_options=ColumnOptions(),
+            view=samples_of(spec.view, spec.seed)[0],
+        )
+        key = (named, epoch, tuple(tombstones))
         future = self._orders.get(key)
         if future is None:
             loop = asyncio.get_running_loop()
