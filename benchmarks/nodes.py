@@ -155,13 +155,14 @@ async def lend(
     arena.reserve(0, ARENA_BYTES)
     arena.buffer[:] = secrets.token_bytes(1 << 20) * (ARENA_BYTES >> 20)
 
-    def give(request: Asked) -> None:
+    def give(asked: Asked) -> None:
+        request = asked.request
         first, *more = [
             Region(number * block_bytes, request.length // request.count)
             for number in range(request.block, request.block + request.count)
         ]
-        note = wire.pack_run_note((wire.GIVEN_WHOLE,) * request.count) if more else b""
-        lender.give(request.number, first, note=note, more=tuple(more))
+        ends = (wire.GIVEN_WHOLE,) * request.count if more else ()
+        lender.give(asked.number, first, more=tuple(more), ends=ends)
 
     enter(lends)
     rows: list[Row] = []

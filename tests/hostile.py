@@ -47,7 +47,8 @@ from warm import SERVICE, warm_python
 from dataplane.base.trace import LINES_A_MINUTE
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
 from dataplane.model.errors import PeerLost
-from dataplane.neighbours.handshake import LineOpening, pack_opening
+from dataplane.neighbours.handshake import Opening
+from dataplane.neighbours.wire import pack
 from dataplane.rpc import convert, local, messages, names, sockets
 from dataplane.rpc.bounds import VALUES_MAX
 from dataplane.rpc.codec import encode
@@ -393,7 +394,7 @@ def lines_of(log: str) -> dict[str, int]:
 def fuzzed(count: int, seed: int = 1) -> str:
     """Send all of these to a service. Returns the figures.   Raises:  AssertionError."""
     chance, preface = random.Random(seed), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    opening = pack_opening(LineOpening("j", 1, "n", "m", bytes(32)))
+    opening = pack(Opening("j", 1, "n", "m", bytes(32)))
     with tempfile.TemporaryDirectory() as folder:
         environ = {"DATAPLANE_STATE_DIR": folder, "DATAPLANE_TOKEN": TOKEN}
         environ |= {"DATAPLANE_CACHE_DIR": f"{folder}/cache", "DATAPLANE_WORKER_COUNT": "1"}

@@ -15,7 +15,7 @@ from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome, pack_run_note
+from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome
 from dataplane.node.lending import Lending
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
@@ -65,18 +65,19 @@ class LendingNode:
         self.answer(asked)
 
     def give(self, asked: lending.Asked) -> None:
-        region = Region(asked.block * BLOCK_BYTES + asked.offset, asked.length)
+        request = asked.request
+        region = Region(request.block * BLOCK_BYTES + request.offset, request.length)
         self.lending.give(asked.number, region)
 
     def give_run(self, asked: lending.Asked, lengths: Sequence[int], ends: Sequence[int]) -> None:
         """The beginnings of its blocks, of these lengths, which end like this."""
         regions = [
-            Region((asked.block + number) * BLOCK_BYTES, length)
+            Region((asked.request.block + number) * BLOCK_BYTES, length)
             for number, (length, end) in enumerate(zip(lengths, ends, strict=True))
             if end == GIVEN_WHOLE
         ]
         first, *more = regions or [Region(0, 0)]
-        self.lending.give(asked.number, first, note=pack_run_note(ends), more=tuple(more))
+        self.lending.give(asked.number, first, more=tuple(more), ends=tuple(ends))
 
     def block(self, number: int, offset: int = 0, length: int = BLOCK_BYTES) -> bytes:
         return bytes(self.arena.view(number * BLOCK_BYTES + offset, length))
@@ -111,7 +112,7 @@ class LendingNode:
         into = memoryview(bytearray(length))
         while True:
             try:
-                answer = await asyncio.to_thread(self.lines.read, neighbour, into, free, bool)
+                answer = await asyncio.to_thread(self.lines.read, neighbour, [into], free, bool)
             except NeighbourGone as error:
                 if isinstance(error.__cause__, TimeoutError):  # the machine is busy
                     continue

@@ -16,7 +16,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import PeerLost
-from dataplane.model.records import Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.lender import Lender
@@ -96,16 +96,14 @@ class Bench:
         sock = self.connect(host)
         if self.tls is not None:
             sock = self.inside_tls(sock, self.tls)
-        opening = handshake.pack_opening(
-            handshake.LineOpening("job", 2, asker, "lender", secrets.token_bytes(32))
-        )
+        opening = wire.pack(handshake.Opening("job", 2, asker, "lender", secrets.token_bytes(32)))
         sock.sendall(opening)
-        challenge = received(sock, handshake.CHALLENGE_BYTES)
+        challenge = frame(sock)
         sock.sendall(handshake.answer_challenge(KEY, opening, challenge))
         return sock
 
     def ask(self, sock: socket.socket, length: int, number: int = 1) -> lending.Asked:
-        sock.sendall(wire.pack_request(request(length, number)))
+        sock.sendall(wire.pack(request(length, number)))
         asked = self.hear()
         assert isinstance(asked, lending.Asked)
         return asked
@@ -114,15 +112,21 @@ class Bench:
         """An honest neighbour gets what it asks for over this connection."""
         asked = self.ask(sock, 1000, number)
         self.tell(lending.Give(asked.number, Region(4096, 1000)))
-        answer = received(sock, wire.ANSWER_BYTES)
-        assert wire.unpack_answer(answer, request(1000, number)).length == 1000
+        assert wire.unpack_answer(frame(sock), request(1000, number)).length == 1000
         assert received(sock, 1000) == bytes(self.arena.view(4096, 1000))
-        sock.sendall(wire.pack_receipt(number))
+        sock.sendall(wire.pack(wire.Receipt(number)))
         assert self.hear() == lending.Given(asked.number, 1000)
 
 
-def request(length: int, number: int = 1) -> wire.Request:
-    return wire.Request(number, bytes(16), 0, 0, length, wire.BlockForm.RAW)
+def request(length: int, number: int = 1) -> lending.Request:
+    return lending.Request(number, bytes(16), 0, 0, length, BlockForm.RAW)
+
+
+def frame(sock: socket.socket) -> bytes:
+    """The next frame; b"" if the connection is closed instead."""
+    head = received(sock, wire.HEAD_BYTES)
+    length = wire.frame_bytes(head, wire.NOTE_BYTES_MAX + wire.SMALL_BYTES_MAX)
+    return head + received(sock, length - len(head)) if length else b""
 
 
 def received(sock: socket.socket, length: int) -> bytes:
@@ -161,16 +165,12 @@ def bench(run_mark: str, caplog: pytest.LogCaptureFixture) -> Iterator[Bench]:
 
 
 def opening(job: str = "job", generation: int = 2, lender: str = "lender") -> bytes:
-    return handshake.pack_opening(
-        handshake.LineOpening(job, generation, "asker", lender, secrets.token_bytes(32))
-    )
+    return wire.pack(handshake.Opening(job, generation, "asker", lender, secrets.token_bytes(32)))
 
 
-def wrong_proof(sock: socket.socket, key: bytes, frame: bytes) -> None:
-    sock.sendall(frame)
-    challenge = received(sock, handshake.CHALLENGE_BYTES)
-    assert len(challenge) == handshake.CHALLENGE_BYTES
+def wrong_proof(sock: socket.socket, key: bytes, opened: bytes) -> None:
+    sock.sendall(opened)
     # Made as by somebody who does not look whether the lender has the key.
-    nonce = challenge[4:36]
-    own = handshake.pack_challenge(key, frame, nonce)
-    sock.sendall(handshake.answer_challenge(key, frame, own))
+    nonce = wire.unpack(handshake.Challenge, frame(sock)).nonce
+    own = handshake.pack_challenge(key, opened, nonce)
+    sock.sendall(handshake.answer_challenge(key, opened, own))

@@ -36,7 +36,7 @@ from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode, encode
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 from dataplane.rpc.making import MakeSlab, StepRange
 from dataplane.rpc.messages import (
     Batch,
@@ -171,8 +171,8 @@ class MakerNode:
         """The number of the ask."""
         number = next(self._numbers)
         self.lender.asked.add(number)
-        of_block = (b"", 0, 0, room, BlockForm.SLAB)
-        asked = Asked(number, job, *of_block, node_id, encode(wanted), only_under)
+        request = Request(1, bytes(16), 0, 0, room, BlockForm.SLAB, slab=encode(wanted))
+        asked = Asked(number, job, node_id, request, only_under)
         self.making.asked(asked)
         return number
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from fetching import TIMEOUT_S, Node
 from lender import ASKER, GENERATION, JOB, LENDER, LendingNode
+from lender_bench import frame
 
 from dataplane.arena.memfd import Arena
 from dataplane.fetcher.slabs import RULE
@@ -43,7 +44,7 @@ class Maker(LendingNode):
         self.lending.give(asked.number, Region(0, self.length), MADE, self.note)
 
     def unknown_unless_opening(self, asked: lending.Asked) -> None:
-        if asked.slab == OPENING:
+        if asked.request.slab == OPENING:
             self.give_slab(asked)
         else:
             self.lending.refuse(asked.number, is_unknown=True)
@@ -147,7 +148,7 @@ async def reader(count: int = 1, tls: PeerTls | None = None) -> AsyncIterator[Re
 
 @contextmanager
 def false_maker(
-    behave: Callable[[socket.socket, wire.Request], None],
+    behave: Callable[[socket.socket, lending.Request], None],
 ) -> Iterator[fetches.SlabMaker]:
     """Has the key, hears each request, and then behaves like this; at the end it stays silent."""
     key, listener, socks = os.urandom(32), socket.create_server(("127.0.0.1", 0)), []
@@ -155,13 +156,10 @@ def false_maker(
 
     def serve(sock: socket.socket) -> None:
         with suppress(OSError):
-            frame = sock.recv(4096)
-            sock.sendall(handshake.pack_challenge(key, frame, os.urandom(32)))
-            sock.recv(handshake.PROOF_BYTES, socket.MSG_WAITALL)
-            while head := sock.recv(wire.REQUEST_BYTES, socket.MSG_WAITALL):
-                request = wire.unpack_request(head)
-                sock.recv(request.offset, socket.MSG_WAITALL)
-                behave(sock, request)
+            sock.sendall(handshake.pack_challenge(key, frame(sock), os.urandom(32)))
+            frame(sock)  # the proof
+            while request := frame(sock):
+                behave(sock, wire.unpack_request(request))
 
     def accept() -> None:
         with suppress(OSError):

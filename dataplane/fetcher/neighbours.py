@@ -23,7 +23,7 @@ from dataplane.fetcher.hedging import Hedging
 from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Answer, Outcome
+from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, Outcome
 from dataplane.rpc.fetches import Neighbour
 from dataplane.store.reads import EndedEarlyError, Race
 
@@ -111,7 +111,7 @@ class NeighbourReads:
                     peer=neighbour.node_id,
                 )
         try:
-            answer, ends = self._read(neighbour, into, race)
+            answer = self._lines.read(neighbour, into, race.hold, race.claim)
         except (NeighbourGone, EndedEarlyError) as error:
             with self._lock:
                 is_left_alone = self._health.failed(address, time.monotonic())
@@ -131,17 +131,10 @@ class NeighbourReads:
             self._health.answered(address, now)
             if answer.outcome is Outcome.GIVEN:
                 self._hedging.ended(answer.length, now - began)
-        return ends
-
-    def _read(
-        self, neighbour: Neighbour, into: Sequence[memoryview], race: Race
-    ) -> tuple[Answer, tuple[int, ...]]:
-        if len(into) > 1:
-            return self._lines.read_run(neighbour, into, race.hold, race.claim)
-        answer = self._lines.read(neighbour, into[0], race.hold, race.claim)
         if answer.outcome is Outcome.ONLY_DECODED:
-            return answer, (answer.length,)
-        return answer, (GIVEN_WHOLE if answer.outcome is Outcome.GIVEN else NOT_GIVEN,)
+            return (answer.length,)
+        end = GIVEN_WHOLE if answer.outcome is Outcome.GIVEN else NOT_GIVEN
+        return answer.ends or (end,) * len(into)
 
     def is_to_hedge(self, neighbour: Neighbour, length: int, began: float, now: float) -> bool:
         """Whether to read from the store as well; if so, it counts."""

@@ -237,7 +237,7 @@ class MadeSlabs:
                 raise making.why_dropped
 
         try:
-            answer, note = self._lines.read_slab(maker, ask, place, hold, race.claim)
+            answer = self._lines.read_slab(maker, ask, place, hold, race.claim)
         except NeighbourGone:
             if race.is_over:
                 raise EndedEarlyError from None
@@ -248,7 +248,7 @@ class MadeSlabs:
             race.release()
         with self._lock:
             self._answered_at[maker.address] = time.monotonic()
-        return _given(maker, answer, note)
+        return _given(maker, answer)
 
     @contextlib.contextmanager
     def _memory(self, order: ReadSlab) -> Iterator[Place]:
@@ -293,13 +293,13 @@ def _closed(order: ReadSlab) -> ClosedError:
     return ClosedError(f"the delivery arena {order.arena_id} was closed")
 
 
-def _given(maker: SlabMaker, answer: Answer, note: bytes) -> _Found:
+def _given(maker: SlabMaker, answer: Answer) -> _Found:
     if answer.outcome is not Outcome.GIVEN:
         raise NeighbourGone(
             f"the node {maker.node_id} at {maker.address} refused to make a slab",
             peer=maker.node_id,
         )
-    return _Found(answer.length, note, maker.node_id)
+    return _Found(answer.length, answer.note, maker.node_id)
 
 
 def _as_error(maker: SlabMaker, failure: BaseException) -> DataplaneError:

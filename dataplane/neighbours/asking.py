@@ -23,25 +23,20 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.model.errors import ConfigError, NeighbourGone
+from dataplane.model.records import BlockForm
 from dataplane.neighbours import handshake, wire
 from dataplane.neighbours.handshake import HANDSHAKE_S
 from dataplane.neighbours.line_tls import LINE_BYTES_MAX, LineTls, why_refused
-from dataplane.neighbours.receiving import (
-    Arriving,
-    left_s,
-    payload_deadline,
-    receive_frame,
-    receive_payload,
-    send,
-)
-from dataplane.neighbours.wire import Answer, Outcome, Request
+from dataplane.neighbours.receiving import Arriving, left_s, receive, receive_frame, send
+from dataplane.neighbours.wire import Answer, Outcome
 from dataplane.rpc.address import TcpAddress, parse, resolve
 from dataplane.rpc.fetches import Neighbour, SlabMaker
+from dataplane.rpc.lending import NO_DATASET, Request
 
 _IDLE_S = 30.0
 _IDLE_MAX = 16
@@ -63,8 +58,8 @@ Hold = Callable[[socket.socket], None]
 """Called with the socket before anything is asked for over it. May raise."""
 Claim = Callable[[], None]
 """Called when all bytes have arrived. May raise: then they do not count."""
-_Ask = Callable[["_Line"], Answer]
-_Take = Callable[[socket.socket, Answer], None]
+_Parts = Callable[[Answer], Sequence[memoryview]]
+"""The memory for a payload, part by part. May raise."""
 Place = Callable[[int], memoryview]
 """Called with the length of the slab, as soon as that is known: the memory for it. May raise."""
 Found = concurrent.futures.Future[TcpAddress]
@@ -149,41 +144,10 @@ class SlabAsk(Struct, frozen=True):
     opening: bytes
     room: int
 
-
-class SlabExchange:
-    """One requested slab; if a connection fails, it is requested again over another one."""
-
-    def __init__(self, ask: SlabAsk, place: Place) -> None:
-        self._ask = ask
-        self._place = place
-        self._deadline = time.monotonic() + _SLAB_ANSWER_S
-        self.note = b""
-
-    def ask(self, sock: socket.socket, next_number: Callable[[], int]) -> Answer:
-        """Return the answer; the note and the slab follow if they are sent. A maker that does not
-        know the job gets what it needs to open it.
-
-        Raises:  OSError, WrongFrameError.  ConfigError: it is too long to be sent.
-        """
-        for body in filter(None, (self._ask.request, self._ask.opening)):
-            if len(body) > wire.BODY_BYTES_MAX:
-                raise ConfigError(
-                    f"a request of {len(body)} bytes is over the limit of {wire.BODY_BYTES_MAX}: "
-                    "name fewer urls (a prefix, a glob or a manifest) or fewer columns"
-                )
-            request = wire.slab_request(next_number(), self._ask.room, body)
-            send(sock, wire.pack_request(request) + body, self._deadline)
-            frame = receive_frame(sock, wire.ANSWER_BYTES, self._deadline)
-            answer = wire.unpack_answer(frame, request)
-            if answer.outcome is not Outcome.UNKNOWN:
-                return answer
-        return Answer(answer.number, Outcome.REFUSED)
-
-    def take(self, sock: socket.socket, answer: Answer) -> None:
-        """Receive what is given.   Raises:  OSError, WrongFrameError, and what `place` raises."""
-        note, into = memoryview(bytearray(answer.note_bytes)), self._place(answer.length)
-        receive_payload(sock, answer, payload_deadline(answer), note, into)
-        self.note = bytes(note)
+    def requests(self) -> list[Request]:
+        """Return the requests to send, the second one to a maker that does not know the job."""
+        slab = Request(0, NO_DATASET, 0, 0, self.room, BlockForm.SLAB)
+        return [replace(slab, slab=body) for body in (self.request, self.opening) if body]
 
 
 class _Line(Struct, eq=False):
@@ -194,11 +158,38 @@ class _Line(Struct, eq=False):
     idle_since: float = 0.0
     number: int = 0
     received_bytes: int = 0
+    is_new: bool = True
+    is_whole: bool = False
+    """Whether nothing of an answer is still to come."""
+    is_stale: bool = False
 
-    def next_number(self) -> int:
-        """Return the number of the next request over the connection."""
-        self.number += 1
-        return self.number
+    def ask(self, requests: Sequence[Request], deadline: float) -> Answer | None:
+        """Return the answer to the first request, or to the next one if that is UNKNOWN; None if
+        the neighbour has closed the idle connection meanwhile, as it may at any moment.
+
+        Raises:  OSError, WrongFrameError.  ConfigError: the request is too long to be sent.
+        """
+        try:
+            for request in requests:
+                if len(request.slab) > wire.BODY_BYTES_MAX:
+                    raise ConfigError(
+                        f"a request of {len(request.slab)} bytes is over the limit of "
+                        f"{wire.BODY_BYTES_MAX}: name fewer urls (a prefix, a glob or a manifest) "
+                        "or fewer columns"
+                    )
+                self.number += 1
+                numbered = replace(request, number=self.number)
+                send(self.sock, wire.pack(numbered), deadline)
+                most = wire.SMALL_BYTES_MAX + (wire.NOTE_BYTES_MAX if request.slab else 0)
+                answer = wire.unpack_answer(receive_frame(self.sock, most, deadline), numbered)
+                if answer.outcome is not Outcome.UNKNOWN:
+                    return answer
+        except ConnectionError:
+            if self.is_new:
+                raise
+            self.is_stale = True
+            return None
+        return Answer(self.number, Outcome.REFUSED)
 
 
 class Lines:
@@ -215,64 +206,42 @@ class Lines:
         self._openings = Openings()
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
-    def read(self, neighbour: Neighbour, into: memoryview, hold: Hold, claim: Claim) -> Answer:
-        """Request as many bytes as `into` has, and fill it if they are sent.
-
-        Raises:  NeighbourGone.  What `hold` and `claim` raise.
-        """
-
-        def take(sock: socket.socket, answer: Answer) -> None:
-            receive_payload(sock, answer, payload_deadline(answer), into)
-            claim()
-
-        return self._use(neighbour, partial(_ask, neighbour, len(into)), take, hold)
-
-    def read_run(
+    def read(
         self, neighbour: Neighbour, into: Sequence[memoryview], hold: Hold, claim: Claim
-    ) -> tuple[Answer, tuple[int, ...]]:
-        """Request consecutive whole blocks of these lengths, starting with that of `neighbour`, and
-        fill the buffers of those that are sent. Return the answer, and the outcome of each block,
-        with the codes of `wire`. If not all bytes have come, nothing is claimed.
+    ) -> Answer:
+        """Request as many bytes as `into` has, and fill it if they are sent: part of a block, or
+        consecutive whole blocks of these lengths, starting with that of `neighbour`. Then the
+        answer says of each whether it was sent. If not all bytes have come, nothing is claimed.
 
         Raises:  NeighbourGone.  What `hold` and `claim` raise.
         """
-        lengths = [len(each) for each in into]
-        ends: tuple[int, ...] = (wire.NOT_GIVEN,) * len(into)
+        length, count = sum(map(len, into)), len(into)
 
-        def take(sock: socket.socket, answer: Answer) -> None:
-            nonlocal ends
-            arriving = Arriving(sock, payload_deadline(answer), answer.note_bytes + answer.length)
-            note = bytearray(answer.note_bytes)
-            arriving.fill(memoryview(note))
-            ends = wire.unpack_run_note(bytes(note), answer, lengths)
-            for each, end in zip(into, ends, strict=True):
-                if end == wire.GIVEN_WHOLE:
-                    arriving.fill(each)
-            arriving.end(answer)
-            if answer.length == sum(lengths):
-                claim()
+        def parts(answer: Answer) -> Sequence[memoryview]:
+            if count == 1:
+                return into
+            ends = zip(into, answer.ends, strict=True)
+            sent = [part for part, end in ends if end == wire.GIVEN_WHOLE]
+            if sum(map(len, sent)) != answer.length:
+                raise wire.WrongFrameError(f"{answer.length} bytes for {len(sent)} of the blocks")
+            return sent
 
-        ask = partial(_ask, neighbour, sum(lengths), count=len(into))
-        return self._use(neighbour, ask, take, hold), ends
+        of_block = neighbour.dataset, neighbour.block, neighbour.offset
+        request = Request(0, *of_block, length, neighbour.form, count)
+        return self._use(neighbour, [request], _ANSWER_S, parts, hold, claim)
 
     def read_slab(
         self, maker: SlabMaker, ask: SlabAsk, place: Place, hold: Hold, claim: Claim
-    ) -> tuple[Answer, bytes]:
-        """Request a slab, and fill the memory of `place` if it is sent; return the answer and the
-        note.
+    ) -> Answer:
+        """Request a slab, and fill the memory of `place` if it is sent; its note is in the answer.
 
         Raises:  NeighbourGone.  What `place`, `hold` and `claim` raise.
         """
-        exchange = SlabExchange(ask, place)
 
-        def take(sock: socket.socket, answer: Answer) -> None:
-            exchange.take(sock, answer)
-            claim()
+        def parts(answer: Answer) -> Sequence[memoryview]:
+            return [place(answer.length)]
 
-        answer = self._use(
-            maker, lambda line: exchange.ask(line.sock, line.next_number), take, hold
-        )
-        return answer, exchange.note
+        return self._use(maker, ask.requests(), _SLAB_ANSWER_S, parts, hold, claim)
 
     def cut_off(self, address: str) -> None:
         """End all requests to this address; the calls fail."""
@@ -290,10 +259,36 @@ class Lines:
         with self._lock:
             _close_all(self._idle)
 
-    def _use(self, peer: _Peer, ask: _Ask, take: _Take, hold: Hold) -> Answer:
-        """Raises:  NeighbourGone.  What `take` and `hold` raise."""
+    def _use(
+        self,
+        peer: _Peer,
+        requests: Sequence[Request],
+        answer_s: float,
+        parts: _Parts,
+        hold: Hold,
+        claim: Claim,
+    ) -> Answer:
+        """Send the first request, and the next one if the answer is UNKNOWN; receive the payload.
+
+        Raises:  NeighbourGone.  What `parts`, `hold` and `claim` raise.
+        """
+        deadline = time.monotonic() + answer_s
         try:
-            return self._exchange(peer, ask, take, hold)
+            while True:
+                with self._held(peer, hold) as line:
+                    answer = line.ask(requests, deadline)
+                    if answer is None:
+                        continue
+                    if answer.outcome is Outcome.GIVEN:
+                        arriving = Arriving(line.sock, answer)
+                        for part in parts(answer):
+                            arriving.fill(part)
+                        arriving.end()
+                        if len(answer.ends) < 2 or answer.length == requests[0].length:
+                            claim()
+                    line.received_bytes += answer.length
+                    line.is_whole = line.received_bytes < LINE_BYTES_MAX
+                    return answer
         except TimeoutError as cause:
             raise _gone(peer, "it did not answer in time") from cause
         except ssl.SSLError as cause:
@@ -303,34 +298,26 @@ class Lines:
         except (wire.WrongFrameError, ConfigError) as cause:
             raise _gone(peer, str(cause)) from cause
 
-    def _exchange(self, peer: _Peer, ask: _Ask, take: _Take, hold: Hold) -> Answer:
-        while True:
-            line, is_new = self._line(peer)
-            is_whole = is_stale = False
-            try:
-                if is_new:
-                    with self._openings.turn(peer.address):
-                        hold(line.sock)
-                        _open(line, peer, self._tls)
-                else:
+    @contextlib.contextmanager
+    def _held(self, peer: _Peer, hold: Hold) -> Iterator[_Line]:
+        """Open a connection or take an idle one, which is used again if `is_whole` then.
+
+        Raises:  OSError, WrongFrameError, ConfigError, and what `hold` raises.
+        """
+        line, is_new = self._line(peer)
+        line.is_new, line.is_whole = is_new, False
+        try:
+            if is_new:
+                with self._openings.turn(peer.address):
                     hold(line.sock)
-                try:
-                    answer = ask(line)
-                except ConnectionError:
-                    if is_new:
-                        raise
-                    # The neighbour closes connections that nobody uses, at any moment.
-                    is_stale = True
-                    continue
-                if answer.outcome is Outcome.GIVEN:
-                    take(line.sock, answer)
-                line.received_bytes += answer.length
-                is_whole = line.received_bytes < LINE_BYTES_MAX
-                return answer
-            finally:
-                self._give_back(peer, line, is_whole=is_whole)
-                if is_stale:
-                    self._drop_idle(peer)
+                    _open(line, peer, self._tls)
+            else:
+                hold(line.sock)
+            yield line
+        finally:
+            self._give_back(peer, line, is_whole=line.is_whole)
+            if line.is_stale:
+                self._drop_idle(peer)
 
     def _line(self, peer: _Peer) -> tuple[_Line, bool]:
         """Return an idle connection, or a new one that is not connected."""
@@ -411,8 +398,8 @@ def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
         assert isinstance(sock, ssl.SSLSocket)
         sock.settimeout(left_s(deadline))
         tls.shake_hands(sock)
-    opening = handshake.pack_opening(
-        handshake.LineOpening(
+    opening = wire.pack(
+        handshake.Opening(
             peer.job_id,
             peer.generation,
             peer.own_id,
@@ -421,25 +408,10 @@ def _open(line: _Line, peer: _Peer, tls: LineTls | None) -> None:
         )
     )
     send(sock, opening, deadline)
-    challenge = receive_frame(sock, len(handshake.TLS_ALERT), deadline)
-    handshake.check_plain(challenge)
-    challenge += receive_frame(sock, handshake.CHALLENGE_BYTES - len(challenge), deadline)
+    first = receive(sock, len(handshake.TLS_ALERT), deadline)
+    handshake.check_plain(first)
+    challenge = receive_frame(sock, wire.SMALL_BYTES_MAX, deadline, first)
     send(sock, handshake.answer_challenge(peer.key, opening, challenge), deadline)
-
-
-def _ask(neighbour: Neighbour, length: int, line: _Line, count: int = 1) -> Answer:
-    deadline = time.monotonic() + _ANSWER_S
-    request = Request(
-        line.next_number(),
-        neighbour.dataset,
-        neighbour.block,
-        neighbour.offset,
-        length,
-        neighbour.form,
-        count,
-    )
-    send(line.sock, wire.pack_request(request), deadline)
-    return wire.unpack_answer(receive_frame(line.sock, wire.ANSWER_BYTES, deadline), request)
 
 
 def _shut(sock: socket.socket) -> None:

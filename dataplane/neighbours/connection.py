@@ -10,10 +10,9 @@ import ssl
 from msgspec import Struct, field
 
 from dataplane.neighbours import handshake, wire
-from dataplane.neighbours.handshake import LineOpening
+from dataplane.neighbours.handshake import Opening
 from dataplane.neighbours.payload import SentPayload
-from dataplane.neighbours.wire import Request
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 
 
 class LoanStage(enum.Enum):
@@ -22,7 +21,7 @@ class LoanStage(enum.Enum):
     TLS               the asker is to make the handshake of TLS
     OPENING, PROOF    the asker is to send this part of the handshake
     READY             the asker may send a request
-    BODY              the asker is to send what follows a request for a slab
+    BODY              the asker is to send the rest of a large request
     WAITING           the request waits for its turn
     ASKED             the node is to answer
     TURN              the slab that the node has given waits for its turn
@@ -43,10 +42,13 @@ class LoanStage(enum.Enum):
     CLOSED = "closed"
 
 
-_FRAME_BYTES = {
-    LoanStage.PROOF: handshake.PROOF_BYTES,
-    LoanStage.READY: wire.REQUEST_BYTES,
-    LoanStage.RECEIPT: wire.RECEIPT_BYTES,
+_LARGE_BYTES_MAX = wire.BODY_BYTES_MAX + wire.SMALL_BYTES_MAX
+_FRAME_BYTES_MAX = {
+    LoanStage.OPENING: wire.SMALL_BYTES_MAX,
+    LoanStage.PROOF: wire.SMALL_BYTES_MAX,
+    LoanStage.READY: _LARGE_BYTES_MAX,
+    LoanStage.BODY: _LARGE_BYTES_MAX,
+    LoanStage.RECEIPT: wire.SMALL_BYTES_MAX,
 }
 _SHOWN_LENGTH = 80
 _RECEIVE_BYTES, _RECEIVE_BODY_BYTES = 4096, 256 << 10
@@ -67,13 +69,15 @@ class Connection(Struct, eq=False):
     received: bytearray = field(default_factory=bytearray)
     frame: bytes = b""
     """The opening as it was received."""
-    opening: LineOpening | None = None
+    opening: Opening | None = None
     nonce: bytes = b""
     only_under: tuple[str, ...] = ()
     """The only prefixes that are lent for the key that the connection was opened with."""
     request: Request | None = None
     number: int = 0
     """Number of the request, between lender and node; 0 if the node does not know of one."""
+    body_bytes: int = 0
+    """Bytes that count for a large request, while it arrives."""
     sending: SentPayload | None = None
     bytes_in_flight: int = 0
     """Bytes that count for this request; 0 until it had its turn."""
@@ -115,48 +119,35 @@ class Connection(Struct, eq=False):
             return "a request took too long"
         return ""
 
-    def next_frame(self) -> bytes:
-        """Take the frame that the stage needs off the received bytes; b"" if it is not complete.
+    def frame_bytes(self) -> int:
+        """Return the length of the frame that arrives; 0 while that is not known.
 
-        Raises:  WrongFrameError: it is none.
+        Raises:  WrongFrameError: it is none, or not one that the stage expects.
         """
-        need = self._frame_bytes()
-        if len(self.received) < need:
+        if self.stage is LoanStage.OPENING:
+            handshake.check_plain(self.received)
+        if self.stage not in _FRAME_BYTES_MAX:
+            raise wire.WrongFrameError("it sent more before it had its answer")
+        return wire.frame_bytes(self.received, _FRAME_BYTES_MAX[self.stage])
+
+    def next_frame(self) -> bytes:
+        """Take the next frame off the received bytes; b"" if it is not complete.
+
+        Raises:  WrongFrameError.
+        """
+        length = self.frame_bytes()
+        if not length or len(self.received) < length:
             return b""
-        frame = bytes(self.received[:need])
-        del self.received[:need]
+        frame = bytes(self.received[:length])
+        del self.received[:length]
         return frame
 
-    def _frame_bytes(self) -> int:
-        if self.stage is LoanStage.OPENING:
-            head = self.received[: handshake.OPENING_HEAD_BYTES]
-            is_whole = len(head) == handshake.OPENING_HEAD_BYTES
-            return handshake.opening_bytes(head) if is_whole else handshake.OPENING_HEAD_BYTES
-        if self.stage is LoanStage.BODY:
-            assert self.request is not None
-            return self.request.offset
-        if self.stage in _FRAME_BYTES:
-            return _FRAME_BYTES[self.stage]
-        raise wire.WrongFrameError("it sent more before it had its answer")
-
-    def asked(self, slab: bytes = b"") -> Asked:
-        """Return the request for the node; `slab` is the body of the request."""
+    def asked(self) -> Asked:
+        """Return the request for the node."""
         opening, request = self.opening, self.request
         assert opening is not None
         assert request is not None
-        return Asked(
-            self.number,
-            opening.job_id,
-            request.dataset,
-            request.block,
-            0 if slab else request.offset,
-            request.length,
-            request.form,
-            self.node_id,
-            slab,
-            self.only_under,
-            request.count,
-        )
+        return Asked(self.number, opening.job_id, self.node_id, request, self.only_under)
 
     @property
     def block_count(self) -> int:

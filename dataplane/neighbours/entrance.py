@@ -14,9 +14,9 @@ from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError
 from dataplane.neighbours import handshake
 from dataplane.neighbours.connection import Connection, LoanStage
-from dataplane.neighbours.handshake import ONE_SIDE, TLS_HELLO, is_opening
+from dataplane.neighbours.handshake import ONE_SIDE, TLS_HELLO
 from dataplane.neighbours.line_tls import LineTls
-from dataplane.neighbours.wire import WrongFrameError
+from dataplane.neighbours.wire import MAGIC, WrongFrameError
 from dataplane.rpc.address import network_of
 from dataplane.rpc.lending import LendingKeys
 
@@ -114,7 +114,7 @@ class Entrance:
             if not first:
                 raise ConnectionResetError
             if first[0] != TLS_HELLO:
-                raise WrongFrameError(ONE_SIDE if is_opening(first) else "it does not speak TLS")
+                raise WrongFrameError(ONE_SIDE if first == MAGIC[:1] else "it does not speak TLS")
         try:
             if not isinstance(sock, ssl.SSLSocket):
                 sock = connection.sock = self._tls.of_lender(sock)
@@ -162,7 +162,7 @@ class Keys:
             if len(self._left) > _LEFT_MAX:
                 del self._left[next(iter(self._left))]
 
-    def are_of(self, opening: handshake.LineOpening) -> bool:
+    def are_of(self, opening: handshake.Opening) -> bool:
         """Whether the opening's generation is the job's newest."""
         key = self._keys.get(opening.job_id)
         return key is not None and key.generation == opening.generation
@@ -182,7 +182,7 @@ class Keys:
         connection.frame = connection.nonce = b""
         connection.only_under = key.only_under
 
-    def _key(self, opening: handshake.LineOpening) -> LendingKeys:
+    def _key(self, opening: handshake.Opening) -> LendingKeys:
         if opening.lender_id != self._node_id:
             raise WrongFrameError("it asks for another node")
         key = self._keys.get(opening.job_id)

@@ -16,19 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import struct
 
-from msgspec import Struct
-
-from dataplane.neighbours.wire import VERSION, WrongFrameError
+from dataplane.model.records import Unsigned
+from dataplane.neighbours.wire import WrongFrameError, pack, unpack
+from dataplane.rpc.codec import Message
 
 NONCE_BYTES = 32
 KEY_BYTES = 32
 HANDSHAKE_S = 2.0
 """From the first byte to the last."""
-NAME_BYTES_MAX = 1024
-"""Bytes of an encoded job id or node id."""
-
 ONE_SIDE = "peer_tls is set on one side only"
 TLS_HELLO = 0x16
 """The first byte of a connection with TLS."""
@@ -37,45 +33,28 @@ TLS_ALERT = bytes.fromhex("1503030002020a")
 something else, or the other way round, so that both know.
 """
 
-_OPENING = struct.Struct("<4sHHHHQ32s")
-_CHALLENGE = struct.Struct("<4s32s32s")
-_PROOF = struct.Struct("<4s32s")
-_OPENING_MAGIC, _CHALLENGE_MAGIC, _PROOF_MAGIC = b"DPno", b"DPnc", b"DPnp"
-OPENING_HEAD_BYTES, CHALLENGE_BYTES, PROOF_BYTES = _OPENING.size, _CHALLENGE.size, _PROOF.size
 
-
-class LineOpening(Struct, frozen=True):
+class Opening(Message, frozen=True):
     """The first message of a connection."""
 
     job_id: str
-    generation: int
+    generation: Unsigned
     asker_id: str
     lender_id: str
     nonce: bytes
 
 
-def pack_opening(opening: LineOpening) -> bytes:
-    """The opening as it is sent: the head, then at most NAME_BYTES_MAX bytes a name."""
-    names = [name.encode() for name in (opening.job_id, opening.asker_id, opening.lender_id)]
-    lengths = map(len, names)
-    head = (_OPENING_MAGIC, VERSION, *lengths, opening.generation, opening.nonce)
-    return _OPENING.pack(*head) + b"".join(names)
+class Challenge(Message, frozen=True):
+    """The lender's answer to an opening."""
+
+    nonce: bytes
+    proof: bytes
 
 
-def opening_bytes(head: bytes | bytearray) -> int:
-    """The length of an opening that begins with these OPENING_HEAD_BYTES.
+class Proof(Message, frozen=True):
+    """The asker's answer to a challenge."""
 
-    Raises:  WrongFrameError: it is none, or too long.
-    """
-    check_plain(head)
-    magic, version, *lengths, _, _ = _OPENING.unpack(head)
-    if magic != _OPENING_MAGIC:
-        raise WrongFrameError(f"{magic!r} where an opening begins")
-    if version != VERSION:
-        raise WrongFrameError(f"an opening of version {version}, not {VERSION}")
-    if max(lengths) > NAME_BYTES_MAX or not all(lengths):
-        raise WrongFrameError(f"an opening with names of {lengths} bytes")
-    return OPENING_HEAD_BYTES + int(sum(lengths))
+    proof: bytes
 
 
 def check_plain(first: bytes | bytearray) -> None:
@@ -87,56 +66,42 @@ def check_plain(first: bytes | bytearray) -> None:
         raise WrongFrameError(ONE_SIDE)
 
 
-def is_opening(first: bytes) -> bool:
-    """Whether an opening begins with this byte."""
-    return _OPENING_MAGIC.startswith(first)
-
-
-def unpack_opening(frame: bytes | bytearray) -> LineOpening:
+def unpack_opening(frame: bytes) -> Opening:
     """Raises:  WrongFrameError."""
-    if len(frame) < OPENING_HEAD_BYTES or opening_bytes(frame[:OPENING_HEAD_BYTES]) != len(frame):
-        raise WrongFrameError(f"an opening of {len(frame)} bytes")
-    _, _, job, asker, lender, generation, nonce = _OPENING.unpack(frame[:OPENING_HEAD_BYTES])
-    at, names = OPENING_HEAD_BYTES, []
-    for length in (job, asker, lender):
-        try:
-            names.append(bytes(frame[at : at + length]).decode())
-        except UnicodeDecodeError:
-            raise WrongFrameError("an opening with a name that is not UTF-8") from None
-        at += length
-    return LineOpening(names[0], generation, names[1], names[2], nonce)
+    opening = unpack(Opening, frame)
+    if len(opening.nonce) != NONCE_BYTES:
+        raise WrongFrameError(f"an opening with a nonce of {len(opening.nonce)} bytes")
+    return opening
 
 
 def pack_challenge(key: bytes, opening: bytes, nonce: bytes) -> bytes:
-    """Return the lender's answer to this opening: CHALLENGE_BYTES bytes."""
-    return _CHALLENGE.pack(_CHALLENGE_MAGIC, nonce, _proof(key, b"lender", opening, nonce))
+    """Return the lender's answer to this opening."""
+    return pack(Challenge(nonce, _proof(key, b"lender", opening, nonce)))
 
 
 def answer_challenge(key: bytes, opening: bytes, frame: bytes) -> bytes:
-    """Return the asker's answer to this challenge: PROOF_BYTES bytes.
+    """Return the asker's answer to this challenge.
 
     Raises:  WrongFrameError: the lender does not have the key.
     """
-    magic, nonce, found = _CHALLENGE.unpack(frame)
-    if magic != _CHALLENGE_MAGIC:
-        raise WrongFrameError(f"{magic!r} where a challenge begins")
-    if not hmac.compare_digest(found, _proof(key, b"lender", opening, nonce)):
+    challenge = unpack(Challenge, frame)
+    nonce = challenge.nonce
+    is_proof = hmac.compare_digest(challenge.proof, _proof(key, b"lender", opening, nonce))
+    if len(nonce) != NONCE_BYTES or not is_proof:
         raise WrongFrameError("it does not have the key of this generation")
-    return _PROOF.pack(_PROOF_MAGIC, _proof(key, b"asker", opening, nonce))
+    return pack(Proof(_proof(key, b"asker", opening, nonce)))
 
 
-def check_proof(key: bytes, opening: bytes, nonce: bytes, frame: bytes | bytearray) -> None:
+def check_proof(key: bytes, opening: bytes, nonce: bytes, frame: bytes) -> None:
     """Check the asker's proof.
 
     Raises:  WrongFrameError: the asker does not have the key.
     """
-    magic, found = _PROOF.unpack(frame)
-    if magic != _PROOF_MAGIC:
-        raise WrongFrameError(f"{magic!r} where a proof begins")
-    if not hmac.compare_digest(found, _proof(key, b"asker", opening, nonce)):
+    if not hmac.compare_digest(unpack(Proof, frame).proof, _proof(key, b"asker", opening, nonce)):
         raise WrongFrameError("it does not have the key of this generation")
 
 
 def _proof(key: bytes, role: bytes, opening: bytes, nonce: bytes) -> bytes:
-    # Unambiguous: the opening has its own lengths, the nonce is fixed, and no role begins another.
+    # Unambiguous: the opening begins with its length, the nonce's is fixed, and no role begins
+    # another.
     return hmac.digest(key, role + b"\0" + opening + nonce, hashlib.sha256)

@@ -47,7 +47,7 @@ from dataplane.security.admission import Admission, Reason
 
 _MESSAGES_A_TURN = 64
 
-_Turn = tuple[Connection, wire.Request, int]
+_Turn = tuple[Connection, lending.Request, int]
 _Answered = lending.Give | lending.GiveDecodedOnly | lending.Refuse
 
 
@@ -79,8 +79,8 @@ class NodeLink:
             while self._unsent:
                 local.send(self._sock, lending.FromLender(self._unsent[0]))
                 sent = self._unsent.popleft()
-                if isinstance(sent, lending.Asked) and sent.form is BlockForm.SLAB:
-                    self._bodies.release(sent.node_id, len(sent.slab))
+                if isinstance(sent, lending.Asked) and sent.request.slab:
+                    self._bodies.release(sent.node_id, len(sent.request.slab))
         except BlockingIOError:
             pass
         if self._is_full != bool(self._unsent):
@@ -211,7 +211,7 @@ class Lender:
         frame = connection.next_frame()
         if not frame:
             if connection.stage is LoanStage.READY:
-                self._hurry(connection)
+                self._expect(connection)
             return False
         if connection.stage is LoanStage.OPENING:
             self._say(connection, self._keys.challenge(connection, frame))
@@ -220,26 +220,45 @@ class Lender:
             if not self._admission.greeted(connection, connection.node_id):
                 raise wire.WrongFrameError("this node has too many connections")
             self._set(connection, LoanStage.READY, self._limits.idle_s)
-        elif connection.stage is LoanStage.READY:
+        elif connection.stage in {LoanStage.READY, LoanStage.BODY}:
+            self._release_body(connection)
             self._begin(connection, wire.unpack_request(frame))
-        elif connection.stage is LoanStage.BODY:
-            self._ask_node(connection, frame)
         else:
             self._received(connection, frame)
         return True
 
-    def _begin(self, connection: Connection, request: wire.Request) -> None:
-        if request.form is BlockForm.SLAB:
-            if not self._bodies.reserve(connection.node_id, request.offset):
-                raise wire.WrongFrameError("requests for slabs take too much memory")
-            connection.request, connection.stage = request, LoanStage.BODY
-            self._hurry(connection)
-            return
+    def _expect(self, connection: Connection) -> None:
+        """Set the deadline of a request that has begun to arrive; a large one takes memory."""
+        length = connection.frame_bytes()
+        if length > wire.SMALL_BYTES_MAX:
+            self._reserve(connection, length)
+            connection.body_bytes, connection.stage = length, LoanStage.BODY
+        # Later bytes do not move it.
+        due = time.monotonic() + self._limits.frame_s
+        connection.deadline = min(connection.deadline, due)
+        self._watch(connection)
+
+    def _reserve(self, connection: Connection, length: int) -> None:
+        """Raises:  WrongFrameError: there is too little memory."""
+        if not self._bodies.reserve(connection.node_id, length):
+            raise wire.WrongFrameError("requests for slabs take too much memory")
+
+    def _release_body(self, connection: Connection) -> None:
+        length, connection.body_bytes = connection.body_bytes, 0
+        if length:
+            self._bodies.release(connection.node_id, length)
+
+    def _begin(self, connection: Connection, request: lending.Request) -> None:
+        if request.slab:
+            self._reserve(connection, len(request.slab))  # until the node has read it
         connection.request = request
+        if request.slab:
+            self._ask_node(connection)
+            return
         self._set(connection, LoanStage.WAITING, self._limits.turn_s)
         self._take_turn(connection, request, request.length)
 
-    def _take_turn(self, connection: Connection, request: wire.Request, length: int) -> None:
+    def _take_turn(self, connection: Connection, request: lending.Request, length: int) -> None:
         self._in_flight.ask(connection.node_id, length, (connection, request, length))
         self._next_turns()
 
@@ -260,12 +279,12 @@ class Lender:
             else:
                 self._ask_node(connection)
 
-    def _ask_node(self, connection: Connection, slab: bytes = b"") -> None:
+    def _ask_node(self, connection: Connection) -> None:
         connection.number = self._next_number
         self._next_number += connection.block_count
         self._asked[connection.number] = connection
         self._set(connection, LoanStage.ASKED, self._limits.answer_s)
-        self._node.tell(connection.asked(slab))
+        self._node.tell(connection.asked())
 
     def _hear_node(self) -> None:
         for _ in range(_MESSAGES_A_TURN):
@@ -316,7 +335,7 @@ class Lender:
             outcome = wire.Outcome.UNKNOWN if is_unknown else wire.Outcome.REFUSED
             self._end_request(connection, wire.Answer(request.number, outcome))
 
-    def _give(self, connection: Connection, request: wire.Request, body: lending.Give) -> None:
+    def _give(self, connection: Connection, request: lending.Request, body: lending.Give) -> None:
         borrowed = self._arenas.use(body.arena_id)
         if borrowed is None or not fits(request, body, borrowed.arena.size_bytes):
             if borrowed is not None:
@@ -371,7 +390,7 @@ class Lender:
         self._drop_payload(connection)
         self._set(connection, LoanStage.READY, self._limits.idle_s)
         if answer is not None:
-            self._say(connection, wire.pack_answer(answer))
+            self._say(connection, wire.pack(answer))
         self._leave_flight(connection)
 
     def _drop_payload(self, connection: Connection) -> None:
@@ -393,12 +412,6 @@ class Lender:
     def _set(self, connection: Connection, stage: LoanStage, due_in_s: float) -> None:
         connection.stage = stage
         connection.deadline = time.monotonic() + due_in_s
-        self._watch(connection)
-
-    def _hurry(self, connection: Connection) -> None:
-        """Set the deadline of a request that has begun to arrive; later bytes do not move it."""
-        due = time.monotonic() + self._limits.frame_s
-        connection.deadline = min(connection.deadline, due)
         self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
@@ -450,7 +463,7 @@ class Lender:
 
     def _close(self, connection: Connection) -> None:
         """Close a connection and end its request: nothing of its region is read after this."""
-        stage, request = connection.stage, connection.request
+        stage = connection.stage
         if stage is LoanStage.CLOSED:
             return
         del self._connections[connection.fd]
@@ -458,10 +471,9 @@ class Lender:
         connection.sock.close()
         connection.stage = LoanStage.CLOSED
         self._drop_payload(connection)
+        self._release_body(connection)
         if stage is LoanStage.ASKED:
             self._asked[connection.number] = None
-        elif stage is LoanStage.BODY and request is not None:
-            self._bodies.release(connection.node_id, request.offset)
         elif stage in {LoanStage.TURN, LoanStage.SENDING, LoanStage.RECEIPT}:
             self._node.tell(lending.Given(connection.number))
         self._leave_flight(connection)

@@ -18,17 +18,9 @@ import numpy as np
 
 from dataplane.arena.memfd import BorrowedArena
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours.wire import (
-    NO_DATASET,
-    NOTE_BYTES_MAX,
-    Answer,
-    Outcome,
-    Request,
-    pack_answer,
-    run_note_bytes,
-)
+from dataplane.neighbours.wire import NOTE_BYTES_MAX, Answer, Outcome, pack
 from dataplane.rpc import tasks
-from dataplane.rpc.lending import Give
+from dataplane.rpc.lending import NO_DATASET, Give, Request
 
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked at a time: half a millisecond."""
@@ -50,8 +42,8 @@ def fits(request: Request, give: Give, arena_bytes: int) -> bool:
     length = sum(each.length for each in regions)
     if request.count > 1:
         # The asker knows how long the blocks are that the note names.
-        return length <= request.length and len(give.note) == run_note_bytes(request.count)
-    return not give.note and not give.more and length == request.length
+        return length <= request.length and len(give.ends) == request.count
+    return not (give.note or give.more or give.ends) and length == request.length
 
 
 class SentPayload:
@@ -64,18 +56,16 @@ class SentPayload:
         self._arena = borrowed.arena
         regions = (give.region, *give.more)
         self._bytes = sum(each.length for each in regions)
-        self._number = request.number
-        self._is_slab = request.form is BlockForm.SLAB
-        self._note = give.note
+        self._number, self._give = request.number, give
         self._checked = _Progress(regions)
-        self._crc32c: int = google_crc32c.value(self._note)
+        self._crc32c: int = google_crc32c.value(give.note)
         self._head: memoryview | None = None
         self._sent = _Progress(regions)
 
     @property
     def length(self) -> int:
         """The length of the payload, and of a slab's note."""
-        return self._bytes + (len(self._note) if self._is_slab else 0)
+        return self._bytes + len(self._give.note)
 
     @property
     def is_checked(self) -> bool:
@@ -98,10 +88,10 @@ class SentPayload:
             self._checked.advance(count)
             left -= count
         if self._checked.is_over:
-            answer = Answer(
-                self._number, Outcome.GIVEN, self._bytes, self._crc32c, note_bytes=len(self._note)
+            note, ends = self._give.note, self._give.ends
+            self._head = memoryview(
+                pack(Answer(self._number, Outcome.GIVEN, self._bytes, self._crc32c, note, ends))
             )
-            self._head = memoryview(pack_answer(answer) + self._note)
 
     def send(self, sock: socket.socket) -> bool:
         """Continue to send, once it is checked; False if others should have a turn.

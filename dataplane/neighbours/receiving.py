@@ -12,7 +12,7 @@ import google_crc32c
 import numpy as np
 
 from dataplane.neighbours import wire
-from dataplane.neighbours.wire import Answer
+from dataplane.neighbours.wire import Answer, Receipt
 
 _PAYLOAD_S = 5.0
 _SLOWEST_BYTES = 8 << 20
@@ -22,31 +22,13 @@ _SLICE_BYTES = 512 << 10
 """Received at a time, so that the checksum is of bytes that are still in the processor's cache."""
 
 
-def payload_deadline(answer: Answer) -> float:
-    """Return the deadline of a payload that begins to arrive now."""
-    length = answer.note_bytes + answer.length
-    return time.monotonic() + _PAYLOAD_S + length / _SLOWEST_BYTES
-
-
-def receive_payload(
-    sock: socket.socket, answer: Answer, deadline: float, *parts: memoryview
-) -> None:
-    """Fill these buffers, one after the other, check them, and send the receipt.
-
-    Raises:  OSError, WrongFrameError.
-    """
-    arriving = Arriving(sock, deadline, sum(map(len, parts)))
-    for part in parts:
-        arriving.fill(part)
-    arriving.end(answer)
-
-
 class Arriving:
-    """A payload of this length, received in parts."""
+    """The payload of this answer, received in parts."""
 
-    def __init__(self, sock: socket.socket, deadline: float, length: int) -> None:
-        self._sock, self._deadline, self._left = sock, deadline, length
-        self._crc32c, self._lowest = 0, 1
+    def __init__(self, sock: socket.socket, answer: Answer) -> None:
+        self._sock, self._answer, self._left = sock, answer, answer.length
+        self._deadline = time.monotonic() + _PAYLOAD_S + answer.length / _SLOWEST_BYTES
+        self._crc32c, self._lowest = google_crc32c.value(answer.note), 1
         self._is_plain = not isinstance(sock, ssl.SSLSocket)  # TLS has records of 16 KiB
 
     def fill(self, into: memoryview) -> None:
@@ -64,12 +46,12 @@ class Arriving:
             at += count
             self._left -= count
 
-    def end(self, answer: Answer) -> None:
+    def end(self) -> None:
         """Check the payload, and send the receipt.   Raises:  OSError, WrongFrameError."""
         self._wait_for(1)
-        if self._crc32c != answer.crc32c:
+        if self._crc32c != self._answer.crc32c:
             raise wire.WrongFrameError("its bytes do not have the checksum that it told")
-        send(self._sock, wire.pack_receipt(answer.number), self._deadline)
+        send(self._sock, wire.pack(Receipt(self._answer.number)), self._deadline)
 
     def _wait_for(self, lowest: int) -> None:
         if self._is_plain and self._lowest != lowest:
@@ -77,11 +59,20 @@ class Arriving:
             self._lowest = lowest
 
 
-def receive_frame(sock: socket.socket, length: int, deadline: float) -> bytes:
+def receive(sock: socket.socket, length: int, deadline: float) -> bytes:
     """Receive this many bytes.   Raises:  OSError."""
-    frame = bytearray(length)
-    _fill(sock, memoryview(frame), deadline)
-    return bytes(frame)
+    received = bytearray(length)
+    _fill(sock, memoryview(received), deadline)
+    return bytes(received)
+
+
+def receive_frame(sock: socket.socket, most: int, deadline: float, first: bytes = b"") -> bytes:
+    """Receive a frame with a message of at most `most` bytes, after its `first` bytes.
+
+    Raises:  OSError, WrongFrameError.
+    """
+    head = first + receive(sock, wire.HEAD_BYTES - len(first), deadline)
+    return head + receive(sock, wire.frame_bytes(head, most) - len(head), deadline)
 
 
 def send(sock: socket.socket, frame: bytes, deadline: float) -> None:

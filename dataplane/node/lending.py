@@ -135,18 +135,19 @@ class Lending:
         arena_id: int = BLOCK_ARENA,
         note: bytes = b"",
         more: tuple[Region, ...] = (),
+        ends: tuple[int, ...] = (),
         *,
         is_data: bool = True,
     ) -> None:
         """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
-        are at most so long, and may be empty, and the note is sent before them: at most
-        wire.NOTE_BYTES_MAX. `on_given` is called later, also if nobody waits for it any more.
-        What `is_data` counts as lent.
+        are at most so long, and may be empty; a slab has a note, of at most wire.NOTE_BYTES_MAX,
+        and a run how each of its blocks ends. `on_given` is called later, also if nobody waits for
+        it any more. What `is_data` counts as lent.
         """
         if number in self._asked:
             self._asked.remove(number)
             self._given[number] = is_data
-            self._send(lending.Give(number, region, arena_id, note, more))
+            self._send(lending.Give(number, region, arena_id, note, more, ends))
         else:
             self._loop.call_soon(self._over, number)
 
@@ -267,7 +268,7 @@ class Lending:
                 self._lent_bytes += body.sent_bytes if is_data else 0
                 self._on_given(body.number)
         elif body.number > self._last_number:
-            self._last_number = body.number + body.count - 1
+            self._last_number = body.number + body.request.count - 1
             self._asked.add(body.number)
             self._on_asked(body)
 

@@ -21,7 +21,7 @@ from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.node.dataset import Dataset
 from dataplane.rpc.fetches import Neighbour, Outcome, SlabMaker
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName
 
@@ -111,13 +111,15 @@ class LentBlocks:
 
     def asked(self, ask: Asked, dataset: Dataset | None) -> None:
         """A neighbour asks for part of a block of this dataset, or for several blocks."""
-        last = ask.block + ask.count - 1
+        request = ask.request
+        last = request.block + request.count - 1
         if dataset is None or last >= dataset.manifest.block_count:
             self._neighbours.refuse(ask.number)
-        elif ask.count > 1:
-            self._asked_run(ask, dataset)
-        elif ask.form is BlockForm.DECODED or not self._is_expected(dataset, ask.block):
-            self._ask_scheduler(ask, dataset, ask.number, ask.block, Region(ask.offset, ask.length))
+        elif request.count > 1:
+            self._asked_run(ask.number, request, dataset)
+        elif request.form is BlockForm.DECODED or not self._is_expected(dataset, request.block):
+            part = Region(request.offset, request.length)
+            self._ask_scheduler(request, dataset, ask.number, request.block, part)
         else:
             self._neighbours.refuse(ask.number)
 
@@ -130,28 +132,28 @@ class LentBlocks:
         return BlockName(dataset.dataset_id, block) in self._expected
 
     def _ask_scheduler(
-        self, ask: Asked, dataset: Dataset, number: int, block: int, part: Region
+        self, request: Request, dataset: Dataset, number: int, block: int, part: Region
     ) -> None:
-        how = ask.form is BlockForm.DECODED, ask.count > 1
+        how = request.form is BlockForm.DECODED, request.count > 1
         self._tell(events.NeighbourAsked(number, dataset.blocks, block, part, *how))
 
-    def _asked_run(self, ask: Asked, dataset: Dataset) -> None:
-        blocks = range(ask.block, ask.block + ask.count)
+    def _asked_run(self, first: int, request: Request, dataset: Dataset) -> None:
+        blocks = range(request.block, request.block + request.count)
         shards = dataset.manifest.block_shard
         lengths = [dataset.blocks.read_bytes(block) for block in blocks]
         # What may be lent was decided for the shard of the first block.
         is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
-        if not is_one_shard or ask.form is not BlockForm.RAW or sum(lengths) != ask.length:
-            self._neighbours.refuse(ask.number)
+        if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
+            self._neighbours.refuse(first)
             return
-        run = _Run(ask.number, [wire.NOT_GIVEN] * ask.count, ask.count, {})
-        numbers = range(ask.number, ask.number + ask.count)
+        run = _Run(first, [wire.NOT_GIVEN] * request.count, request.count, {})
+        numbers = range(first, first + request.count)
         self._runs.update(dict.fromkeys(numbers, run))
         for number, block, length in zip(numbers, blocks, lengths, strict=True):
             if self._is_expected(dataset, block):
                 self._end(run, number, wire.NOT_GIVEN)
             else:
-                self._ask_scheduler(ask, dataset, number, block, Region(0, length))
+                self._ask_scheduler(request, dataset, number, block, Region(0, length))
 
     def lend(self, effect: events.LendBlock) -> None:
         """Carry out a loan."""

@@ -22,8 +22,7 @@ from dataplane.base import background
 from dataplane.base.trace import Trace
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import BlockForm, Region
-from dataplane.neighbours.wire import NO_DATASET
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import NO_DATASET, Asked
 from dataplane.store.reads import copy_into
 
 IDLE_S = 60.0
@@ -99,12 +98,13 @@ class LentManifests:
         if lent is None:
             return False
         lent.asked_at = asyncio.get_running_loop().time()
-        is_part = (ask.dataset, ask.block, ask.form) == (NO_DATASET, 0, BlockForm.RAW)
+        part = ask.request
+        is_part = (part.dataset, part.block, part.form) == (NO_DATASET, 0, BlockForm.RAW)
         if not lent.arena_id and lent.making is None:
             lent.making = background.start("manifest", self._make(ask.job_id, lent))
-        elif lent.arena_id and is_part and ask.offset + ask.length <= lent.size_bytes:
+        elif lent.arena_id and is_part and part.offset + part.length <= lent.size_bytes:
             self._given.add(ask.number)
-            region = Region(ask.offset, ask.length)
+            region = Region(part.offset, part.length)
             self._lender.give(ask.number, region, lent.arena_id, is_data=False)
             return True
         self._lender.refuse(ask.number)

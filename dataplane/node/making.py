@@ -144,7 +144,7 @@ class Making:
     def asked(self, ask: Asked) -> None:
         """Handle another node's request for a slab."""
         try:
-            wanted = decode(MakeSlab, ask.slab)
+            wanted = decode(MakeSlab, ask.request.slab)
         except ConfigError:
             self._lender.refuse(ask.number)
             return
@@ -333,7 +333,7 @@ class Making:
             self._start(self._begin(job, opened, place, stream, at))
         place.last_asked = now
         coming = [one for one in wanted.coming if 1 <= one.count <= place.sizes.batches_max]
-        stream.ask(Ask(ask.number, wanted.steps, ask.length, now), coming)
+        stream.ask(Ask(ask.number, wanted.steps, ask.request.length, now), coming)
 
     def _place(
         self, job: _Job, opened: _Opened, dp_size: int, slot_bytes: int, now: float

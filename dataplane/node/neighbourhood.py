@@ -15,7 +15,6 @@ from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import BlockForm, Region
 from dataplane.model.redact import unsigned
-from dataplane.neighbours import wire
 from dataplane.node.data_port import data_address
 from dataplane.node.dataset import Dataset
 from dataplane.node.engine import Engine
@@ -91,8 +90,7 @@ class Neighbourhood:
         """Implement `Neighbours.give`."""
         if self._lending is not None:
             first, *more = regions or [Region(0, 0)]
-            note = wire.pack_run_note(ends)
-            self._lending.give(number, first, note=note, more=tuple(more))
+            self._lending.give(number, first, more=tuple(more), ends=tuple(ends))
 
     def only_decoded(self, number: int, length: int) -> None:
         """Implement `Neighbours.only_decoded`."""
@@ -148,22 +146,23 @@ class Neighbourhood:
     def _asked(self, ask: Asked) -> None:
         if self._manifests is not None and self._manifests.asked(ask):
             return
-        if ask.form is BlockForm.SLAB and self._making is not None:
+        if ask.request.form is BlockForm.SLAB and self._making is not None:
             self._making.asked(ask)
             return
         datasets = self._datasets_of(ask.job_id)
-        dataset = next((d for d in datasets if d.digest == ask.dataset), None)
+        dataset = next((d for d in datasets if d.digest == ask.request.dataset), None)
         if dataset is not None and not self._may_lend(ask, dataset):
             dataset = None
         self._engine.lent.asked(ask, dataset)
 
     def _may_lend(self, ask: Asked, dataset: Dataset) -> bool:
         """Whether nodes with this key may read the shard of the block."""
-        if not ask.only_under or ask.block >= dataset.manifest.block_count:
+        block = ask.request.block
+        if not ask.only_under or block >= dataset.manifest.block_count:
             return True
         from dataplane.security.urls import covers  # not for a single host
 
-        url = unsigned(dataset.url(ask.block))
+        url = unsigned(dataset.url(block))
         if covers(url, ask.only_under):
             return True
         why = f"{url} lies outside of {', '.join(ask.only_under)}, which tokens of this job allow"

@@ -34,13 +34,14 @@ from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone, PeerLost
 from dataplane.model.records import View
 from dataplane.model.redact import unsigned
-from dataplane.neighbours.wire import NO_DATASET, Outcome
+from dataplane.neighbours.wire import Outcome
 from dataplane.node.datasets import declared, shown
 from dataplane.node.joining import pause
 from dataplane.node.lent_manifests import HEAD_BYTES, LentManifests
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.lending import NO_DATASET
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import (
     ManifestState,
@@ -312,7 +313,7 @@ async def _read_piece(lines: Lines, peer: Neighbour, into: bytearray) -> None:
     began = loop.time()
     while True:
         view = memoryview(into)
-        answer = await asyncio.to_thread(lines.read, peer, view, _hold, _claim)
+        answer = await asyncio.to_thread(lines.read, peer, [view], _hold, _claim)
         if answer.outcome is Outcome.GIVEN:
             return
         if loop.time() - began > _REFUSED_S:

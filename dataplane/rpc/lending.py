@@ -1,8 +1,9 @@
 """The messages between a node and its lender, the process that sends blocks to neighbours.
 
-Over a Unix SOCK_SEQPACKET pair, one message per packet; neighbours/wire.py has what crosses the
-network. The node answers each Asked with one Give, GiveDecodedOnly or Refuse; each Give is followed
-by one Given. The lender may end at any moment: then all of its numbers are over.
+Over a Unix SOCK_SEQPACKET pair, one message per packet; a Request also crosses the network, in a
+frame (neighbours/wire.py). The node answers each Asked with one Give, GiveDecodedOnly or Refuse;
+each Give is followed by one Given. The lender may end at any moment: then all of its numbers are
+over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from dataplane.model.config import PeerTls
 from dataplane.model.records import BlockForm, Region, Unsigned
 from dataplane.rpc.codec import Message
+
+NO_DATASET = bytes(16)
+"""The dataset of a slab, and of a manifest, which is requested like the bytes of a raw block."""
 
 
 class LendingKeys(Message, frozen=True):
@@ -38,23 +42,33 @@ class StartLending(Message, frozen=True):
     tls: PeerTls | None = None  # of all connections; none: plain text
 
 
-class Asked(Message, frozen=True):
-    """A neighbour asks for bytes of a block; or for a slab, an encoded MakeSlab, for which it has
-    room for `length` bytes. It gets only what is `only_under` these urls, as its key says. With a
-    `count` of more than 1: for so many whole blocks of `length` bytes together.
+class Request(Message, frozen=True):
+    """Bytes [offset, offset + length) of a block in this form. With a `count` of more than 1: so
+    many whole blocks of form RAW from `block` on, which the dataset has one after the other and
+    which have `length` bytes together. Of NO_DATASET: bytes of a manifest. SLAB: a slab of at most
+    `length` bytes, described in `slab`, an encoded MakeSlab.
     """
 
     number: Unsigned
-    job_id: str
     dataset: bytes  # 16 bytes
     block: Unsigned
     offset: Unsigned  # in the block
     length: Unsigned
     form: BlockForm
-    node_id: str = ""  # who asks
-    slab: bytes = b""  # an encoded MakeSlab
-    only_under: tuple[str, ...] = ()  # as of the key with which the connection was opened
     count: Unsigned = 1
+    slab: bytes = b""
+
+
+class Asked(Message, frozen=True):
+    """A neighbour sends this request. It gets only what is `only_under` these urls, as the key says
+    with which its connection was opened. The blocks of a run have the numbers from `number` on.
+    """
+
+    number: Unsigned
+    job_id: str
+    node_id: str  # who asks
+    request: Request
+    only_under: tuple[str, ...] = ()
 
 
 class Give(Message, frozen=True):
@@ -65,8 +79,9 @@ class Give(Message, frozen=True):
     number: Unsigned
     region: Region  # as long as was asked for; of a slab at most so long, or empty
     arena_id: Unsigned = 0  # 0: the block arena; otherwise one that was lent before
-    note: bytes = b""  # of a slab a Result, of several blocks what became of each
+    note: bytes = b""  # of a slab: a Result
     more: tuple[Region, ...] = ()  # of the same arena; sent after it
+    ends: tuple[Unsigned, ...] = ()  # of several blocks: how each ends
 
 
 class GiveDecodedOnly(Message, frozen=True):

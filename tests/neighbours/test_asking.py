@@ -74,7 +74,7 @@ def test_many_reads_at_once_are_no_attack() -> None:
                 while True:
                     into = memoryview(bytearray(10))
                     try:
-                        node.lines.read(node.neighbour(), into, free, bool)
+                        node.lines.read(node.neighbour(), [into], free, bool)
                     except asking.NeighbourGone as error:
                         if isinstance(error.__cause__, TimeoutError):  # the machine is busy
                             continue

@@ -21,6 +21,7 @@ from lender_bench import (
     Bench,
     bench,
     every_line_is_written,
+    frame,
     is_closed,
     opening,
     request,
@@ -39,8 +40,8 @@ __all__ = ["bench", "every_line_is_written"]
 
 REFUSALS = {
     # Not the first byte of TLS, which is refused for another reason.
-    "garbage": (lambda s: s.sendall(b"\xff" + os.urandom(47) + b"x" * 200), "an opening begins"),
-    "http": (lambda s: s.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n" * 4), "an opening begins"),
+    "garbage": (lambda s: s.sendall(b"\xff" + os.urandom(47) + b"x" * 200), "a frame begins"),
+    "http": (lambda s: s.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n" * 4), "a frame begins"),
     "an older generation": (lambda s: s.sendall(opening(generation=1)), "generation 1, not 2"),
     "a later generation": (lambda s: s.sendall(opening(generation=3)), "generation 3, not 2"),
     "an unknown job": (lambda s: s.sendall(opening(job="nobody's")), "no such job"),
@@ -54,10 +55,7 @@ REFUSALS = {
         lambda s: wrong_proof(s, KEY, opening(job="another")),
         "does not have the key",
     ),
-    "an oversized frame": (
-        lambda s: s.sendall(opening()[:6] + b"\xff\xff" * 3 + opening()[12:52]),
-        "names of [65535",
-    ),
+    "an oversized frame": (lambda s: s.sendall(opening("j" * 5000)), "bytes, not 4096 at most"),
     "no proof": (lambda s: s.sendall(opening()), "took too long"),
     "silence": (lambda _: None, "took too long"),
 }
@@ -100,17 +98,18 @@ def test_a_neighbour_that_has_not_heard_of_the_end_of_a_job_is_no_reason_for_a_w
 
 
 def test_a_recorded_handshake_opens_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    frame = opening()
+    opened = opening()
     seen = bench.connect(HONEST)
-    seen.sendall(frame)
-    challenge = seen.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL)
-    proof = handshake.answer_challenge(KEY, frame, challenge)
+    seen.sendall(opened)
+    challenge = frame(seen)
+    proof = handshake.answer_challenge(KEY, opened, challenge)
     seen.sendall(proof)
     bench.lends(seen)
-    for recorded in (frame + proof, frame + b"DPnp" + challenge[36:]):
+    reflected = wire.pack(handshake.Proof(wire.unpack(handshake.Challenge, challenge).proof))
+    for recorded in (opened + proof, opened + reflected):
         replayed = bench.connect()
         replayed.sendall(recorded)
-        assert replayed.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL) != challenge
+        assert frame(replayed) != challenge
         assert is_closed(replayed)
     assert [record.message.count("does not have the key") for record in caplog.records] == [1, 1]
     bench.lends(seen, 2)
@@ -127,30 +126,30 @@ def test_a_lender_without_the_key_learns_nothing(
 
         def ask() -> None:
             try:
-                bench.lines.read(neighbour, memoryview(bytearray(9)), free, bool)
+                bench.lines.read(neighbour, [memoryview(bytearray(9))], free, bool)
             except PeerLost as error:
                 failed.append(str(error))
 
         thread = threading.Thread(target=ask)
         thread.start()
         sock, _ = impostor.accept()
-        frame = sock.recv(4096)
-        sock.sendall(handshake.pack_challenge(bytes(32), frame, bytes(32)))
+        opened = frame(sock)
+        sock.sendall(handshake.pack_challenge(bytes(32), opened, bytes(32)))
         assert is_closed(sock)
         sock.close()
         thread.join()
     assert "does not have the key" in failed[0]
-    assert KEY not in frame
+    assert KEY not in opened
 
 
 def test_slow_bytes_are_not_waited_for(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Each byte comes before a deadline of its own would have passed."""
-    slow, frame = bench.connect(), opening()
+    slow, opened = bench.connect(), opening()
     inside = bench.opened(asker="insider")
     bench.lends(inside)
     wait = threading.Event()
     for at in range(40):
-        for sock, piece in ((slow, frame[at : at + 1]), (inside, wire.pack_request(request(9, 2)))):
+        for sock, piece in ((slow, opened[at : at + 1]), (inside, wire.pack(request(9, 2)))):
             try:
                 sock.sendall(piece[:1] if sock is slow else piece[at : at + 1])
             except OSError:
@@ -163,34 +162,34 @@ def test_slow_bytes_are_not_waited_for(bench: Bench, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "sent",
     [
-        os.urandom(wire.REQUEST_BYTES),
-        wire.pack_request(request(9))[:-1] + b"" + b"\x00" + b"more",
-        wire.pack_request(request(9)) * 2,
-        wire.pack_request(request(1 << 50)),
-        wire.pack_request(request(0)),
-        wire.pack_receipt(1) + bytes(wire.REQUEST_BYTES),
+        os.urandom(50),
+        wire.pack(request(9))[:-1] + b"" + b"\x00" + b"more",
+        wire.pack(request(9)) * 2,
+        wire.pack(request(1 << 50)),
+        wire.pack(request(0)),
+        wire.pack(wire.Receipt(1)) + bytes(50),
     ],
     ids=["garbage", "trailing bytes", "two at once", "too long", "empty", "another frame"],
 )
 def test_a_neighbour_that_breaks_the_rules_loses_its_connection_alone(
-    bench: Bench, caplog: pytest.LogCaptureFixture, frame: bytes
+    bench: Bench, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
     honest, other = bench.opened(HONEST), bench.opened(asker="other")
     bench.lends(honest, 1)
-    other.sendall(frame)
+    other.sendall(sent)
     while not is_closed(other):
         pass
     asked: deque[lending.FromLenderBody] = deque()
-    honest.sendall(wire.pack_request(request(5, 2)))
-    while not asked or asked[-1].length != 5:
+    honest.sendall(wire.pack(request(5, 2)))
+    while not asked or asked[-1].request.length != 5:
         asked.append(bench.hear())
     bench.tell(lending.Refuse(asked[-1].number))
     for unanswered in list(asked)[:-1]:  # of the one that has lost its connection
         bench.tell(lending.Give(unanswered.number, Region(0, 9)))
         assert bench.hear() == lending.Given(unanswered.number, 0)
-    honest.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
+    assert frame(honest)
     bench.lends(honest, 3)
     assert len(caplog.records) == 1
     assert "node=other" in caplog.text
@@ -235,7 +234,7 @@ def test_what_the_node_does_not_read_yet_waits_for_it(bench: Bench) -> None:
     asked: list[int] = []
     for turn in range(5):
         for sock in neighbours:
-            sock.sendall(wire.pack_request(request(10, turn)))
+            sock.sendall(wire.pack(request(10, turn)))
         for _ in neighbours:
             question = bench.hear()
             assert isinstance(question, lending.Asked)
@@ -243,7 +242,7 @@ def test_what_the_node_does_not_read_yet_waits_for_it(bench: Bench) -> None:
         for number in asked[-30:]:
             bench.tell(lending.Refuse(number))
         for sock in neighbours:
-            assert sock.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
+            assert frame(sock)
     assert asked == sorted(set(asked))
 
 
@@ -278,13 +277,12 @@ def test_requests_beyond_the_bytes_in_flight_wait_for_their_turn_and_are_then_re
 ) -> None:
     first, second = bench.opened(), bench.opened()
     asked = bench.ask(first, OF_NEIGHBOUR)
-    second.sendall(wire.pack_request(request(1000)))
+    second.sendall(wire.pack(request(1000)))
     other = bench.opened(asker="other")
     bench.lends(other)
-    answer = second.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
-    assert wire.unpack_answer(answer, request(1000)).outcome is wire.Outcome.REFUSED
-    second.sendall(wire.pack_request(request(1000)))
+    assert wire.unpack_answer(frame(second), request(1000)).outcome is wire.Outcome.REFUSED
+    second.sendall(wire.pack(request(1000)))
     bench.tell(lending.Refuse(asked.number))
     later = bench.hear()
     assert isinstance(later, lending.Asked)
-    assert later.length == 1000
+    assert later.request.length == 1000

@@ -18,8 +18,10 @@ from lender_bench import (
     Bench,
     bench,
     every_line_is_written,
+    frame,
     is_closed,
     opening,
+    received,
     wrong_proof,
 )
 from msgspec.structs import replace
@@ -37,20 +39,23 @@ BODY = b"what to make"
 
 
 def slab_request(body: bytes = BODY, room: int = ROOM, number: int = 1) -> bytes:
-    return wire.pack_request(wire.slab_request(number, room, body)) + body
+    return wire.pack(slab(number, room, body))
+
+
+def slab(number: int, room: int, body: bytes) -> lending.Request:
+    return lending.Request(number, lending.NO_DATASET, 0, 0, room, BlockForm.SLAB, slab=body)
 
 
 def ask(bench: Bench, sock: socket.socket, body: bytes = BODY, room: int = ROOM) -> lending.Asked:
     sock.sendall(slab_request(body, room))
     asked = bench.hear()
     assert isinstance(asked, lending.Asked)
-    assert (asked.form, asked.slab, asked.length) == (BlockForm.SLAB, body, room)
+    assert asked.request == slab(1, room, body)
     return asked
 
 
 def answer(sock: socket.socket, body: bytes = BODY) -> wire.Answer:
-    frame = sock.recv(wire.ANSWER_BYTES, socket.MSG_WAITALL)
-    return wire.unpack_answer(frame, wire.slab_request(1, ROOM, body))
+    return wire.unpack_answer(frame(sock), slab(1, ROOM, body))
 
 
 @pytest.fixture
@@ -64,13 +69,11 @@ def made(bench: Bench) -> Arena:
     return arena
 
 
-def take(sock: socket.socket, found: wire.Answer) -> tuple[bytes, bytes]:
+def take(sock: socket.socket, given: wire.Answer) -> tuple[bytes, bytes]:
     """Note and slab, with a receipt for them."""
-    body = bytearray()
-    while len(body) < found.note_bytes + found.length:
-        body += sock.recv(1 << 20)
-    sock.sendall(wire.pack_receipt(1))
-    return bytes(body[: found.note_bytes]), bytes(body[found.note_bytes :])
+    body = received(sock, given.length)
+    sock.sendall(wire.pack(wire.Receipt(1)))
+    return given.note, body
 
 
 def test_what_is_sent_is_the_note_and_then_the_slab(bench: Bench, made: Arena) -> None:
@@ -79,7 +82,7 @@ def test_what_is_sent_is_the_note_and_then_the_slab(bench: Bench, made: Arena) -
         asked = ask(bench, sock)
         bench.tell(lending.Give(asked.number, Region(0, length), 5, note))
         found = answer(sock)
-        assert (found.length, found.note_bytes) == (length, len(note))
+        assert (found.length, found.note) == (length, note)
         assert take(sock, found) == (note, bytes(made.view(0, length)))
         assert bench.hear() == lending.Given(asked.number, length + len(note))
     for is_unknown, outcome in ((True, wire.Outcome.UNKNOWN), (False, wire.Outcome.REFUSED)):
@@ -89,34 +92,34 @@ def test_what_is_sent_is_the_note_and_then_the_slab(bench: Bench, made: Arena) -
 
 def test_a_body_comes_in_pieces_and_is_as_long_as_it_says(bench: Bench) -> None:
     sock, body = bench.opened(), os.urandom(wire.BODY_BYTES_MAX)
-    frame = slab_request(body)
-    for start in range(0, len(frame), 300_000):
-        sock.sendall(frame[start : start + 300_000])
+    sent = slab_request(body)
+    for start in range(0, len(sent), 300_000):
+        sock.sendall(sent[start : start + 300_000])
     asked = bench.hear()
     assert isinstance(asked, lending.Asked)
-    assert asked.slab == body
+    assert asked.request.slab == body
     bench.tell(lending.Refuse(asked.number))
     assert answer(sock, body).outcome is wire.Outcome.REFUSED
     bench.lends(sock)
 
 
 @pytest.mark.parametrize(
-    ("frame", "why"),
+    ("sent", "why"),
     [
-        (slab_request(bytes(wire.BODY_BYTES_MAX + 1))[: wire.REQUEST_BYTES], "1048577 bytes about"),
+        (slab_request(bytes(wire.BODY_BYTES_MAX + 1)), "1048577 bytes about"),
         (slab_request(b""), "0 bytes about"),
         (slab_request(room=1 << 50), "a request for 1125899906842624"),
-        (slab_request()[: wire.REQUEST_BYTES], "took too long"),
+        (slab_request()[: wire.HEAD_BYTES], "took too long"),
         (slab_request()[:-1], "took too long"),
         (slab_request() + b"x", "before it had its answer"),
     ],
     ids=["too long", "empty", "too much room", "no body", "part of a body", "more than a body"],
 )
 def test_a_request_that_breaks_the_rules_costs_its_connection_alone(
-    bench: Bench, caplog: pytest.LogCaptureFixture, frame: bytes, why: str
+    bench: Bench, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
 ) -> None:
     honest, other = bench.opened(HONEST), bench.opened(asker="other")
-    other.sendall(frame)
+    other.sendall(sent)
     while not is_closed(other):
         pass
     if why.startswith("before"):  # the node was asked; its answer goes nowhere
@@ -136,7 +139,7 @@ def test_bytes_of_a_body_do_not_move_its_deadline(
     sock = bench.opened()
     sock.settimeout(0.03)
     body = bytes(1000)
-    sock.sendall(slab_request(body)[: wire.REQUEST_BYTES])
+    sock.sendall(slab_request(body)[: wire.HEAD_BYTES])
     for _ in range(len(body) - 1):
         try:
             sock.sendall(b"x")
@@ -181,20 +184,20 @@ def test_bodies_take_no_more_memory_than_the_limits_allow(
         replace(LIMITS, body_bytes=3 * mebibyte, body_bytes_of_neighbour=2 * mebibyte, frame_s=60.0)
     )
     try:
-        body = bytes(mebibyte)
+        body = bytes(mebibyte - 200)  # with its frame, a mebibyte at most
         greedy = [bench.opened(asker="greedy") for _ in range(3)]
         for sock in greedy:
-            sock.sendall(slab_request(body)[: wire.REQUEST_BYTES + 5])
+            sock.sendall(slab_request(body)[:100])
         (refused, *_), _, _ = select.select(greedy, [], [])
         greedy.remove(refused)
         assert is_closed(refused)
         others = [bench.opened(asker=f"node-{number}") for number in range(2)]
-        others[0].sendall(slab_request(body)[: wire.REQUEST_BYTES])
+        others[0].sendall(slab_request(body)[:100])
         bench.lends(bench.opened(HONEST))
-        others[1].sendall(slab_request()[: wire.REQUEST_BYTES])
+        others[1].sendall(slab_request(body)[:100])
         assert is_closed(others[1])
         greedy[0].close()
-        greedy[1].sendall(body[5:])
+        greedy[1].sendall(slab_request(body)[100:])
         asked = bench.hear()
         assert isinstance(asked, lending.Asked)
         assert asked.node_id == "greedy"

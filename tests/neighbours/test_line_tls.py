@@ -23,9 +23,9 @@ from lender_bench import (
     OF_NEIGHBOUR,
     Bench,
     every_line_is_written,
+    frame,
     is_closed,
     opening,
-    received,
     wrong_proof,
 )
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from dataplane.base.machine import raise_descriptor_limit
 from dataplane.model.config import PeerTls
 from dataplane.model.errors import NeighbourGone
-from dataplane.model.records import Region
+from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.connection import LoanStage
@@ -99,7 +99,7 @@ def read(bench: Bench, lines: Lines, length: int) -> bytes:
 
     def ask() -> None:
         try:
-            lines.read(neighbour(bench), memoryview(into), free, bool)
+            lines.read(neighbour(bench), [memoryview(into)], free, bool)
         except NeighbourGone as error:
             failed.append(error)
 
@@ -194,7 +194,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "an expired certificate": (shows("expired"), "its certificate is refused: certificate has exp"),
     "another URI": (shows("spiffe://cluster/ns/web"), "spiffe://cluster/ns/web, not in tls_peers"),
     "no URI": (shows(""), "its certificate is for no URI, not in tls_peers"),
-    "no handshake in it": (wrong_inside, "where an opening begins"),
+    "no handshake in it": (wrong_inside, "where a frame begins"),
     "a wrong key in it": (wrong_key_inside, "does not have the key"),
 }
 
@@ -227,19 +227,17 @@ def test_bytes_arrive_as_they_are_over_a_connection_that_is_used_again(bench: Be
 
 
 def test_what_is_left_of_a_record_is_not_forgotten(bench: Bench) -> None:
-    """A request and its body in one record, of which the lender reads a part first."""
+    """A long request in one record, of which the lender reads a part first."""
     sock, body = bench.opened(HONEST), os.urandom(12_000)
-    sock.sendall(wire.pack_request(wire.slab_request(1, 1 << 20, body)) + body)
+    slab = lending.Request(1, lending.NO_DATASET, 0, 0, 1 << 20, BlockForm.SLAB, slab=body)
+    sock.sendall(wire.pack(slab))
     asked = bench.hear()
     assert isinstance(asked, lending.Asked)
-    assert asked.slab == body
+    assert asked.request == slab
     bench.tell(lending.Give(asked.number, Region(0, 0), 0, b"a note"))
-    answer = wire.unpack_answer(
-        received(sock, wire.ANSWER_BYTES), wire.slab_request(1, 1 << 20, body)
-    )
-    assert received(sock, answer.note_bytes) == b"a note"
-    sock.sendall(wire.pack_receipt(1))
-    assert bench.hear() == lending.Given(asked.number, answer.note_bytes)
+    assert wire.unpack_answer(frame(sock), slab).note == b"a note"
+    sock.sendall(wire.pack(wire.Receipt(1)))
+    assert bench.hear() == lending.Given(asked.number, len(b"a note"))
 
 
 @pytest.mark.parametrize("is_lender", [True, False])
@@ -250,7 +248,7 @@ def test_both_sides_say_that_peer_tls_is_set_on_one_side_only(
     lines = Lines(None if is_lender else LineTls(certified.node))
     try:
         with pytest.raises(NeighbourGone, match=ONE_SIDE):
-            lines.read(neighbour(bench), memoryview(bytearray(9)), free, bool)
+            lines.read(neighbour(bench), [memoryview(bytearray(9))], free, bool)
         bench.lends(bench.opened(HONEST))
         assert [ONE_SIDE in record.message for record in caplog.records] == [True]
     finally:
@@ -265,7 +263,7 @@ def test_an_asker_refuses_a_lender_with_a_wrong_certificate(
     bench, lines = Bench(tls=certified.shown(name)), Lines(LineTls(certified.node))
     try:
         with pytest.raises(NeighbourGone, match="its certificate is refused"):
-            lines.read(neighbour(bench), memoryview(bytearray(9)), free, bool)
+            lines.read(neighbour(bench), [memoryview(bytearray(9))], free, bool)
     finally:
         lines.close()
         bench.close()
@@ -336,10 +334,10 @@ def test_files_that_cannot_be_read_refuse_connections_and_say_why(
     bench, lines = Bench(tls=absent), Lines(LineTls(absent))
     try:
         with pytest.raises(NeighbourGone, match="cannot be read"):
-            lines.read(neighbour(bench), memoryview(bytearray(9)), free, bool)
+            lines.read(neighbour(bench), [memoryview(bytearray(9))], free, bool)
         lines = Lines(LineTls(certified.node))
         with pytest.raises(NeighbourGone):
-            lines.read(neighbour(bench), memoryview(bytearray(9)), free, bool)
+            lines.read(neighbour(bench), [memoryview(bytearray(9))], free, bool)
         assert [f"{absent.cert} cannot be read" in one.message for one in caplog.records] == [True]
     finally:
         lines.close()

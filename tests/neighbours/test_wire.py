@@ -7,43 +7,55 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import handshake, wire
-from dataplane.neighbours.wire import Answer, Outcome, Request, WrongFrameError
+from dataplane.neighbours.wire import Answer, Outcome, WrongFrameError
 from dataplane.rpc.fetches import Neighbour, ReadRange, ToFetcher
-from dataplane.rpc.lending import LendingKeys, ToLender
+from dataplane.rpc.lending import NO_DATASET, LendingKeys, Request, ToLender
 
 u64 = st.integers(0, 2**64 - 1)
 lengths = st.integers(1, wire.LENGTH_MAX)
+of_block = {"number": u64, "dataset": st.binary(min_size=16, max_size=16), "block": u64}
 requests = st.builds(
     Request,
-    number=u64,
-    dataset=st.binary(min_size=16, max_size=16),
-    block=u64,
+    **of_block,
     offset=st.integers(0, wire.LENGTH_MAX),
     length=lengths,
     form=st.sampled_from([BlockForm.RAW, BlockForm.DECODED]),
 )
 slabs = st.builds(
-    wire.slab_request,
+    Request,
     number=u64,
-    room=lengths,
-    body=st.binary(min_size=1, max_size=200),
+    dataset=st.just(NO_DATASET),
+    block=st.just(0),
+    offset=st.just(0),
+    length=lengths,
+    form=st.just(BlockForm.SLAB),
+    slab=st.binary(min_size=1, max_size=200),
 )
 runs = st.builds(
     Request,
-    number=u64,
-    dataset=st.binary(min_size=16, max_size=16),
-    block=u64,
+    **of_block,
     offset=st.just(0),
     length=st.integers(1, wire.RUN_BYTES_MAX),
     form=st.just(BlockForm.RAW),
     count=st.integers(2, wire.RUN_BLOCKS_MAX),
 )
+any_request = st.one_of(requests, slabs, runs)
+answers = st.builds(
+    Answer,
+    number=u64,
+    outcome=st.sampled_from(Outcome),
+    length=u64,
+    crc32c=st.integers(0, 2**32 - 1),
+    note=st.binary(max_size=9),
+    ends=st.lists(u64, max_size=4).map(tuple),
+)
 names = st.text(min_size=1, max_size=256)
 openings = st.builds(
-    handshake.LineOpening,
+    handshake.Opening,
     job_id=names,
     generation=u64,
     asker_id=names,
@@ -53,90 +65,66 @@ openings = st.builds(
 keys = st.binary(min_size=32, max_size=32)
 
 
-@given(requests, st.integers(0, 2**32 - 1))
-def test_requests_answers_and_receipts_arrive(request: Request, crc32c: int) -> None:
-    frame = wire.pack_request(request)
-    assert len(frame) == wire.REQUEST_BYTES
+@given(any_request, st.integers(0, 2**32 - 1), st.data())
+def test_requests_answers_and_receipts_arrive(
+    request: Request, crc32c: int, data: st.DataObject
+) -> None:
+    frame = wire.pack(request)
+    assert wire.frame_bytes(frame, wire.SMALL_BYTES_MAX) == len(frame)
     assert wire.unpack_request(frame) == request
-    answer = Answer(request.number, Outcome.GIVEN, request.length, crc32c)
-    assert wire.unpack_answer(wire.pack_answer(answer), request) == answer
-    refusal = Answer(request.number, Outcome.REFUSED)
-    assert wire.unpack_answer(wire.pack_answer(refusal), request) == refusal
-    wire.check_receipt(wire.pack_receipt(request.number), request.number)
+    is_slab, count = request.form is BlockForm.SLAB, request.count
+    is_part = is_slab or count > 1
+    length = data.draw(st.integers(0, request.length)) if is_part else request.length
+    ends = tuple(range(count)) if count > 1 else ()
+    note = b"a note" if is_slab else b""
+    given = Answer(request.number, Outcome.GIVEN, length, crc32c, note, ends)
+    unknown = [Answer(request.number, Outcome.UNKNOWN)] if is_slab else []
+    for answer in (given, Answer(request.number, Outcome.REFUSED), *unknown):
+        assert wire.unpack_answer(wire.pack(answer), request) == answer
+    wire.check_receipt(wire.pack(wire.Receipt(request.number)), request.number)
 
 
-@given(slabs, u64, st.integers(0, 2**32 - 1), st.integers(0, wire.NOTE_BYTES_MAX))
-def test_answers_about_slabs_arrive(
-    request: Request, length: int, crc32c: int, note_bytes: int
-) -> None:
-    assert wire.unpack_request(wire.pack_request(request)) == request
-    given = Answer(request.number, Outcome.GIVEN, length % (request.length + 1), crc32c, note_bytes)
-    others = [Answer(request.number, outcome) for outcome in (Outcome.REFUSED, Outcome.UNKNOWN)]
-    for answer in (given, *others):
-        assert wire.unpack_answer(wire.pack_answer(answer), request) == answer
+BLOCK, SLAB = Request(1, bytes(16), 0, 0, 9, BlockForm.RAW), BlockForm.SLAB
+WRONG = {
+    "no bytes": replace(BLOCK, length=0),
+    "too many bytes": replace(BLOCK, length=wire.LENGTH_MAX + 1),
+    "too far": replace(BLOCK, offset=wire.LENGTH_MAX + 1),
+    "a short digest": replace(BLOCK, dataset=bytes(15)),
+    "no blocks": replace(BLOCK, count=0),
+    "too many blocks": replace(BLOCK, count=wire.RUN_BLOCKS_MAX + 1),
+    "a run that is too long": replace(BLOCK, count=2, length=wire.RUN_BYTES_MAX + 1),
+    "a run with an offset": replace(BLOCK, count=2, offset=1),
+    "a run of decoded blocks": replace(BLOCK, count=2, form=BlockForm.DECODED),
+    "a block with a body": replace(BLOCK, slab=b"x"),
+    "a slab without a body": replace(BLOCK, form=SLAB),
+    "a slab with a body that is too long": replace(
+        BLOCK, form=SLAB, slab=bytes(wire.BODY_BYTES_MAX + 1)
+    ),
+    "a slab of a dataset": replace(BLOCK, form=SLAB, slab=b"x", dataset=b"x" * 16),
+    "slabs": replace(BLOCK, form=SLAB, slab=b"x", count=2),
+}
 
 
-@given(runs, u64, st.integers(0, 2**32 - 1))
-def test_answers_about_runs_arrive(request: Request, length: int, crc32c: int) -> None:
-    assert wire.unpack_request(wire.pack_request(request)) == request
-    note_bytes = wire.run_note_bytes(request.count)
-    given = Answer(request.number, Outcome.GIVEN, length % (request.length + 1), crc32c, note_bytes)
-    for answer in (given, Answer(request.number, Outcome.REFUSED)):
-        assert wire.unpack_answer(wire.pack_answer(answer), request) == answer
+@pytest.mark.parametrize("name", WRONG)
+def test_a_request_that_breaks_the_rules_is_refused(name: str) -> None:
+    with pytest.raises(WrongFrameError, match="a request for"):
+        wire.unpack_request(wire.pack(WRONG[name]))
 
 
-@pytest.mark.parametrize(
-    ("count", "length"), [(wire.RUN_BLOCKS_MAX + 1, 5000), (2, wire.RUN_BYTES_MAX + 1)]
-)
-def test_a_run_is_bounded(count: int, length: int) -> None:
-    request = Request(1, bytes(16), 0, 0, length, BlockForm.RAW, count)
-    with pytest.raises(WrongFrameError, match="blocks"):
-        wire.unpack_request(wire.pack_request(request))
-
-
-ends = st.sampled_from([wire.GIVEN_WHOLE, wire.NOT_GIVEN]) | st.integers(1, wire.LENGTH_MAX)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9999), ends), min_size=2, max_size=9), st.integers(-1, 1))
-def test_a_note_about_a_run_arrives_and_fits_the_payload(
-    blocks: list[tuple[int, int]], wrong: int
-) -> None:
-    lengths, ends = [n for n, _ in blocks], tuple(end for _, end in blocks)
-    note = wire.pack_run_note(ends)
-    assert len(note) == wire.run_note_bytes(len(blocks))
-    given = sum(n for n, end in blocks if end == wire.GIVEN_WHOLE)
-    answer = Answer(1, Outcome.GIVEN, given + wrong)
-    if not wrong:
-        assert wire.unpack_run_note(note, answer, lengths) == ends
-        return
-    with pytest.raises(WrongFrameError, match="given"):
-        wire.unpack_run_note(note, answer, lengths)
-
-
-@pytest.mark.parametrize("body_bytes", [0, wire.BODY_BYTES_MAX + 1])
-def test_a_request_for_a_slab_has_a_body_of_bounded_length(body_bytes: int) -> None:
-    request = wire.slab_request(1, 100, bytes(body_bytes))
-    with pytest.raises(WrongFrameError, match="slab"):
-        wire.unpack_request(wire.pack_request(request))
-
-
-@given(
-    st.one_of(requests, slabs, runs), st.sampled_from(Outcome), u64, u64, st.integers(0, 2**32 - 1)
-)
+@given(any_request, answers)
 def test_an_answer_that_does_not_fit_the_request_is_refused(
-    request: Request, outcome: Outcome, number: int, length: int, note_bytes: int
+    request: Request, answer: Answer
 ) -> None:
-    answer = Answer(number, outcome, length, note_bytes=note_bytes)
+    outcome, length, is_slab = answer.outcome, answer.length, request.form is BlockForm.SLAB
+    is_run = request.count > 1
     with contextlib.suppress(WrongFrameError):
-        found = wire.unpack_answer(wire.pack_answer(answer), request)
-        assert found.number == request.number
-        is_slab = request.form is BlockForm.SLAB
-        is_run = request.count > 1
-        assert outcome is not Outcome.GIVEN or length == request.length or is_slab or is_run
-        assert outcome is not Outcome.GIVEN or length <= request.length
-        of_run = wire.run_note_bytes(request.count) if is_run else 0
-        assert note_bytes <= (wire.NOTE_BYTES_MAX if is_slab else of_run)
-        assert outcome not in {Outcome.REFUSED, Outcome.UNKNOWN} or length == note_bytes == 0
+        assert wire.unpack_answer(wire.pack(answer), request).number == request.number
+        is_given = outcome is Outcome.GIVEN
+        assert not is_given or length == request.length or is_slab or is_run
+        assert not is_given or length <= request.length
+        assert len(answer.ends) == (request.count if is_given and is_run else 0)
+        assert not answer.note or (is_given and is_slab)
+        assert outcome not in {Outcome.REFUSED, Outcome.UNKNOWN} or not length
         assert outcome is not Outcome.UNKNOWN or is_slab
         is_one = request.form is BlockForm.RAW and not is_run
         assert outcome is not Outcome.ONLY_DECODED or is_one
@@ -144,37 +132,43 @@ def test_an_answer_that_does_not_fit_the_request_is_refused(
 
 @given(st.data())
 def test_a_changed_frame_is_refused_or_another_valid_one(data: st.DataObject) -> None:
-    request = data.draw(st.one_of(requests, slabs, runs))
+    request = data.draw(any_request)
     answer = Answer(request.number, Outcome.GIVEN, request.length, 1)
+    opening = data.draw(openings)
+    challenge = handshake.pack_challenge(bytes(32), b"an opening", bytes(32))
     frames = [
-        (wire.pack_request(request), wire.unpack_request),
-        (wire.pack_answer(answer), lambda frame: wire.unpack_answer(frame, request)),
-        (wire.pack_receipt(request.number), lambda f: wire.check_receipt(f, request.number)),
-        (handshake.pack_opening(data.draw(openings)), handshake.unpack_opening),
+        (wire.pack(request), wire.unpack_request),
+        (wire.pack(answer), lambda frame: wire.unpack_answer(frame, request)),
+        (wire.pack(wire.Receipt(request.number)), lambda f: wire.check_receipt(f, request.number)),
+        (wire.pack(opening), handshake.unpack_opening),
+        (challenge, lambda f: handshake.answer_challenge(bytes(32), b"an opening", f)),
     ]
     frame, unpack = data.draw(st.sampled_from(frames))
     changed = bytearray(frame)
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(changed[: data.draw(st.integers(0, len(changed)))])
-    for each in (bytes(changed), cut):
+    for received in (bytes(changed), cut):
         with contextlib.suppress(WrongFrameError):
-            unpack(each)
+            assert wire.frame_bytes(received, 9000) <= 9000 + wire.HEAD_BYTES
+            unpack(received)
 
 
-@given(st.binary(min_size=handshake.OPENING_HEAD_BYTES, max_size=handshake.OPENING_HEAD_BYTES))
-def test_no_opening_is_longer_than_the_longest(head: bytes) -> None:
-    head = handshake.pack_opening(handshake.LineOpening("j", 1, "a", "l", bytes(32)))[:6] + head[6:]
-    with contextlib.suppress(WrongFrameError):
-        longest = handshake.OPENING_HEAD_BYTES + 3 * handshake.NAME_BYTES_MAX
-        assert handshake.opening_bytes(head) <= longest
+def test_a_frame_is_no_longer_than_what_is_expected() -> None:
+    frame = wire.pack(handshake.Opening("j" * 4000, 1, "a", "l", bytes(32)))
+    assert wire.frame_bytes(frame[: wire.HEAD_BYTES - 1], wire.SMALL_BYTES_MAX) == 0
+    assert wire.frame_bytes(frame[: wire.HEAD_BYTES], wire.SMALL_BYTES_MAX) == len(frame)
+    with pytest.raises(WrongFrameError, match="not 4000 at most"):
+        wire.frame_bytes(frame, 4000)
+    with pytest.raises(WrongFrameError, match="where a frame begins"):
+        wire.frame_bytes(b"DPn2" + frame[4:], wire.SMALL_BYTES_MAX)
 
 
 @given(openings, keys, keys, st.binary(min_size=32, max_size=32))
 def test_both_sides_need_the_same_key(
-    opening: handshake.LineOpening, key: bytes, other: bytes, nonce: bytes
+    opening: handshake.Opening, key: bytes, other: bytes, nonce: bytes
 ) -> None:
-    frame = handshake.pack_opening(opening)
+    frame = wire.pack(opening)
     assert handshake.unpack_opening(frame) == opening
     challenge = handshake.pack_challenge(key, frame, nonce)
     proof = handshake.answer_challenge(key, frame, challenge)
@@ -185,7 +179,7 @@ def test_both_sides_need_the_same_key(
         with pytest.raises(WrongFrameError, match="key"):
             handshake.check_proof(other, frame, nonce, proof)
     # What one side has shown proves nothing for the other, or for another connection.
-    reflected = proof[:4] + challenge[36:]
+    reflected = wire.pack(handshake.Proof(wire.unpack(handshake.Challenge, challenge).proof))
     with pytest.raises(WrongFrameError, match="key"):
         handshake.check_proof(key, frame, nonce, reflected)
     with pytest.raises(WrongFrameError, match="key"):

@@ -15,7 +15,7 @@ from lender import BLOCK_BYTES, DATASET, GENERATION, JOB, free, lending_node
 from dataplane.model.errors import NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 from dataplane.worker.forking import fork_server
 
 
@@ -33,7 +33,8 @@ def test_bytes_of_blocks_arrive_and_each_region_is_free_once() -> None:
             part = await node.ask(node.neighbour(2, 100), 5)
             assert part == node.block(2, 100, 5)
             asked = node.asked[1]
-            assert asked == Asked(asked.number, JOB, DATASET, 2, 100, 5, BlockForm.RAW, "node-2")
+            request = Request(asked.request.number, DATASET, 2, 100, 5, BlockForm.RAW)
+            assert asked == Asked(asked.number, JOB, "node-2", request)
             many = [node.ask(node.neighbour(n % 8, form=BlockForm.DECODED)) for n in range(16)]
             assert await asyncio.gather(*many) == [node.block(n % 8) for n in range(16)]
             await node.until(lambda: len(node.given) == 18)
@@ -52,15 +53,16 @@ def test_a_run_arrives_as_far_as_it_is_given_and_is_free_once() -> None:
             for ends in itertools.product((GIVEN_WHOLE, NOT_GIVEN, 12345), repeat=len(lengths)):
                 into = [memoryview(bytearray(n)) for n in lengths]
                 node.answer = lambda asked, e=ends: node.give_run(asked, lengths, e)
-                _, found = await asyncio.to_thread(
-                    node.lines.read_run, node.neighbour(2), into, free, bool
+                answer = await asyncio.to_thread(
+                    node.lines.read, node.neighbour(2), into, free, bool
                 )
-                assert found == ends
+                assert answer.ends == ends
                 for number, (n, end) in enumerate(zip(lengths, ends, strict=True)):
                     is_given = end == GIVEN_WHOLE
                     assert into[number] == (node.block(2 + number, 0, n) if is_given else bytes(n))
                 asked = node.asked[-1]
-                assert (asked.block, asked.count, asked.length) == (2, 4, sum(lengths))
+                request = asked.request
+                assert (request.block, request.count, request.length) == (2, 4, sum(lengths))
                 assert asked.number > before  # each of the blocks before has a number of its own
                 before = asked.number + 3
                 await node.until(lambda: len(node.given) == len(node.asked))
@@ -82,7 +84,7 @@ def test_a_run_that_is_not_as_its_note_says_is_none() -> None:
 
             async def read() -> str:
                 asked = node.neighbour(0), into, free, claims.append
-                return (await asyncio.to_thread(node.lines.read_run, *asked))[0].outcome.name
+                return (await asyncio.to_thread(node.lines.read, *asked)).outcome.name
 
             claims: list[None] = []
             node.answer = lambda asked: node.give_run(asked, lengths[:1], all_given[:1])
@@ -90,7 +92,7 @@ def test_a_run_that_is_not_as_its_note_says_is_none() -> None:
             node.answer = lambda asked: node.give_run(asked, [7, 9], all_given)
             assert await read() == "REFUSED"  # too long
             node.answer = lambda asked: node.give_run(asked, [7, 7], all_given)
-            with pytest.raises(NeighbourGone, match="are given"):
+            with pytest.raises(NeighbourGone, match="bytes for 2 of the blocks"):
                 await read()
             await node.until(lambda: len(node.given) == 3)
             assert claims == []
@@ -112,7 +114,7 @@ def test_the_node_hears_for_which_urls_the_key_of_a_connection_is() -> None:
             await node.ask(node.neighbour(3))
             node.lending.keys(JOB, GENERATION, whole)
             await node.ask(node.neighbour(4))
-            told = [(asked.block, asked.only_under) for asked in node.asked]
+            told = [(asked.request.block, asked.only_under) for asked in node.asked]
             assert told == [(1, ()), (2, ()), (3, train), (4, train)]
 
     asyncio.run(play())
@@ -125,7 +127,7 @@ def test_what_is_refused_or_only_decoded_is_told() -> None:
             assert await node.ask(node.neighbour()) == b""
             node.answer = lambda asked: node.lending.only_decoded(asked.number, 12345)
             into = memoryview(bytearray(7))
-            answer = await asyncio.to_thread(node.lines.read, node.neighbour(), into, free, bool)
+            answer = await asyncio.to_thread(node.lines.read, node.neighbour(), [into], free, bool)
             assert (answer.outcome.name, answer.length) == ("ONLY_DECODED", 12345)
             assert node.given == []
 

@@ -35,7 +35,7 @@ from dataplane.rpc.fetches import (
     ReadTarget,
     SlabMaker,
 )
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 from dataplane.scheduler import events
 
 LENDER = Neighbour("host:1", "job", 1, bytes(32), "own", "node-1", bytes(16), 0, 0)
@@ -93,7 +93,7 @@ class Ask(Struct, frozen=True):
 
     @property
     def numbers(self) -> range:
-        return range(self.asked.number, self.asked.number + self.asked.count)
+        return range(self.asked.number, self.asked.number + self.asked.request.count)
 
     def end_of(self, number: int) -> int:
         return self.ends[number - self.asked.number]
@@ -110,9 +110,8 @@ def drawn_asks(chance: random.Random, dataset: Dataset, refused: set[int]) -> li
         length = sum(dataset.blocks.read_bytes(n) for n in blocks if n < len(shards))
         is_longer = count > 1 and chance.random() < 0.1
         is_wrong = is_outside or is_longer or shards[block] != shards[blocks[-1]]
-        asked = Asked(
-            number, "job", bytes(16), block, 0, length + is_longer, BlockForm.RAW, count=count
-        )
+        of_blocks = bytes(16), block, 0, length + is_longer, BlockForm.RAW, count
+        asked = Asked(number, "job", "asker", Request(1, *of_blocks))
         drawn = chance.choices([GIVEN_WHOLE, NOT_GIVEN, 77], k=count)
         ends = [
             NOT_GIVEN if is_wrong or n in refused else end
@@ -153,7 +152,7 @@ def test_each_ask_has_one_answer_when_all_its_blocks_have_one(
     chance.shuffle(waiting)
     for event in waiting:
         ask = next(each for each in asks if event.number in each.numbers)
-        block = ask.asked.block + event.number - ask.asked.number
+        block = ask.asked.request.block + event.number - ask.asked.number
         assert (event.block, event.part.offset) == (block, 0)
         assert event.part.length == dataset.blocks.read_bytes(block)
         assert event.is_of_run == (len(ask.ends) > 1)
@@ -171,7 +170,9 @@ def test_each_ask_has_one_answer_when_all_its_blocks_have_one(
     given = list[int]()
     for ask in asks:
         regions = [
-            Region(1000 * n, dataset.blocks.read_bytes(ask.asked.block + n - ask.asked.number))
+            Region(
+                1000 * n, dataset.blocks.read_bytes(ask.asked.request.block + n - ask.asked.number)
+            )
             for n in ask.numbers
             if ask.end_of(n) == GIVEN_WHOLE
         ]

@@ -278,7 +278,7 @@ def test_a_neighbour_that_stalls_is_overtaken_by_the_store(awry: Awry, etag: str
             os.kill(lent.lending.pid, signal.SIGCONT)
             asked = len(lent.asked)
             await from_store(at, awry, order(etag, lent.neighbour(7)))
-            assert all(each.block != 7 for each in lent.asked[asked:])
+            assert all(each.request.block != 7 for each in lent.asked[asked:])
 
     asyncio.run(play())
 

@@ -21,6 +21,7 @@ from slab_makers import (
 from dataplane.model.errors import NeighbourGone
 from dataplane.neighbours import wire
 from dataplane.neighbours.wire import Answer, Outcome
+from dataplane.rpc.lending import Request
 from dataplane.worker.forking import fork_server
 
 
@@ -33,12 +34,12 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
 
 def _answers(
     length: int, note_bytes: int = 0, sent: int = 1 << 22
-) -> Callable[[socket.socket, wire.Request], None]:
+) -> Callable[[socket.socket, Request], None]:
     """Say that a slab of this length comes, and send so many bytes that do not fit the checksum."""
 
-    def behave(sock: socket.socket, request: wire.Request) -> None:
-        answer = Answer(request.number, Outcome.GIVEN, length, 1, note_bytes)
-        sock.sendall(wire.pack_answer(answer) + b"x" * sent)
+    def behave(sock: socket.socket, request: Request) -> None:
+        answer = Answer(request.number, Outcome.GIVEN, length, 1, bytes(note_bytes))
+        sock.sendall(wire.pack(answer) + b"x" * sent)
 
     return behave
 
@@ -53,7 +54,7 @@ def _answers(
         (_answers(0, 10), "checksum"),
         pytest.param(_answers(1000, sent=999), "in time", marks=pytest.mark.slow),  # 5 s
         (lambda sock, _: sock.shutdown(socket.SHUT_RDWR), "closed the connection"),
-        (lambda sock, _: sock.sendall(b"GET / HTTP/1.1" * 9), "where a answer begins"),
+        (lambda sock, _: sock.sendall(b"GET / HTTP/1.1" * 9), "where a frame begins"),
     ],
     ids=[
         "longer than its room",
@@ -67,7 +68,7 @@ def _answers(
     ],
 )
 def test_a_maker_that_breaks_the_rules_writes_nothing_beyond_the_room(
-    behave: Callable[[socket.socket, wire.Request], None], why: str
+    behave: Callable[[socket.socket, Request], None], why: str
 ) -> None:
     async def play() -> None:
         async with reader() as at, makers() as (honest,):

@@ -27,7 +27,7 @@ from dataplane.fetcher.limits import SLABS_MAX
 from dataplane.model.errors import ClosedError, NeighbourGone
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours import wire
-from dataplane.rpc.lending import Asked
+from dataplane.rpc.lending import Asked, Request
 from dataplane.store.connect import open_store
 from dataplane.worker.forking import fork_server
 
@@ -50,9 +50,9 @@ def test_slabs_arrive_byte_for_byte_with_their_notes() -> None:
             assert end.took_s > 0
             assert at.slot_bytes() == bytes(maker.made.buffer)
             (asked,) = maker.asked
-            assert asked == Asked(
-                asked.number, JOB, bytes(16), 0, 0, SLOT_BYTES, BlockForm.SLAB, "node-2", REQUEST
-            )
+            of_slab = bytes(16), 0, 0, SLOT_BYTES, BlockForm.SLAB
+            request = Request(asked.request.number, *of_slab, slab=REQUEST)
+            assert asked == Asked(asked.number, JOB, "node-2", request)
             many = [at.slab(maker.maker(), slot=slot) for slot in range(SLOTS)]
             assert [read.error for read in await asyncio.gather(*many)] == [None] * SLOTS
             for slot in range(SLOTS):
@@ -87,7 +87,7 @@ def test_a_maker_that_does_not_know_the_job_is_told_how_to_open_it() -> None:
             end = await at.slab(maker.maker())
             assert (end.error, end.note) == (None, maker.note)
             assert at.slot_bytes() == bytes(maker.made.buffer)
-            assert [asked.slab for asked in maker.asked] == [REQUEST, OPENING]
+            assert [asked.request.slab for asked in maker.asked] == [REQUEST, OPENING]
 
     asyncio.run(play())
 
@@ -101,7 +101,7 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
             held: list[int] = []
 
             def hold(asked: Asked) -> None:
-                if asked.slab == REQUEST:
+                if asked.request.slab == REQUEST:
                     maker.lending.refuse(asked.number, is_unknown=True)
                 else:
                     held.append(asked.number)
@@ -121,7 +121,10 @@ def test_what_opens_a_job_may_be_long_but_not_too_long() -> None:
                 maker.lending.refuse(number)
             await asyncio.gather(*ends)
             assert {type(end.result().error) for end in ends} == {NeighbourGone}
-            assert sorted(len(asked.slab) for asked in maker.asked) == [6] * 20 + [150_000] * 20
+            assert (
+                sorted(len(asked.request.slab) for asked in maker.asked)
+                == [6] * 20 + [150_000] * 20
+            )
             maker.answer = lambda asked: maker.lending.refuse(asked.number, is_unknown=True)
             longest = replace(order, request_opening=bytes(wire.BODY_BYTES_MAX))
             assert "refused" in str((await at.end_of_slab(longest)).error)
@@ -143,7 +146,7 @@ def test_a_refusal_is_told_with_the_makers_name() -> None:
                 assert type(end.error) is NeighbourGone
                 assert end.error.peer == "node-1"
                 assert (end.length, end.note, end.node_id) == (0, b"", "")
-            assert [asked.slab for asked in maker.asked] == [REQUEST, REQUEST, OPENING]
+            assert [asked.request.slab for asked in maker.asked] == [REQUEST, REQUEST, OPENING]
             maker.answer = maker.give_slab
             assert (await at.slab(maker.maker())).error is None
 
