@@ -1,0 +1,1 @@
+"""Tests of the order, and what they share: golden vectors and plain shuffles."""
