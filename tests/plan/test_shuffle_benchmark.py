@@ -1,4 +1,4 @@
-"""The table in docs/order.md is what `benchmarks/plan.py shuffle` prints."""
+"""The table in docs/order.md is what `benchmarks/plans.py shuffle` prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = "shuffle_benchmark"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location(_NAME, ROOT / "benchmarks" / "plan.py")
+    spec = importlib.util.spec_from_file_location(_NAME, ROOT / "benchmarks" / "plans.py")
     found = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = found
     try:

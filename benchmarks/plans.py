@@ -1,6 +1,6 @@
 """How the plan of an epoch scales, shuffles and packs, without a node: figures with bars.
 
-    python benchmarks/plan.py scale | mixtures | shuffle | packing [--json]
+    python benchmarks/plans.py scale | mixtures | shuffle | packing [--json]
 
 Exit status 1: a bar was missed. Memory is the peak while the order is made, including the blocks'
 row counts; a seek finds one position in a window not seen before.
