@@ -394,7 +394,7 @@ def test_packs_of_a_mixture_have_every_document_of_a_pass_once(tmp_path: Path) -
             assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole["tokens"])
 
 
-@pytest.mark.filterwarnings("ignore:the shuffle of this job keeps")
+@pytest.mark.filterwarnings("ignore:the shuffle keeps")
 @pytest.mark.filterwarnings("ignore:.* of the tokens in packs are padding")
 def test_packs_of_more_blocks_than_fit_into_memory_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
