@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.model.errors import ConfigError
-from dataplane.plan import columns
+from dataplane.plan import columns as column_module
 from dataplane.plan.columns import ColumnPlaces, NullCounts, PlacesPart
 
 TWO = [(3, 10, 20, 13, 7, 8), (), (0, 5, 6, 9, 1, 2)]
@@ -49,7 +49,7 @@ def test_column_places_survive_encoding(
     numbers = st.lists(number, min_size=3 * columns, max_size=3 * columns)
     drawn = [data.draw(numbers) for _ in range(blocks)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "PART_COLUMNS", part_columns)
+        patch.setattr(column_module, "PART_COLUMNS", part_columns)
         first = ColumnPlaces.of(drawn)
         assert first is not None
         again = ColumnPlaces.from_bytes(first.to_bytes())
@@ -83,7 +83,7 @@ def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPat
     assert ColumnPlaces.of([]) is None
     assert ColumnPlaces.of([(), ()]) is None
     for most, is_kept in ((6, True), (5, False)):
-        monkeypatch.setattr(columns, "PLACES_MAX", most)
+        monkeypatch.setattr(column_module, "PLACES_MAX", most)
         assert (ColumnPlaces.of(TWO) is not None) == is_kept
 
 

@@ -6,6 +6,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.plan import texts as text_module
+
 
 @given(
     st.lists(st.tuples(st.text(max_size=5), st.booleans(), st.lists(st.integers(0, 9)))), st.data()
@@ -22,11 +24,13 @@ def test_a_part_of_an_array_has_its_own_values(rows, data):
             (numbers, pa.list_(pa.int64())),
         )
     )
-    found = texts.texts_of(texts)
+    found = text_module.texts_of(texts)
     assert [*found] == [name for name, _, _ in some]
     assert found.starts[0] == 0
-    assert texts.flags_of(bools).tolist() == [flag for _, flag, _ in some]
-    assert texts.starts_of_lists(lists)[0] == 0
-    assert texts.values_of_lists(lists).tolist() == [n for _, _, each in some for n in each]
-    again = texts.lists(texts.starts_of_lists(lists), texts.values_of_lists(lists))
+    assert text_module.flags_of(bools).tolist() == [flag for _, flag, _ in some]
+    assert text_module.starts_of_lists(lists)[0] == 0
+    assert text_module.values_of_lists(lists).tolist() == [n for _, _, each in some for n in each]
+    again = text_module.lists(
+        text_module.starts_of_lists(lists), text_module.values_of_lists(lists)
+    )
     assert again.to_pylist() == [each for _, _, each in some]
