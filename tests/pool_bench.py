@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +133,6 @@ def on_bench(
     arena_bytes: int = 2 * MIB,
     memory_bytes: int = MEMORY_BYTES,
     task_timeout_s: float = math.inf,
-    numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
 ) -> None:
     """Play a scene with this many workers over the dataset at this url."""
     manifest = open_dataset(url)
@@ -147,7 +146,6 @@ def on_bench(
             Trace("test"),
             memory_bytes=memory_bytes,
             task_timeout_s=task_timeout_s,
-            numa_nodes=numa_nodes,
         )
         pool.start()
         try:

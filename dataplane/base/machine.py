@@ -16,8 +16,7 @@ import signal
 import socket
 import sys
 import termios
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -48,45 +47,6 @@ def this_machine() -> Machine:
         cpu_count=min(schedulable, cpu_limit(root) or schedulable),
         uid=os.getuid(),
     )
-
-
-def numa_nodes(root: Path = Path("/")) -> tuple[frozenset[int], ...]:
-    """The processors of each NUMA node that this process may use; one entry where the kernel
-    describes no nodes. Processors reach the memory of their own node faster.
-
-    Source: Documentation/ABI/stable/sysfs-devices-node.
-    """
-    usable = os.sched_getaffinity(0)
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    nodes = [
-        usable & _listed(_text(folder / "cpulist"))
-        for folder in sorted(folders, key=lambda folder: int(folder.name[len("node") :]))
-    ]
-    return tuple(frozenset(node) for node in nodes if node) or (frozenset(usable),)
-
-
-def numa_node_of(pid: int, nodes: Sequence[frozenset[int]]) -> int | None:
-    """The NUMA node that a process is bound to, as an index into `nodes`; None if it may run on
-    several, or is unknown.
-    """
-    if len(nodes) < 2:
-        return None
-    try:
-        usable = os.sched_getaffinity(pid) if pid else set()
-    except OSError:
-        return None
-    return next((at for at, node in enumerate(nodes) if usable and usable <= node), None)
-
-
-def least_used(nodes: Sequence[frozenset[int]], used: Iterable[int]) -> int:
-    """The NUMA node on which the fewest processes run, given the node of each."""
-    counts = Counter(used)
-    return min(range(len(nodes)), key=lambda at: counts[at])
-
-
-def bound_to(nodes: Sequence[frozenset[int]], node: int) -> tuple[int, ...]:
-    """The processors to bind a process of this NUMA node to: none if it is the only one."""
-    return tuple(sorted(nodes[node])) if len(nodes) > 1 else ()
 
 
 def raise_descriptor_limit() -> None:
@@ -200,11 +160,8 @@ def close_descriptors(keep: Collection[int]) -> None:
                 os.close(fd)
 
 
-def set_process(
-    name: str, *, dies_with_parent: bool = False, processors: Iterable[int] = ()
-) -> None:
-    """Name this process, in 15 bytes; let the kernel kill it when its parent ends; and bind it to
-    these processors, unless there are none.
+def set_process(name: str, *, dies_with_parent: bool = False) -> None:
+    """Name this process, in 15 bytes, and let the kernel kill it when its parent ends.
 
     Source: prctl(2).
     """
@@ -212,9 +169,6 @@ def set_process(
     if dies_with_parent:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(_PR_SET_NAME, name.encode())
-    if processors := {*processors}:
-        with contextlib.suppress(OSError):  # all of them have been taken away since
-            os.sched_setaffinity(0, processors)
 
 
 def kill_count_for_memory() -> int:

@@ -45,8 +45,6 @@ class DeliveryArena(Struct, eq=False):
     group: object = None
     is_declared: bool = False
     users: int = 0
-    numa_node: int | None = None
-    """Where its trainer runs, if that is bound to one NUMA node."""
     job: DelegatedJob | None = None
     is_light: bool = False
     """Whether only other nodes can make its slabs."""

@@ -457,7 +457,6 @@ class Engine:
             report=report,
             place=partial(self._sources.place, effect.first),
             place_of=self._sources.place_of,
-            numa_node=delivery.numa_node,
         )
         self._pool.submit(task, urgency)
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.base.machine import numa_nodes, this_machine
+from dataplane.base.machine import this_machine
 from dataplane.base.trace import Trace
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import (
@@ -143,7 +143,7 @@ class Fetcher:
         )
         count_max = max(1, this_machine().cpu_count // 2)
         arenas = (arena, preambles.arena)
-        fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, numa_nodes(), folder)
+        fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, folder)
         found = cls(fetchers, preambles, folder)
         fetchers.on_kept = lambda kept: found.on_kept(kept)  # noqa: PLW0108 - set later
         return found

@@ -12,7 +12,6 @@ Invariants:
 5. Slabs are waited for beside the reads (`node/slab_orders.py`): they take no place of a read.
 6. A fetcher that has something to do and reads none of its messages, being stopped or stuck, is
    ended like one that has closed its connection: 2 applies.
-7. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
-from dataplane.base.machine import bound_to, least_used
 from dataplane.base.trace import Trace
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.model.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
@@ -72,7 +70,6 @@ class _Fetcher(Struct, eq=False):
 
     process: WorkerProcess
     number: int
-    numa_node: int
     reads: dict[int, _Read] = field(default_factory=dict)
     reading_bytes: int = 0
     slabs: FetcherSlabs = field(default_factory=FetcherSlabs)
@@ -106,7 +103,6 @@ class Fetchers:
         trace: Trace,
         outages: Outages,
         pauses: Pauses | None = None,
-        numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
         folder: CacheFolder | None = None,
     ) -> None:
         self._count = FetcherCount(count_max)
@@ -117,7 +113,6 @@ class Fetchers:
         self._trace = trace
         self._outages = outages
         self._pauses = pauses or Pauses()
-        self._numa_nodes = numa_nodes
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
@@ -219,16 +214,14 @@ class Fetchers:
             fork_server.release()
 
     def _spawn(self) -> None:
-        numa_node = least_used(self._numa_nodes, [each.numa_node for each in self._fetchers])
         process = WorkerProcess.start(
             None,
             _NO_LIMIT,
             "fetcher",
-            bound_to(self._numa_nodes, numa_node),
             # So soon that its reads can be made again before trainers report a stall.
-            min(HUNG_S, max(_HUNG_S_MIN, self._start.budget_s / 8)),
+            hung_s=min(HUNG_S, max(_HUNG_S_MIN, self._start.budget_s / 8)),
         )
-        fetcher = _Fetcher(process, next(self._numbers), numa_node)
+        fetcher = _Fetcher(process, next(self._numbers))
         self._fetchers.append(fetcher)
         process.on_readable(partial(self._on_readable, fetcher))
         blocks, preambles = self._arenas

@@ -160,9 +160,7 @@ class _ForkServer:
             return pid
         status = 1
         try:
-            machine.set_process(
-                f"dp-{order.role}", dies_with_parent=True, processors=order.processors
-            )
+            machine.set_process(f"dp-{order.role}", dies_with_parent=True)
             os.dup2(stderr_fd, 2)
             os.close(stderr_fd)
             signal.set_wakeup_fd(-1)

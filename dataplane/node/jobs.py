@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dataplane.base.machine import numa_node_of, numa_nodes
 from dataplane.base.trace import Trace
 from dataplane.model.changes import MIX, EpochSteps, changes_of, check_unchanged
 from dataplane.model.config import JobSpec, NodeConfig
@@ -70,7 +69,6 @@ class Jobs:
         self._node_id = node_id
         self.coordination = coordination
         self.opener = DatasetOpener(config, engine, open_manifest)
-        self._numa_nodes = numa_nodes()
         self._deliveries: dict[object, DeliveryArena] = {}
         self.streams = Streams(engine)
         self.members: dict[str, ServedMember] = {}
@@ -78,10 +76,8 @@ class Jobs:
         self.tables = tables
         self.joined = asyncio.Event()
 
-    async def open(
-        self, request: messages.OpenJob, pid: int = 0
-    ) -> tuple[ServedMember, messages.JobOpened]:
-        """Admit a rank, whose process has this id; 0 if that is unknown.
+    async def open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
+        """Admit a rank.
 
         Raises:  ConfigError and its subclasses: the dataset, the spec, the place or a budget is
         wrong.  DataStallError: the coordinator does not answer within the stall timeout.
@@ -93,7 +89,7 @@ class Jobs:
         opened = await self.opener.job(request)
         try:
             joining = self._join_request(request, opened, await pixels_of(opened.spec))
-            member = await self._admit(request, opened, joining, pid)
+            member = await self._admit(request, opened, joining)
         except BaseException:  # also if the trainer went away while it joined
             for dataset in opened.datasets:
                 self.opener.forget_unread(dataset)
@@ -144,7 +140,6 @@ class Jobs:
         request: messages.OpenJob,
         opened: OpenedJob,
         joining: membership.JoinRequest,
-        pid: int,
     ) -> ServedMember:
         """Check everything that can be checked here, take the place, then the memory."""
         spec, samples, place = opened.spec, opened.sample_count, request.topology
@@ -165,7 +160,7 @@ class Jobs:
         try:
             gone = changes_of(entries).tombstones
             await asyncio.to_thread(check_tombstones, spec, opened.manifests, gone)
-            delivery = self._delivery(request, opened, sizes, pid, joining.pixels)
+            delivery = self._delivery(request, opened, sizes, joining.pixels)
         except (DataplaneError, asyncio.CancelledError):
             self.places.leave(request.job_id, request.member_id, lost=False)
             raise
@@ -276,7 +271,6 @@ class Jobs:
         request: messages.OpenJob,
         opened: OpenedJob,
         sizes: SlabSizes,
-        pid: int,
         pixels: str,
     ) -> DeliveryArena:
         spec, place, has_workers = opened.spec, request.topology, self._config.has_workers
@@ -298,7 +292,6 @@ class Jobs:
                 opened.datasets,
                 group=_group(request, spec, alone=number) if has_workers else None,
                 is_declared=bool(request.sharing),
-                numa_node=numa_node_of(pid, self._numa_nodes),
                 job=job,
                 is_light=not has_workers,
                 names_sources=opened.names_sources,

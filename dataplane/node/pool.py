@@ -14,7 +14,6 @@ Invariants:
 6. Nothing on the event loop waits for a process to die: a process blocked in the kernel, in a read
    from an unreachable file server, dies only when that read ends. Until then it keeps its place and
    its task, since it might still write into the task's memory.
-7. Where the machine has several NUMA nodes, each worker is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from dataplane.base.machine import bound_to, least_used, numa_nodes
 from dataplane.base.trace import Trace
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
@@ -59,7 +57,6 @@ class WorkerPool:
         *,
         memory_bytes: int = MEMORY_BYTES,
         task_timeout_s: float = math.inf,
-        numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
     ) -> None:
         self._stderr_fd = stderr_fd
         self._memory_bytes = memory_bytes
@@ -69,7 +66,6 @@ class WorkerPool:
         self._workers: list[PoolWorker] = []
         self._retired: set[PoolWorker] = set()
         self._queue = TaskQueue()
-        self._numa_nodes = numa_nodes
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
@@ -88,7 +84,6 @@ class WorkerPool:
             stderr_fd,
             memory_bytes=config.worker_memory_bytes,
             task_timeout_s=config.task_timeout_s,
-            numa_nodes=numa_nodes(),
         )
 
     def start(self, count: int | None = None) -> None:
@@ -233,13 +228,8 @@ class WorkerPool:
 
     def _spawn(self) -> PoolWorker:
         assert self._loop is not None
-        numa_node = least_used(self._numa_nodes, [each.numa_node for each in self._workers])
-        process = WorkerProcess.start(
-            self._stderr_fd,
-            self._memory_bytes,
-            processors=bound_to(self._numa_nodes, numa_node),
-        )
-        worker = PoolWorker(process, self._memory_bytes, next(self._numbers), numa_node)
+        process = WorkerProcess.start(self._stderr_fd, self._memory_bytes)
+        worker = PoolWorker(process, self._memory_bytes, next(self._numbers))
         self._workers.append(worker)
         worker.process.on_readable(partial(self._on_readable, worker))
         self._trace.started("worker started", worker_count=len(self._workers))
@@ -250,20 +240,11 @@ class WorkerPool:
         while idle := {each.number: each for each in self._workers if each.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
             busy = {each.number: each.task for each in able if each.task is not None}
-            found = self._queue.take(list(idle), busy, len(able), time.monotonic(), self._near())
+            found = self._queue.take(list(idle), busy, len(able), time.monotonic())
             if found is None:
                 return
             task, number = found
             self._give(idle[number], task)
-
-    def _near(self) -> Mapping[int, frozenset[int]]:
-        """The workers of each NUMA node, if there are several."""
-        if len(self._numa_nodes) < 2:
-            return {}
-        return {
-            node: frozenset(each.number for each in self._workers if each.numa_node == node)
-            for node in range(len(self._numa_nodes))
-        }
 
     def _give(self, worker: PoolWorker, task: PoolTask) -> None:
         worker.prepare(task)

@@ -62,8 +62,6 @@ class PoolTask(Struct, eq=False):
     """When that worker had started up, knew all that the task needs, and got it; 0.0: not yet."""
     worker: int = 0
     """The number of the worker that has it, had it last, or should get it if it is idle."""
-    numa_node: int | None = None
-    """Where the trainer runs that gets the result; None if that does not matter."""
     unwanted_since: float | None = None
     """When the last one who wanted the result went; None if somebody wants it."""
 
@@ -124,7 +122,6 @@ class PoolWorker(Struct, eq=False):
     limit_bytes: int
     number: int
     """Its own among all that this node has started."""
-    numa_node: int = 0
     task: PoolTask | None = None
     packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
     arenas: set[int] = field(default_factory=set)

@@ -328,8 +328,7 @@ class TrainerConnection:
             self._server.jobs.close(old)
         working = self._loop.create_task(self._send_work(request_id, body))
         try:
-            pid = sockets.peer_credentials(self._sock)[0]
-            member, opened = await self._server.jobs.open(body, pid)
+            member, opened = await self._server.jobs.open(body)
         finally:
             working.cancel()
         if self.closed or body.job_id in self._members:

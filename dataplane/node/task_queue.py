@@ -3,8 +3,7 @@
 Invariants:
 1. Of the eligible tasks, the most urgent goes first, then the oldest. Exception: the worker that
    last decoded a block of a shard has the shard open and knows its footer, so it gets the first
-   task of that shard among the AHEAD oldest tasks of the same dataset and urgency; likewise a
-   worker on the NUMA node of a trainer gets the tasks that fill this trainer's memory. No task is
+   task of that shard among the AHEAD oldest tasks of the same dataset and urgency. No task is
    passed over more than AHEAD times in a row, and no worker stays idle to wait for such a task.
 2. A dataset alone has all workers.
 3. If there are several datasets, long tasks leave one worker to the others, so that one job's slab
@@ -18,7 +17,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from msgspec import Struct, field
 
@@ -99,11 +97,9 @@ class TaskQueue:
         busy: Mapping[int, PoolTask],
         worker_count: int,
         now: float,
-        near: Mapping[int, frozenset[int]] = MappingProxyType({}),
     ) -> tuple[PoolTask, int] | None:
         """The task to start now, if there is one, and the idle worker that gets it. `busy` has the
-        tasks of the other workers, of `worker_count` in total; `near` the workers of each NUMA
-        node, if there are several.
+        tasks of the other workers, of `worker_count` in total.
         """
         tasks = list(busy.values())
         self._forget(tasks, now)
@@ -116,7 +112,7 @@ class TaskQueue:
             return None
         (urgency, _), key = min(candidates)
         waiting = self._lines[key].by_urgency[urgency]
-        at, worker = self._choice(waiting, idle, busy, near)
+        at, worker = self._choice(waiting, idle, busy)
         waiting.passed = waiting.passed + 1 if at else 0
         task = self._removed(self._lines[key], urgency, at)
         shard = _shard_of(task)
@@ -149,11 +145,10 @@ class TaskQueue:
         waiting: _Waiting,
         idle: Sequence[int],
         busy: Mapping[int, PoolTask],
-        near: Mapping[int, frozenset[int]],
     ) -> tuple[int, int]:
         """Which of these tasks goes to which worker."""
         ahead = 1 if waiting.passed >= AHEAD else AHEAD
-        best = [self._best(task, near) for _, task in itertools.islice(waiting.tasks, ahead)]
+        best = [self._best(task) for _, task in itertools.islice(waiting.tasks, ahead)]
         for at, workers in enumerate(best):
             for worker in idle:
                 if worker in workers:
@@ -162,14 +157,10 @@ class TaskQueue:
         at = next((at for at, workers in enumerate(best) if workers.isdisjoint(busy)), 0)
         return at, idle[0]
 
-    def _best(self, task: PoolTask, near: Mapping[int, frozenset[int]]) -> frozenset[int]:
-        """The workers that do this task best, if any do: the one that last decoded a block of the
-        task's shard; those on the trainer's NUMA node.
-        """
+    def _best(self, task: PoolTask) -> frozenset[int]:
+        """The worker that last decoded a block of the task's shard, if there is one."""
         shard = _shard_of(task)
-        if shard is None:
-            return _NOBODY if task.numa_node is None else near.get(task.numa_node, _NOBODY)
-        reader = self._readers.get(shard)
+        reader = None if shard is None else self._readers.get(shard)
         return _NOBODY if reader is None else frozenset((reader,))
 
     def _removed(self, line: _Line, urgency: int, at: int) -> PoolTask:

@@ -365,14 +365,11 @@ class FromIndexer(Envelope, frozen=True):
 
 
 class StartChild(Message, frozen=True):
-    """Fork a process of this role, such as "worker", with this limit of private memory, bound to
-    these processors if any are given.
-    """
+    """Fork a process of this role, such as "worker", with this limit of private memory."""
 
     number: Unsigned  # the node's, by which it is meant from now on
     role: str  # "worker", "indexer", "index_reader", "fetcher" or "lender"
     memory_bytes: Unsigned  # that it may have of its own
-    processors: tuple[Unsigned, ...] = ()  # that it may use; all, if none is named
 
 
 class KillChild(Message, frozen=True):

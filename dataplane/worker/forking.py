@@ -172,7 +172,6 @@ class _Server:
         sock: socket.socket,
         stderr_fd: int,
         memory_bytes: int,
-        processors: tuple[int, ...],
     ) -> ForkedProcess:
         from dataplane.model.errors import PeerLost
         from dataplane.rpc import local, tasks
@@ -181,7 +180,7 @@ class _Server:
         process = ForkedProcess(lambda: self._kill(number))
         with self._changing:
             self._processes[number] = process
-        order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes, processors))
+        order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes))
         try:
             local.send(self._sock, order, (sock.fileno(), stderr_fd))
         except PeerLost:
@@ -342,18 +341,16 @@ class _Shared:
         sock: socket.socket,
         stderr_fd: int,
         memory_bytes: int,
-        processors: tuple[int, ...] = (),
     ) -> ForkedProcess:
         """Start a "worker", an "indexer", an "index_reader", a "fetcher" or a "lender" without
         waiting for it. `sock` is the child's end of the socket, `memory_bytes` its limit of private
-        memory (fetchers and lenders have none, and of a reader it is its parser's). It is bound to
-        these processors, if there are any.
+        memory (fetchers and lenders have none, and of a reader it is its parser's).
         """
         with self._changing:
             assert self._holder_count
             if self._server is None or self._server.is_lost:
                 self._server = _Server(self._stderr_fd)
-            return self._server.start(role, sock, stderr_fd, memory_bytes, processors)
+            return self._server.start(role, sock, stderr_fd, memory_bytes)
 
 
 fork_server = _Shared()

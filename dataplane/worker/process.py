@@ -51,19 +51,18 @@ class WorkerProcess:
         stderr_fd: int | None,
         memory_bytes: int = MEMORY_BYTES,
         role: str = "worker",
-        processors: tuple[int, ...] = (),
         hung_s: float = HUNG_S,
     ) -> Self:
-        """Start a process of this role with this memory limit, bound to these processors if there
-        are any; its stderr goes to ours, or to the given one. The caller holds the fork server. It
-        is hung if it reads nothing for `hung_s` of its own time.
+        """Start a process of this role with this memory limit; its stderr goes to ours, or to the
+        given one. The caller holds the fork server. It is hung if it reads nothing for `hung_s` of
+        its own time.
         """
         ours, theirs = sockets.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:
             with theirs:
-                process = fork_server.start(role, theirs, says, memory_bytes, processors)
+                process = fork_server.start(role, theirs, says, memory_bytes)
         except BaseException:
             ours.close()
             os.close(said)

@@ -356,25 +356,3 @@ def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: 
         assert bench.pool.look()[1] > 0
 
     on_bench(arrow_shards(tmp_path, 4), scene)
-
-
-def test_workers_are_bound_to_the_numa_nodes_evenly(tmp_path: Path) -> None:
-    usable = sorted(os.sched_getaffinity(0))
-    nodes = (frozenset(usable[:1]), frozenset(usable[-1:]))
-
-    def bound(bench: Bench) -> list[list[int]]:
-        return sorted(sorted(os.sched_getaffinity(pid)) for pid in bench.pool.pids)
-
-    async def are_bound_evenly(bench: Bench) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            # A process binds itself right after the fork.
-            while bound(bench) != sorted(map(sorted, 2 * nodes)):  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.01)
-
-    async def scene(bench: Bench) -> None:
-        await are_bound_evenly(bench)
-        os.kill(bench.pool.pids[0], signal.SIGKILL)
-        await bench.decode(0, ROOM)
-        await are_bound_evenly(bench)
-
-    on_bench(arrow_shards(tmp_path, 1), scene, workers=4, numa_nodes=nodes)

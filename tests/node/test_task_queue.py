@@ -37,21 +37,12 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.queue, self.count, self.now = TaskQueue(), count, 100.0
         self.tasks: list[PoolTask] = []
-        self.near: dict[int, frozenset[int]] = {}
         self.at: dict[int, PoolTask] = {}
         """What each worker is at."""
 
     def queued(self, dataset_id: int, urgency: int = 0, shard: str = "a") -> PoolTask:
         task = task_of(dataset_id, shard)
         self.queue.add(task, urgency, self.now)
-        return task
-
-    def queued_slab(self, numa_node: int | None) -> PoolTask:
-        nowhere = Region(0, 0)
-        task = task_of(WIDE)
-        task.body = tasks.Assemble(WIDE, (), nowhere, (), 2, nowhere)
-        task.numa_node = numa_node
-        self.queue.add(task, 0, self.now)
         return task
 
     def begun(self) -> list[int]:
@@ -76,7 +67,7 @@ class Workers:
     def _begin(self) -> Iterator[int]:
         while len(self.tasks) < self.count:
             idle = [worker for worker in range(self.count) if worker not in self.at]
-            found = self.queue.take(idle, self.at, self.count, self.now, self.near)
+            found = self.queue.take(idle, self.at, self.count, self.now)
             if found is None:
                 return
             task, worker = found
@@ -125,22 +116,6 @@ def test_a_task_is_passed_over_a_few_times_at_most() -> None:
         begun += workers.tasks
         workers.done(workers.tasks[0], 0.01)
     assert len(begun) == AHEAD + 1
-
-
-def test_slabs_are_made_on_the_numa_node_of_their_trainer() -> None:
-    workers = Workers(4)
-    workers.near = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
-    slabs = [workers.queued_slab(numa_node) for numa_node in (1, None, 0, 1)]
-    workers.begun()
-    assert [workers.worker_of(slab) // 2 for slab in slabs] == [1, 0, 0, 1]
-
-
-def test_no_worker_waits_for_slabs_of_its_numa_node() -> None:
-    workers = Workers(4)
-    workers.near = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
-    slabs = [workers.queued_slab(1) for _ in range(4)]
-    workers.begun()
-    assert sorted(map(workers.worker_of, slabs)) == [0, 1, 2, 3]
 
 
 def test_each_worker_decodes_few_shards() -> None:

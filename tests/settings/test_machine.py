@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from dataplane.base.machine import (
-    bound_to,
     cpu_limit,
-    least_used,
     memory_limit,
-    numa_node_of,
-    numa_nodes,
     this_machine,
 )
 
@@ -81,31 +76,3 @@ def test_without_cgroup_limits_there_is_no_limit(text, tmp_path):
     root = made(tmp_path, {"proc/self/cgroup": text})
     assert memory_limit(root) is None
     assert cpu_limit(root) is None
-
-
-def test_numa_nodes_have_the_processors_that_this_process_may_use(tmp_path):
-    usable = sorted(os.sched_getaffinity(0))
-    first, rest = usable[0], usable[1:]
-    root = made(
-        tmp_path,
-        {
-            "sys/devices/system/node/node10/cpulist": ",".join(map(str, rest)) + "\n",
-            "sys/devices/system/node/node2/cpulist": f"{first},70000-70003\n",
-            "sys/devices/system/node/node1/cpulist": "\n",  # memory without processors
-            "sys/devices/system/node/online": "1-2,10\n",
-        },
-    )
-    assert numa_nodes(root) == (frozenset({first}), *([frozenset(rest)] if rest else []))
-    assert numa_nodes(tmp_path / "nowhere") == (frozenset(usable),)
-    (node,) = numa_nodes(made(tmp_path, {"sys/devices/system/node/node10/cpulist": ""}))
-    assert bound_to((node,), 0) == ()  # one node: nothing is bound
-
-
-def test_a_process_is_on_a_numa_node_if_it_may_run_nowhere_else():
-    usable = frozenset(os.sched_getaffinity(0))
-    elsewhere = frozenset({70000})
-    assert numa_node_of(os.getpid(), (elsewhere, usable)) == 1
-    assert numa_node_of(os.getpid(), (elsewhere, elsewhere)) is None
-    assert numa_node_of(os.getpid(), (usable,)) is None
-    assert numa_node_of(0, (elsewhere, usable)) is None
-    assert [least_used((elsewhere, usable), used) for used in ([], [0], [0, 1, 1])] == [0, 1, 0]
