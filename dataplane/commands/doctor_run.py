@@ -409,7 +409,7 @@ def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
     for one in told:
         column, equals, steps = one.partition("=")
         if not equals or not column.strip():
-            raise ConfigError(f"--transform {one!r} does not name a column: {_EXAMPLE}")
+            raise ConfigError(f"--transform {one!r} names no column: write it as in {_EXAMPLE}")
         found[column.strip()] = [_step(call, one) for call in _calls(steps, one)]
     return found
 
@@ -424,7 +424,9 @@ def stacks_of(told: Sequence[str]) -> dict[str, Stack]:
         name, equals, rest = one.partition("=")
         columns, _, dtype = rest.partition(":")
         if not equals or not name or not columns:
-            raise ConfigError(f'--stack {one!r} is not NAME=A,B,…: --stack "x=age,price:float32"')
+            raise ConfigError(
+                f'--stack {one!r} is not NAME=A,B,…: write it as in --stack "x=age,price:float32"'
+            )
         found[name] = Stack(columns.split(","), dtype)
     return found
 

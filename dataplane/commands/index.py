@@ -135,8 +135,8 @@ def _check_target(given: str) -> None:
     target = Path(given)
     if "://" in given:
         raise ConfigError(
-            f"-o {given}: a manifest is written to a local file; copy that to the store, and "
-            "pass its url in place of the dataset's",
+            f"-o {given}: a manifest is written to a local file, got a url. Give a path, copy the "
+            "file to the store, and pass its url in place of the dataset's",
             key="output",
             found=given,
         )
@@ -147,7 +147,10 @@ def _check_target(given: str) -> None:
             found=str(target),
         )
     if not target.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {target.absolute().parent}", key="output")
+        raise ConfigError(
+            f"there is no folder {target.absolute().parent}: create it, or give another -o FILE",
+            key="output",
+        )
 
 
 def _write(target: Path, content: bytes) -> None:
@@ -157,7 +160,9 @@ def _write(target: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(target)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}. Give another -o FILE"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -205,7 +205,10 @@ def mix(
 
     given = weights_in(weights)
     if epoch is not None and at_step is None:
-        raise ConfigError("--epoch is that of --at-step: give both", field="epoch")
+        raise ConfigError(
+            "--epoch without --at-step: --epoch is the epoch of that step, so give both",
+            field="epoch",
+        )
     asked = MixAsked(uuid.uuid4().hex, tuple(given), tuple(given.values()), at_step, epoch)
     entry, answer = changed(settings, ChangeRequest(job, who(), mix=asked))
     if as_json:
@@ -228,7 +231,10 @@ def weights_in(texts: Sequence[str]) -> dict[str, float]:
     """The weight of each source, of NAME=WEIGHT.   Raises:  ConfigError."""
     given = dict(map(_weight, texts))
     if len(given) < len(texts):
-        raise ConfigError(f"{' '.join(texts)}: give each source one weight", field="weights")
+        raise ConfigError(
+            f"{' '.join(texts)}: a source is named twice; give each source one weight",
+            field="weights",
+        )
     return given
 
 

@@ -260,7 +260,8 @@ def pack_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(*, pack: str | None, map_name: str | None, **given: Any) -> Any:
         if map_name is not None and pack is None:
             raise ConfigError(
-                "--map needs --pack: only packs depend on what a map makes", field="map"
+                "--map needs --pack, since only packs depend on a map: add --pack, or omit --map",
+                field="map",
             )
         asked = None if pack is None else PacksAsked(pack, map_name)
         return command(packs=asked, **given)

@@ -125,7 +125,10 @@ def with_packs(
             pass  # the node has counted them, or it would not have opened the job
         counts = counted_before(manifest, name, cache_dir)
     if counts is None:
-        raise DataplaneError(f"packs were counted, and are not in the cache folder {cache_dir}")
+        raise DataplaneError(
+            f"the counts of the packs are missing from the cache folder {cache_dir} just after they"
+            " were computed: check that the folder is writable and nothing deletes its files"
+        )
     return CountedPacks(
         blocks.with_counts(manifest, name, counts),
         blocks.packed(manifest, np.ascontiguousarray(counts[:, 1])),
@@ -168,8 +171,8 @@ def _allowed(name: str, config: NodeConfig) -> UserFunction:
     """
     if not config.allows_function(name):
         raise ConfigError(
-            f"the tokens of this job's packs are made by {name!r}. To import and call it here, pass"
-            f" --allowed-functions {name}",
+            f"the tokens of this job's packs are made by {name!r}, which this command may not call:"
+            f" pass --allowed-functions {name}",
             field="map",
         )
     return imported_map(name)

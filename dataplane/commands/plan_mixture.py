@@ -91,7 +91,9 @@ def _asked(sources: tuple[str, ...], given: Mapping[str, Any]) -> AskedMixture:
     if len(dict(named)) < len(named):
         names = [name for name, _ in named]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"two sources are called {twice!r}: give each its name", field="source")
+        raise ConfigError(
+            f"two sources are called {twice!r}: give each another name", field="source"
+        )
     columns = tuple(filter(None, str(given.get("columns", "")).split(",")))
     options = {name: value for name, value in given.items() if name != "columns"}
     schedule = [_scheduled(text) for text in options.pop("schedule", ())]

@@ -136,9 +136,10 @@ def _reads(
     *,
     is_too_small: bool,
 ) -> PredictedReads:
-    """Compute the reads. `is_too_small`: open windows do not fit even on average.
+    """Compute the reads. `is_too_small`: whether the arena is too small for open windows even on
+    average.
 
-    Shapes:  remote: int64[n], the blocks that are fetched, rising.
+    Shapes:  remote: int64[n], the blocks that are fetched, in ascending order.
     """
     from dataplane.plan.shuffled import BlockHosts
 

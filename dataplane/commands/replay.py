@@ -124,8 +124,8 @@ def step_rows(job: Traced, step: int, epoch: int, dp_rank: int | None, cursor: i
 
     if dp_rank is not None and dp_rank >= job.dp_size:
         raise ConfigError(
-            f"--dp-rank {dp_rank}: ranks run from 0 to {job.dp_size - 1}; --dp-size says how many "
-            "there are",
+            f"--dp-rank {dp_rank}: ranks run from 0 to {job.dp_size - 1}; give one of them, or the "
+            "number of ranks with --dp-size",
             field="dp_rank",
         )
     order, left_out = job.order(epoch), LeftOut(job)
@@ -340,4 +340,6 @@ def _write(table: pa.Table, out: str) -> None:
         with pa.OSFile(out, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error}", path=out) from error
+        raise ConfigError(
+            f"{out} cannot be written: {error}. Give another --out FILE", path=out
+        ) from error

@@ -172,7 +172,8 @@ def step_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def named(*, step: int | None, epoch: int | None, global_step: int | None, **given: Any) -> Any:
         if (step is None) == (global_step is None) or (global_step is not None and epoch):
             raise ConfigError(
-                "give --step N, of the epoch of --epoch, or --global-step N, counted over epochs",
+                "give --step N (a step of the epoch of --epoch) or --global-step N (counted over"
+                " epochs, without --epoch), not both",
                 field="step",
             )
         return command(which=StepAsked(step, epoch, global_step), **given)
@@ -212,8 +213,8 @@ class StepAsked:
                 return epoch, left
             left -= count
         raise ConfigError(
-            f"global step {self.global_step} lies beyond {_EPOCHS_MAX:,} epochs: give --epoch and "
-            "--step",
+            f"--global-step {self.global_step} is not in the first {_EPOCHS_MAX:,} epochs: give "
+            "--epoch and --step instead",
             field="global_step",
         )
 
@@ -269,7 +270,8 @@ def traced(settings: Settings, asked: Mapping[str, Any]) -> Traced:
         raise ConfigError(f"{' '.join(target)}: give the urls of one dataset, a ledger, or a job")
     if given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} is for urls: the ledger of a job says it",
+            f"--{given[0].replace('_', '-')} is for urls, and the ledger of a job"
+            " already contains its value: leave the option out",
             job=target[0],
         )
     return of_ledger(settings, asked, ledger)
@@ -285,7 +287,10 @@ def _of_urls(settings: Settings, asked: Mapping[str, Any]) -> Traced:
             field="global_batch",
         )
     if asked["data"]:
-        raise ConfigError("--data is for a ledger or a job: the urls say where this dataset is")
+        raise ConfigError(
+            "--data is for a ledger or a job, but the urls of the dataset were given: leave --data "
+            "out"
+        )
     view = asked["view"]
     manifest = _opened(settings, asked, asked["target"], asked["format_name"], view)
     shuffle, is_shuffled = Shuffle(1, 1, 0), asked["shuffle"] is not False
@@ -319,7 +324,7 @@ def of_ledger(settings: Settings, asked: Mapping[str, Any], ledger: Ledger) -> T
         urls = asked["data"] or ledger.urls
         if not urls:
             raise ConfigError(
-                f"the urls of job {ledger.job_id!r} are not known: pass --data URL",
+                f"the ledger of job {ledger.job_id!r} has no urls of its dataset: pass --data URL",
                 job=ledger.job_id,
             )
         places = [SourceUrls("", tuple(urls), ledger.format)]
@@ -376,7 +381,7 @@ def _places(ledger: Ledger, given: Sequence[str]) -> list[SourceUrls]:
     missing = [name for name in names if name not in found]
     if missing:
         raise ConfigError(
-            f"job {ledger.job_id!r} mixes {', '.join(names)}, and where they are is not known of"
+            f"job {ledger.job_id!r} mixes {', '.join(names)}, and its ledger contains no urls of"
             f" {', '.join(missing)}: pass --data {missing[0]}=URL, or the ledger that"
             " loader.ledger() returned",
             job=ledger.job_id,
@@ -407,19 +412,19 @@ def _check(
             return
         advice = "pass --dataset-moved if you know that it was only copied"
         raise DatasetChangedError(
-            f"the dataset of job {ledger.job_id!r} has other ETags or another place now (of local "
-            f"files: modification times): {advice}"
+            f"the shards of job {ledger.job_id!r} have other ETags or another place now (local "
+            f"files: other modification times), so they may have changed: {advice}"
         )
     if ledger.spec.mixture is not None:
         pairs = zip(ledger.spec.mixture.sources, manifests, strict=True)
         names = [source.name for source, one in pairs if source.fingerprint != one.fingerprint]
         raise DatasetChangedError(
             f"these are not the datasets of job {ledger.job_id!r}: {', '.join(names)} may have "
-            "other shards, sizes or blocks. Pass --data NAME=URL"
+            "other shards, sizes or blocks. Pass the url of the job's dataset with --data NAME=URL"
         )
     raise DatasetChangedError(
-        f"this is not the dataset of job {ledger.job_id!r}: other shards, sizes or blocks. Pass "
-        "--data URL",
+        f"this is not the dataset of job {ledger.job_id!r}: its shards, sizes or blocks differ. "
+        "Pass the url of the job's dataset with --data URL",
         expected=f"{ledger.sample_count:,} samples",
         found=f"{samples:,} samples",
     )

@@ -195,5 +195,5 @@ def _epochs(text: str | None, job: Traced) -> tuple[int, int]:
         if 0 < found[1] - found[0] <= EPOCHS_MAX:
             return found
     raise ConfigError(
-        f"--epochs {text}: give FIRST:STOP, such as 0:3, of up to {EPOCHS_MAX} epochs"
+        f"--epochs {text}: give one epoch, or FIRST:STOP such as 0:3, up to {EPOCHS_MAX} epochs"
     )

@@ -38,11 +38,12 @@ class Nodes:
     def __init__(
         self, rosters: Mapping[str, Roster], makers: Makers, salt: bytes, lease_s: float
     ) -> None:
-        """Create the table. `rosters` are those of the store; the same mapping is read
-        later, too.
+        """Create the table. `rosters` are those of the store; the table keeps the
+        mapping and reads it again later.
         """
         self.records: dict[str, NodeRecord] = {}
-        # Those of each job that a token is for, and of "" for the others; the longest silent first.
+        # Node ids by the one job that their tokens allow ("" if they allow any); in each group, the
+        # node that has been silent for the longest time comes first.
         self._of_token: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._rosters, self._makers = rosters, makers
         self._salt, self._lease_s = salt, lease_s

@@ -265,7 +265,7 @@ def _body(write: Keep) -> str:
 
 def _read(cls: type[Record], body: str) -> Record:
     record: Record = _restored(cls, json.loads(body))
-    # Of the types that the rest relies on.
+    # Check that all fields have their declared types, since other code relies on them.
     msgspec.convert(msgspec.to_builtins(record), complete(cls))
     return record
 

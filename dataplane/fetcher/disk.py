@@ -43,7 +43,7 @@ class _Order(Struct, eq=False):
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
     is_written: bool = False
-    """Whether the file is about to get its name, so that it may have it."""
+    """Whether the file is about to be renamed to its final name. It may have that name already."""
 
     def check(self) -> None:
         """Check that the order has not ended.

@@ -289,7 +289,8 @@ class Reads:
 
         def work() -> None:
             self._fill(read, body, is_hedge=True)
-            self._prepare(order)  # the first one may still wait for a connection
+            # The first request may still wait for a connection, with its memory not prepared.
+            self._prepare(order)
 
         if outcome(order.url, work):
             return  # the first request will report why

@@ -156,7 +156,7 @@ class MadeSlabs:
         late_s = LATE_S if math.isinf(late_s) else late_s
         if now - making.began < late_s:
             return False
-        # It may have answered others after it was asked for this one, and be gone since.
+        # The maker may have answered later requests first, and may have gone away since then.
         is_silent = now - self._answered_at.get(order.maker.address, -math.inf) >= late_s
         return is_silent or self._hedging.spend(order.into.length)
 
@@ -252,7 +252,9 @@ class MadeSlabs:
 
     @contextlib.contextmanager
     def _memory(self, order: ReadSlab) -> Iterator[Place]:
-        """Where a slab of this order goes, while it is read."""
+        """Yield a function that returns the memory for a slab of this order. The arena stays in use
+        until the context ends.
+        """
         borrowed = self._arenas.use(order.arena_id)
         into: Region = order.into
 

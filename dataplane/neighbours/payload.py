@@ -1,8 +1,8 @@
 """One payload on its way to a neighbour, from the pages of the arena.
 
-The bytes are read once for their checksum and once by the kernel; they are never copied on this
-side. Inside of TLS, they are read to be encrypted, and the result is copied to the kernel: what it
-sends from a file itself (sendfile) is plain text.
+Without TLS, the bytes are read once for their checksum and once by the kernel; they are never
+copied on this side. With TLS, this process reads the bytes to encrypt them and copies the result to
+the kernel. It cannot use sendfile, which sends the bytes of a file unencrypted.
 """
 
 from __future__ import annotations

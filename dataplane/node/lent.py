@@ -141,7 +141,7 @@ class LentBlocks:
         blocks = range(request.block, request.block + request.count)
         shards = dataset.manifest.block_shard
         lengths = [dataset.blocks.read_bytes(block) for block in blocks]
-        # What may be lent was decided for the shard of the first block.
+        # Only the shard of the first block was checked for what may be lent.
         is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
         if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
             self._neighbours.refuse(first)

@@ -160,7 +160,7 @@ class WorkerPool:
 
     def forget_dataset(self, dataset_id: int) -> None:
         """The dataset has no readers left: others may have all workers."""
-        # What needs no function ends by itself, and may be of use to the next reader.
+        # Decodes without a function end by themselves, and the next reader may use their results.
         self._drop(
             dataset_id, lambda task: isinstance(task.body, tasks.Decode) and task.calls_function
         )

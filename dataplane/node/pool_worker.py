@@ -20,7 +20,8 @@ from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, end_of
 from dataplane.worker.process import WorkerProcess
 
 _SCHEMA_PART_BYTES = 128 * 1024
-# A block's source has its url and its path, of a few thousand bytes each at most.
+# The sources of this many blocks fit into a packet: a source has a url and a path, and each of them
+# has a few thousand bytes at most.
 _BLOCKS_A_PACKET = 20
 _UNWANTED_S = 1.0
 """The time that a function may still take when nobody waits for it: a new worker has to import it

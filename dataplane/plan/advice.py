@@ -37,7 +37,8 @@ _QUALITY_WANTED = QUALITY_MIN + 0.05
 # A batch from so many blocks mixes well.
 _BLOCKS_WANTED = 64
 _LANES_A_RANK = (1, 2, 4, 8)
-# Packs may waste such a part of their tokens; of web pages, so many packs of a block waste less.
+# Packs may waste `_WASTE_MAX` of their tokens. Packs of web pages waste less than that if a block
+# has `_PACKS_A_BLOCK` of them.
 _WASTE_MAX, _PACKS_A_BLOCK, _TOKENS_MIN = 0.03, 128, 1 << 20
 # Padded batches waste more, since widths are rounded up.
 _PADDED_WASTE_MAX = 0.1

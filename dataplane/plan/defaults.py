@@ -29,20 +29,23 @@ WINDOW_SAMPLES_MAX = 1 << 22
 OPEN_SAMPLES_MAX = 1 << 24
 PERMUTATION_BYTES = 4
 
-# The usual numbers of GPUs, which are powers of two or three times one, divide one of them.
+# Each usual number of GPUs (a power of two, or three times a power of two) divides at least one of
+# these numbers.
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1536, 3072)
-# A host reads about its own lanes, so large datasets, which many hosts read, have many.
+# A host reads little more than its own lanes. Large datasets are read by many hosts, so they get
+# many lanes.
 LANE_BYTES = GIB
-# A block on the border of two lanes is read for both: at most one more block in seven.
+# A block on the border of two lanes is read for both lanes. If lanes have this many blocks or more,
+# that is at most one more block to read in seven.
 LANE_BLOCKS_MIN = 7
-# Of a block that is always open, a window covers at least this share.
+# Each lane always has a block open: a window covers at least one sixteenth of a block.
 WINDOW_SHARE_MIN = 16
 # If fewer blocks than this can be open, lanes make better use of them than long windows.
 SCARCE_BLOCKS = 256
 LANES_IF_SCARCE = 128
 
-# What the first windows of epoch 0 take together; but at least so many blocks, or an eighth of a
-# block a lane, since less than that would not be read sooner.
+# The total size of the first windows of epoch 0. They have at least RAMP_BLOCKS_MIN blocks in total
+# and an eighth of a block per lane, since smaller windows would not be read sooner.
 RAMP_BYTES = 32 * MIB
 RAMP_BLOCKS_MIN = 4
 RAMP_SHARE_MIN = 8

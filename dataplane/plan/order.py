@@ -259,7 +259,7 @@ class Order:
         Raises:  ConfigError: no such block.
         """
         blocks = np.asarray(blocks, np.int64)
-        # As eviction asks for every block: of one number, numpy finds the least in 3 us.
+        # Eviction asks about one block at a time, and numpy takes 3 us for the least of one number.
         if len(blocks) == 1 and 0 <= (one := blocks.item()) < self.block_count:
             alone = self._span_of(one)
             return np.array(alone[:1], np.int64), np.array(alone[1:], np.int64)

@@ -1,8 +1,8 @@
-"""The reads of a shuffle over a dataset or a mixture, and its cost for each host, for any number of
-hosts.
+"""Estimates of what a shuffle over a dataset or a mixture reads, and of its cost for each host, for
+any number of hosts.
 
-All numbers are estimates from mean sizes, so this is fast for any dataset, except the reads of a
-dataset whose plan is known.
+All numbers are computed from mean sizes, which is fast for any dataset. Only the reads of a dataset
+whose plan is known are computed from that plan.
 """
 
 from __future__ import annotations

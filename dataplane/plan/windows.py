@@ -49,7 +49,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
     low = values.min()
     span = int(values.max() - low) + 1
     if span > 4 * len(values) + 4096:
-        # As np.unique, which would import numpy.ma first: the slowest seek of all.
+        # As np.unique does; it would import numpy.ma first, which makes that seek the slowest.
         order = np.argsort(values, kind="stable")
         ordered = values[order]
         is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])

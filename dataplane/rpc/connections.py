@@ -120,9 +120,9 @@ def making_way(
 
 
 class Handshakes:
-    """Tells of connections that end without a call, with their peers: gRPC says of a TLS handshake
-    that failed neither whose it was, nor how many there were. It announces each handshake before it
-    begins, when the connection is open already; which one that is, a look at all of them shows.
+    """The connections that end without a call, and their peers. gRPC reports neither the peers of
+    failed TLS handshakes nor how many failed. It only announces that a handshake is about to begin
+    on an open connection, so we find the peer by comparing all connections with those known before.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Handshakes:
         self._begun: dict[Peer, float] = {}
 
     def began(self, connected: Callable[[], Iterable[Peer]], now: float) -> None:
-        """A handshake begins; `connected` gives the peers of all connections."""
+        """Note that a handshake begins. `connected` returns the peers of all connections."""
         with self._lock:
             self._count += 1
             if now < self._next_look:
@@ -152,8 +152,8 @@ class Handshakes:
                 self._begun.pop(_peer_of(peer), None)
 
     def ended(self, connected: Callable[[], Iterable[Peer]], now: float) -> tuple[Peer, int] | None:
-        """A peer that has gone without a call, and how many did since the last answer; None while
-        they are no more than probes are.
+        """Return a peer that has gone without a call, and how many have gone like that since the
+        last result. Return None while there are so few of them that they may be probes.
         """
         with self._lock:
             if any(now - at > _HANDSHAKE_SEEN_S for at in self._begun.values()):

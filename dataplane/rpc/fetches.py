@@ -135,8 +135,8 @@ class ScanKept(Message, frozen=True):
 
 
 class KeptFound(Message, frozen=True):
-    """Some blocks of one dataset that are on disk, and what they take there. The datasets that were
-    used last come last.
+    """Some blocks of one dataset that are on disk, and how many bytes each takes there. Datasets
+    are sent in the order of their last use, the most recently used one last.
     """
 
     dataset: bytes
@@ -145,9 +145,9 @@ class KeptFound(Message, frozen=True):
 
 
 class ReadEnded(Message, frozen=True):
-    """An order has ended: its memory is no longer read or written. `ends`, if there are any, say
-    what the neighbour has answered for each target, as the note about a run in neighbours/wire.py,
-    and nothing else was read. Without, all bytes are there, unless there is an error.
+    """An order has ended: its memory is no longer read or written. If `ends` is not empty, it
+    has the neighbour's answer for each target (as for a run of blocks, see neighbours/wire.py),
+    and nothing else was read. If it is empty and there is no error, all bytes are there.
     """
 
     number: Unsigned

@@ -175,9 +175,10 @@ def _jobs(request: Any) -> Iterable[str]:
 
 
 def _of_caller(request: Any, caller: Caller) -> Any:
-    """The request as the coordinator may know it. A change is by whom the caller's token says. A
-    node has the only job, and the only urls, that the token allows: if that is none at all, it has
-    no address, since it gets no key, and others would ask for what it cannot give.
+    """Return the request with the limits of the caller's token. The author of a change is the
+    subject of the token. A node is limited to the job and the urls that the token allows. If the
+    token allows no urls, the node's address is removed: the node gets no key, so other nodes would
+    ask it for blocks that it cannot give.
     """
     if isinstance(request, ChangeRequest) and caller.subject is not None:
         # What the sender calls himself is no proof; without a name, at least the log says so.

@@ -352,7 +352,7 @@ class CloseJob(Message, frozen=True):
     job_id: str
     epoch: Unsigned = 0  # progress: of the last stream
     cursor: Unsigned = 0  # progress, as in NextSlab
-    holds_slabs: bool = False  # those that it holds may be read until they are released
+    holds_slabs: bool = False  # whether the trainer still holds slabs
 
 
 Question = DescribeColumns | ReadCategories | DescribeEpoch | ChangeWeights

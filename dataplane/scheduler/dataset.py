@@ -258,8 +258,8 @@ class Marks(Struct, frozen=True, eq=False):
     touched: when it was last needed.   raw: bytes as fetched, 0 for a block of a local file.
     decoded: bytes once decoded, 0 for a block that needs no decoding.   is_exact: whether it was
     decoded before; until then, `decoded` is the index's estimate.
-    fetched: when it was last read from storage.   used: when a stream last needed it for the first
-    time, -1 if none has.   is_remote: it must be fetched into the arena.
+    fetched: when it was last read from storage.   used: when a stream last gathered its first
+    rows from it, -1 if none has.   is_remote: it must be fetched into the arena.
     wanted: number of waiting tasks that need its rows.   held: bytes of the arena that it takes.
     """
 

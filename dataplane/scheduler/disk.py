@@ -340,9 +340,10 @@ def next_uses(
     in_memory: npt.NDArray[np.bool_],
     held_for: int = 0,
 ) -> Ints:
-    """Return how many positions away the next use of each block from the disk is. For blocks in
-    memory, this is the next use after the present epoch, unless it is among the first `held_for`
-    positions of its epoch, less those of two windows. NEVER if there is no known use.
+    """Return in how many positions each block will be read from the disk next, or NEVER if no such
+    read is known. A block in memory is not read from the disk in the present epoch, so its next use
+    after that epoch counts. The result is NEVER if that use is among the first `held_for` positions
+    of its epoch, less the length of two windows: the block is then still in memory.
 
     Shapes:  blocks, result: int64[n].   in_memory: bool[n].
     """

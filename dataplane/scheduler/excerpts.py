@@ -34,8 +34,8 @@ from dataplane.scheduler.events import Effect, ExcerptRows, ExtractRows, ForgetB
 from dataplane.scheduler.holdings import WaitingTasks
 from dataplane.scheduler.records import CachedBlock, Excerpt, SlabPhase, SlabTask
 
-# Of rows of different sizes, those of one excerpt are larger than usual by this part at most, else
-# it is made once more.
+# Rows may differ in size, so an excerpt gets an eighth more room than its rows take on average. One
+# that does not fit is made once more.
 _SPREAD_PARTS = 8
 # Looking for the rows of a block takes time on the event loop.
 _SEARCHED_ROWS_MAX = 1 << 20

@@ -116,8 +116,8 @@ def missing(listed: Iterable[ObjectInfo], stores: Connect) -> set[str]:
 
 
 def _matches(names: Sequence[Url], stores: Connect) -> Iterator[tuple[list[ObjectInfo], list[str]]]:
-    """Yield the objects of each name, and the folders above it that may be tables. Several patterns
-    are looked up at once, also patterns of different names, since each takes a round trip.
+    """Yield the objects of each name, and the folders above it that may be tables. The patterns of
+    all names are looked up in parallel, since each lookup takes a round trip.
     """
     commits: dict[tuple[str, str], str] = {}
     patterns = (

@@ -161,11 +161,13 @@ def hive_keys(urls: Iterable[str], names: Iterable[str]) -> list[str]:
 def series_together(
     urls: Sequence[str], names: Iterable[str]
 ) -> tuple[str, Mapping[str, int]] | None:
-    """Find the first folder whose shards form several complete series, such as "en-00000-of-00003",
-    that would be read as one dataset. Return the folder and the number of shards of each series, by
-    the start of their names; None if there is no such folder. Names with words for splits were
-    checked before. A folder is skipped if the user's names contain, in their last parts, every
-    series of it. The urls are in the order of a list.
+    """Find the first folder whose shards form several complete series that would be read as one
+    dataset, such as "en-00000-of-00003" beside "de-00000-of-00002". Return the folder and the
+    number of shards in each series, by the prefix of their names; None if there is no such folder.
+    `urls` are in the order of a listing.
+
+    Series are ignored if their prefix names a split, since splits were checked before. A folder is
+    skipped if the last parts of the user's `names` contain the prefixes of all its series.
     """
     named = "\n".join(name.rstrip("/").rpartition("/")[2] for name in names)
     of_folder: dict[str, dict[str, int]] = {}

@@ -193,7 +193,7 @@ def _like(values: pa.Array, pattern: str) -> pa.Array:
     """
     if "\\" not in pattern:
         return pc.match_like(values, pattern)
-    # What Arrow makes of a backslash depends on where it stands.
+    # The meaning of a backslash in Arrow depends on its place in the pattern, so use a regex.
     parts = (
         {"%": ".*", "_": "."}.get(other) or re.escape(escaped or other)
         for escaped, other in _PATTERN_PARTS.findall(pattern)

@@ -352,8 +352,10 @@ def _on_grid(relation: str, value: float | Decimal, kind: pa.DataType) -> tuple[
 
 
 def _time(text: str, kind: pa.DataType) -> pa.Scalar:
-    """Parse a time in the unit and time zone of a column; without a zone, it is in UTC. Nanoseconds
-    keep all digits of a text, and the column's own unit allows all of its years.
+    """Parse a time in the unit and time zone of a column. A text without a zone is in UTC.
+
+    For a column with a time zone, the text is parsed as nanoseconds first, which keeps all of
+    its digits, and otherwise in the column's unit, which can express more years.
 
     Raises:  ArrowInvalid: the text is no time, or lies outside of the column's range.
     """

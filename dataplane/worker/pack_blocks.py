@@ -103,7 +103,9 @@ class PackForm(Struct, frozen=True):
 
 
 class PackBlock(Struct, frozen=True):
-    """A block of documents with its packs, by key; or without, an excerpt whose rows are packs."""
+    """A block of documents, with its packs for each key. `packs` is None for an excerpt, whose rows
+    are packs already.
+    """
 
     columns: BlockColumns
     packs: tuple[Packs, ...] | None

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataplane.base import collector
 
-# What imports make stays. Without this, Python looks at all that torch has made meanwhile, which
-# takes as long as the imports.
+# Objects that imports create stay alive. If it were not paused, the garbage collector would
+# traverse all objects that torch creates here, which takes as long as the imports.
 with collector.resting():
     from dataplane_torch.loader import DataLoader
 

@@ -102,7 +102,7 @@ class EpochReader:
         while True:
             self._follow()
             if self._change is not None and self.step >= self._change[0]:
-                # What was read ahead is of the weights before.
+                # The batches read ahead still have the previous weights.
                 self._ready = []
                 stream.change(self._change[1])
                 self._change = None

@@ -195,7 +195,7 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
 
     said = f"{taker}() has no argument {name!r}"
     if name in BY_NAME:
-        return f"{said}: it is a setting, and not of one loader. Set {ways_to_set(name, '…')}"
+        return f"{said}: it is a setting, not an argument of a loader. Set {ways_to_set(name, '…')}"
     page = "docs/arguments.md lists them, with what those of other loaders are called here"
     return f"{said}{meant(name, known)} ({page})"
 
@@ -224,16 +224,17 @@ def _global_batch(given: Arguments, dp_size: int, *, pads: bool) -> int:
         name = "batch_size" if whole is None else "global_batch_size"
         raise ConfigError(
             f"{name}={given.batch_size if whole is None else whole!r:.80} with"
-            ' Pack(…, policy="pad"): each sample is a padded batch already, of as many rows as fit'
-            " into its length: pass batch_size=None",
+            ' Pack(…, policy="pad"): each sample is already a padded batch, with as many rows as'
+            " its length allows. Pass batch_size=None",
             field=name,
         )
     if pads:
         return dp_size
     if whole is None and given.batch_size is None:
         raise ConfigError(
-            "batch_size=None: samples that are batches already are those of"
-            ' pack=Pack("tokens", 16384, policy="pad"). Pass the samples of a rank\'s batch',
+            "batch_size=None: only the samples of"
+            ' pack=Pack("tokens", 16384, policy="pad") are batches already. Pass the samples of a'
+            " rank's batch",
             field="batch_size",
         )
     if whole is None:
@@ -255,7 +256,9 @@ def _end(given: Arguments) -> End:
     if not isinstance(end, str) or end not in ends:
         raise ConfigError(f"end={end!r:.80}: choose one of {', '.join(ends)}", field="end")
     if given.drop_last and ends[end] is not End.DROP:
-        raise ConfigError(f"drop_last=True conflicts with end={end!r}: pass one", field="end")
+        raise ConfigError(
+            f"drop_last=True conflicts with end={end!r}: pass one of them", field="end"
+        )
     return ends[end]
 
 
@@ -267,7 +270,7 @@ def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> i
     number = whole(value)
     if number is None or not least <= number <= most:
         raise ConfigError(
-            f"{name}={value!r:.80}: a whole number from {least} to {most}", field=name
+            f"{name}={value!r:.80}: pass a whole number from {least} to {most}", field=name
         )
     return number
 

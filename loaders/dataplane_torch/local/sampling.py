@@ -77,7 +77,7 @@ class Places:
         self._states_at = self._drawn
 
     def walk(self) -> Iterator[Any]:
-        """Yield the indices of each batch. A generator, since no iterator is faster."""
+        """Yield the indices of each batch. A generator: a class with `__next__` is slower."""
         while self._missing:
             yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:

@@ -227,7 +227,7 @@ class Worker:
         wrapped = workers.ExceptionWrapper(where=where)
         try:
             pickled_whole(wrapped)
-        except Exception:  # noqa: BLE001 - its class is in no module, but its text says all
+        except Exception:  # noqa: BLE001 - its class cannot be imported; its text is enough
             wrapped.exc_type = RuntimeError
         return wrapped
 
