@@ -69,15 +69,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_script_measures_and_says_which_bars_are_met() -> None:
-    rows, _ = run("plan", "scale", *SMALL, *EASY)
+    rows, _ = run("plans", "scale", *SMALL, *EASY)
     assert value(rows["samples"]) == 100_000
     assert not any(row["missed"] for row in rows.values())
-    rows, _ = run("plan", "scale", *SMALL, *EASY, "--seek-ms-max", "0", status=1)
+    rows, _ = run("plans", "scale", *SMALL, *EASY, "--seek-ms-max", "0", status=1)
     assert rows["seek, slowest"]["missed"]
 
 
 def test_a_script_prints_a_table_and_its_help() -> None:
-    command = [sys.executable, SCRIPTS / "plan.py"]
+    command = [sys.executable, SCRIPTS / "plans.py"]
     done = subprocess.run(
         [*command, "scale", *SMALL, *EASY, "--seek-ms-max", "0"],
         capture_output=True, text=True, check=False,
@@ -91,7 +91,7 @@ def test_a_script_prints_a_table_and_its_help() -> None:
 def test_the_plan_of_a_mixture_is_measured(script) -> None:
     easy = {"plan_s_max": 1e9, "plan_mb_max": 1e9, "seek_ms_max": 1e9}
     rows = {
-        row.name: row for row in script("plan").mixtures(sources=5, blocks=2000, rows=50, **easy)
+        row.name: row for row in script("plans").mixtures(sources=5, blocks=2000, rows=50, **easy)
     }
     assert 90_000 < rows["samples"].value <= 100_000
     assert rows["counts of a lane, away from exact, at most"].value < 3.4
@@ -181,7 +181,7 @@ def test_the_parts_that_run_the_benchmark_have_its_cases_or_say_why_they_failed(
 @pytest.mark.parametrize(
     "command",
     [
-        "plan packing",
+        "plans packing",
         "worker gather --rounds 1",
         "torch_datasets memory expanded-collate --rounds 1",
         "device training --seconds 0.1 --models transformer",

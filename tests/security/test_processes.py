@@ -46,7 +46,8 @@ import sys, dataplane.node.server, dataplane.node.__main__, dataplane.client.ses
 import dataplane.coordinator.front, dataplane.settings, dataplane.cli
 ours = ("dataplane.security.", "grpc", "jwt", "cryptography")
 every = [one for one in sys.modules if one.startswith(ours)]
-print([one for one in every if one != "dataplane.security.environment"])  # workers need it
+# Workers need the one, the node's own socket the other.
+print([one for one in every if not one.endswith((".environment", ".admission"))])
 """
 
 

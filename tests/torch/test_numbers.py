@@ -35,12 +35,13 @@ def test_every_count_that_a_loader_takes_may_be_of_any_kind(fake, kind):
         assert state["epoch"] == 5
         loader.load_state_dict({name: _as(kind, value) for name, value in state.items()})
         assert loader.state_dict() == state
-    found = request_of(node)
-    assert (found.seed, found.lanes, found.window, found.global_batch) == (3, 4, 64, 16)
-    assert found.topology == Topology(0, 2, 0, 1)
+    request = request_of(node)
+    spec = request.spec
+    assert (spec.seed, spec.lanes, spec.window, spec.global_batch) == (3, 4, 64, 16)
+    assert request.topology == Topology(0, 2, 0, 1)
     with DataLoader(URL, global_batch_size=kind(12)) as loader:
         len(loader)
-    assert request_of(node).global_batch == 12
+    assert request_of(node).spec.global_batch == 12
 
 
 def _as(kind, value):

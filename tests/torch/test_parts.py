@@ -117,7 +117,9 @@ def test_the_node_makes_no_slab_for_a_stage_without_columns(fake) -> None:
     with DataLoader("/data", 10, topology=place) as loader:
         assert len(list(loader)) == 10
     whole = [one for one in node.seen if isinstance(one, OpenJob)][-1]
-    assert asked[0].column_options == whole.column_options  # so that stages share what is made
+    assert (
+        asked[0].spec.column_options == whole.spec.column_options
+    )  # so that stages share what is made
 
 
 def test_parts_of_sequences_are_views_of_the_same_memory(shards) -> None:

@@ -24,7 +24,7 @@ LARGE, SMALL = "64MiB", "1MiB"
 
 pytestmark = [
     pytest.mark.usefixtures("small_node"),
-    pytest.mark.filterwarnings("ignore:the shuffle of this job:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the shuffle keeps:UserWarning"),
 ]
 
 
