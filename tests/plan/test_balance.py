@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
-from plan import golden, plain
 
 from dataplane.model.records import Exhausted, PackPolicy, PackSpec
 from dataplane.plan.balance import numbered
@@ -15,6 +14,7 @@ from dataplane.plan.mixed_order import MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.packs import costs, packs_of
+from plan import golden, plain
 
 Int64 = NDArray[np.int64]
 LAYOUTS = st.lists(st.integers(1, 150), min_size=1, max_size=10).map(np.array)

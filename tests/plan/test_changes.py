@@ -6,8 +6,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
-from plan import golden
-from plan.test_mixture import everything, mixtures, order_of, twin_of
 
 from dataplane.model.changes import step_count
 from dataplane.model.errors import ConfigError
@@ -16,6 +14,8 @@ from dataplane.plan import mixture
 from dataplane.plan.changes import changed, in_effect, next_boundary, scheduled, steps_before
 from dataplane.plan.counting import CountingTree, quantised
 from dataplane.plan.mixture import Mixed, plan_of
+from plan import golden
+from plan.test_mixture import everything, mixtures, order_of, twin_of
 
 modest = settings(max_examples=60)
 places = st.tuples(st.integers(0, 2), st.integers(0, 80))

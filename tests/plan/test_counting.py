@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan import golden, plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan.counting import (
@@ -17,6 +16,7 @@ from dataplane.plan.counting import (
     of_tokens,
     quantised,
 )
+from plan import golden, plain
 
 FAR = 10**10
 weights = st.one_of(

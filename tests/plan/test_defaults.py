@@ -4,7 +4,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan import plain
 
 from dataplane.plan.defaults import (
     LANES,
@@ -15,6 +14,7 @@ from dataplane.plan.defaults import (
     open_bytes_max,
     shuffle_of,
 )
+from plan import plain
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

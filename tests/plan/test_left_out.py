@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
-from plan import golden, plain
-from plan.test_trail import manifest_of, shards
 
 from dataplane.client.state import RowsDigest
 from dataplane.model.changes import (
@@ -31,6 +29,8 @@ from dataplane.rpc.codec import decode, encode
 from dataplane.rpc.tasks import Assemble
 from dataplane.scheduler.walk import SlabSizes, Walk
 from dataplane.worker.pack_blocks import AskedPacks
+from plan import golden, plain
+from plan.test_trail import manifest_of, shards
 
 modest = settings(max_examples=150)
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)), max_size=3)

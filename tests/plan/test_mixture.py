@@ -4,7 +4,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
-from plan import golden, plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted, ShareChange
@@ -13,6 +12,7 @@ from dataplane.plan.counting import quantised
 from dataplane.plan.mixed_order import NEVER, MixedOrder, SourceOrder
 from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.permute import key
+from plan import golden, plain
 
 modest = settings(max_examples=100)
 layouts = st.lists(st.integers(1, 12), min_size=1, max_size=6)

@@ -4,11 +4,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan import golden, plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan import windows
 from dataplane.plan.order import WINDOW_MAX, Order, upcoming
+from plan import golden, plain
 
 layouts = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
 words = st.integers(0, 2**64 - 1)

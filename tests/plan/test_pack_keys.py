@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plan import plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import Exhausted
@@ -13,6 +12,7 @@ from dataplane.plan.mixture import Mixed, plan_of
 from dataplane.plan.order import Order
 from dataplane.plan.packs import KEYS_MAX, PACK_BITS, drawn_rows
 from dataplane.plan.windows import distinct
+from plan import plain
 
 SEED = 7
 

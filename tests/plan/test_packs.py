@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from oracles import best_fit as oracle
-from plan import golden, plain
 
 from dataplane.model.changes import TakenDocument
 from dataplane.model.records import LongPolicy, PackPolicy, PackSpec
@@ -26,6 +25,7 @@ from dataplane.plan.packs import (
     packs_of,
     without,
 )
+from plan import golden, plain
 
 LENGTHS = st.lists(st.integers(0, 40) | st.integers(0, 5), max_size=60)
 KEYS = st.none() | st.integers(0, 2**64 - 1)

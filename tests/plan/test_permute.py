@@ -4,7 +4,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan import golden, plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan.permute import (
@@ -16,6 +15,7 @@ from dataplane.plan.permute import (
     permutations,
     sample_keys,
 )
+from plan import golden, plain
 
 MASK = 2**64 - 1
 words = st.integers(0, MASK)

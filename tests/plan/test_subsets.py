@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from manifests import small
-from plan import golden, plain
 
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import View
@@ -24,6 +23,7 @@ from dataplane.plan.views import (
     shared_counts,
 )
 from dataplane.transforms.options import view_of
+from plan import golden, plain
 
 UNIT = 1 << 32
 BOUNDS = st.integers(0, UNIT)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from manifests import small
-from plan import golden, plain
 
 from dataplane.model.changes import EpochSteps
 from dataplane.model.config import JobSpec
@@ -18,6 +17,7 @@ from dataplane.plan.orders import order_of
 from dataplane.plan.shards import Shard
 from dataplane.plan.slices import Slice
 from dataplane.plan.tombstones import RowNames, places_of, rows_of_step, shard_named
+from plan import golden, plain
 
 SIZES = (1, 2, 3, 4, 8)
 shards = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=5).filter(

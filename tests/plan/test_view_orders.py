@@ -5,7 +5,6 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
-from plan import plain
 
 from dataplane.model.changes import EpochSteps
 from dataplane.model.records import End, Region, View
@@ -14,6 +13,7 @@ from dataplane.plan.order import Order
 from dataplane.plan.shards import Shard
 from dataplane.plan.slices import Slice
 from dataplane.plan.views import chosen, first_rows, limited, shard_words, shared_counts
+from plan import plain
 
 UNIT = 1 << 32
 SHARDS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)

@@ -134,8 +134,8 @@ def test_padded_batches_pass_through_torchs_workers_collate_and_mixtures(url: st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"pack": PACK, "batch_size": 4}, "batch_size=4 .*pass batch_size=None"),
-        ({"pack": PACK}, "batch_size=1 .*pass batch_size=None"),
+        ({"pack": PACK, "batch_size": 4}, "batch_size=4 .*Pass batch_size=None"),
+        ({"pack": PACK}, "batch_size=1 .*Pass batch_size=None"),
         ({"pack": PACK, "batch_size": None, "global_batch_size": 8}, "global_batch_size=8 .*None"),
         ({"pack": Pack("tokens", BUDGET), "batch_size": None}, 'batch_size=None.*policy="pad"'),
         (
