@@ -330,16 +330,6 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         yield from (folder for folder in below.parents if folder.is_relative_to(mount))
 
 
-def _listed(text: str) -> set[int]:
-    """The numbers in a list of the kernel, such as "0-3,8"."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (last or first).isdecimal():
-            found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
 def _words(*candidates: Path) -> list[str]:
     for path in candidates:
         words = _text(path).split()

@@ -158,8 +158,8 @@ class Window:
 
 
 class Parts:
-    """A shard, several ranges of which can be read at a time. `known` maps the offsets of ranges
-    that were read before to their bytes.
+    """A shard of which several ranges can be read at a time. `known` has the ranges that were read
+    before: their bytes by their offsets.
 
     Raises:  the StoreError family, as the shard does.
     """

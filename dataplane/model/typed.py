@@ -1,4 +1,4 @@
-"""Types that msgspec reads, known in full before they are read."""
+"""Prepare types before msgspec reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 T = TypeVar("T")
 _complete: set[object] = set()
 _completing = threading.RLock()
-# A child that is forked meanwhile would have half of a class for good.
+# A child that is forked meanwhile would have half of a description for good.
 os.register_at_fork(
     before=_completing.acquire,
     after_in_parent=_completing.release,
@@ -20,11 +20,11 @@ os.register_at_fork(
 
 
 def complete(cls: type[T]) -> type[T]:
-    """The same type, of which msgspec knows all that it needs to read it.
+    """Return this type, once msgspec has prepared itself to read it.
 
-    At the first use of a Struct, msgspec fills what it knows of the class in place and runs Python
-    meanwhile. A second thread that reads one with the half that is there dies of SIGSEGV (as of
-    msgspec 0.22), so one thread at a time completes types, before anything is read.
+    At the first use of a Struct, msgspec describes the class to itself, field by field, and runs
+    Python meanwhile. A second thread that reads such a Struct with half of the description crashes
+    (SIGSEGV, as of msgspec 0.22). So one thread at a time prepares types, before they are read.
     """
     if cls not in _complete:
         with _completing:

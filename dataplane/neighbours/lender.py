@@ -113,7 +113,7 @@ class Lender:
         self._connections: dict[int, Connection] = {}
         self._admission: Admission[Connection] = Admission(limits.admission)
         self._due: list[tuple[float, int, Connection]] = []
-        """When to look at the deadline of which connection: until then it costs nothing."""
+        """A heap: a connection's deadline is looked at when its time has come, and not before."""
         self._order = itertools.count()
         self._in_flight: InFlight[_Turn] = InFlight(block_arena.size_bytes)
         self._asked: dict[int, Connection | None] = {}

@@ -35,7 +35,7 @@ BODY_BYTES_MAX = 1 << 20
 NOTE_BYTES_MAX = 4 << 20
 """A note says where the columns lie, in 5 to 15 bytes each: 280,000 columns at least."""
 SMALL_BYTES_MAX = 4 << 10
-"""What a frame has at most, without the body of a request and the note of an answer."""
+"""The most bytes of a frame, without the body of a request and the note of an answer."""
 
 RUN_BLOCKS_MAX = 128
 """Asked for at once."""

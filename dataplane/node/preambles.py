@@ -39,7 +39,7 @@ REMEMBERED_MAX = 4096
 """Preambles of so many shards, of at most 64 KiB each."""
 _REMEMBERED_BYTES_MAX = 64 << 10
 _COPIED_BYTES_MAX = 256 << 10
-"""Of a preamble that the event loop copies itself."""
+"""The event loop copies a preamble of at most this many bytes itself."""
 
 _ShardKey = tuple[str, str, int]
 

@@ -165,8 +165,8 @@ class Stamps(Struct, eq=False):
 
     def stages(self, now: float) -> tuple[int, ...]:
         """Return (fetch, decode, room, queue, assemble, ready) as in StageTimes. Their sum is the
-        time from plan to `now`, whatever is missing or out of order. The wait for a node that makes
-        the slab counts as `queue`.
+        time from plan to `now`, also if some times are missing or out of order. The wait for a node
+        that makes the slab counts as `queue`.
         """
         room = min(self.wanted, self.slotted) if self.wanted else self.slotted
         ends = (self.fetched, self.gathered_from, room, self.started, self.made, now)

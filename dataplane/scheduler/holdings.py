@@ -158,8 +158,8 @@ class Holdings:
 # -- waiting tasks -----------------------------------------------------------------------------
 #
 # Invariants:
-# 1. `missing` has exactly the blocks of a waiting task that are not ready and of which it has no
-#    excerpt; those that are not being loaded are also in `idle`.
+# 1. `missing` has the blocks that a waiting task still needs: those that are not ready, but for the
+#    ones of which the task has an excerpt. The blocks of `missing` that nobody loads are in `idle`.
 
 
 class WaitingTasks:

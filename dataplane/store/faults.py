@@ -138,7 +138,7 @@ def is_throttle(text: str) -> bool:
 
 
 def refusal(url: str, status: int, code: str = "") -> StoreError:
-    """Return the error for an answer of which no more is known, or may be shown."""
+    """Return the error for an answer, from its status and code alone."""
     fault = _fault_of_answer(status, code)
     return fault.error(f"{url}: {fault.meaning} ({f'HTTP {status} {code}'.strip()})", shard=url)
 

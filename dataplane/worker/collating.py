@@ -44,7 +44,6 @@ from dataplane.worker.gather import Gathered
 from dataplane.worker.named_sources import Gathers, NamedSources
 
 _ARGUMENT = "collate"
-_FOUND = ColumnSpec("columns", Kind.ARRAY, "uint8", (0,))
 _DTYPES = frozenset(
     np.dtype(name)
     for name in (

@@ -89,13 +89,23 @@ _DOCUMENT_SIGMA = 1.0
 longer than a pack."""
 
 
+def _offsets(
+    random: np.random.Generator, count: int, mean: int, sigma: float, most: int | None = None
+) -> NDArray[np.int32]:
+    """Where lists of random lengths begin and end: lognormal ones of this mean, from 1 to `most`.
+
+    Shapes:  result: int32[count + 1].
+    """
+    lengths = np.exp(random.normal(math.log(mean) - sigma**2 / 2, sigma, count)).astype(np.int32)
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(np.clip(lengths, 1, most), out=offsets[1:])
+    return offsets
+
+
 def _write_documents(folder: Path, count: int) -> None:
     random = np.random.default_rng(0)
-    mean_of_log = math.log(_DOCUMENT_MEAN) - _DOCUMENT_SIGMA**2 / 2
     for path, ids in shards(folder, count):
-        lengths = np.exp(random.normal(mean_of_log, _DOCUMENT_SIGMA, len(ids))).astype(np.int32)
-        offsets = np.zeros(len(ids) + 1, np.int32)
-        np.cumsum(np.maximum(lengths, 1), out=offsets[1:])
+        offsets = _offsets(random, len(ids), _DOCUMENT_MEAN, _DOCUMENT_SIGMA)
         # 0 is left to padding.
         tokens = random.integers(1, VOCABULARY, offsets[-1], dtype=np.int32)
         lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
@@ -128,11 +138,8 @@ _TEXT_SIGMA = 0.8
 
 def _write_texts(folder: Path, count: int) -> None:
     random = np.random.default_rng(0)
-    mean_of_log = math.log(_TEXT_MEAN) - _TEXT_SIGMA**2 / 2
     for path, ids in shards(folder, count):
-        lengths = np.exp(random.normal(mean_of_log, _TEXT_SIGMA, len(ids))).astype(np.int32)
-        offsets = np.zeros(len(ids) + 1, np.int32)
-        np.cumsum(np.clip(lengths, 1, _TEXT_MAX), out=offsets[1:])
+        offsets = _offsets(random, len(ids), _TEXT_MEAN, _TEXT_SIGMA, _TEXT_MAX)
         # Few tokens are frequent and most are rare, as in any language.
         tokens = (random.random(offsets[-1], np.float32) ** 3 * VOCABULARY).astype(np.int32)
         labels = random.integers(0, _LABELS, len(ids), dtype=np.int32)
