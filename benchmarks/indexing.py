@@ -54,8 +54,7 @@ from dataplane.store.retry import Retrying
 
 PROCESSES = {
     "dp-indexer": "indexing",
-    "dp-index_reader": "indexing",
-    "dp-index_parser": "indexing",
+    "dp-fetcher": "indexing",
     "dp-worker": "workers",
 }
 

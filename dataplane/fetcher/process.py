@@ -67,6 +67,8 @@ from dataplane.store.retry import SLOW_DOWN
 _LOOK_S = 0.05
 """While reads are under way, the process looks in such intervals which are late, and why."""
 _HEDGES_MAX = 4
+_PARTS_AT_ONCE = 128
+"""They are small: their threads wait for the store."""
 _END_S = 30.0
 
 
@@ -142,6 +144,14 @@ class _Read(Struct, eq=False):
         return neighbour is not None and neighbour.form is BlockForm.DECODED
 
 
+class _Parts(Struct, eq=False):
+    """Ranges of shards that are read for indexing, and the bytes so far."""
+
+    order: fetches.ReadParts
+    contents: list[bytes | None]
+    left: int
+
+
 class Reads:
     """The reads of this process. `make_stores` gets the functions to which stores report."""
 
@@ -158,6 +168,7 @@ class Reads:
         self._stores = make_stores(self._observe)
         self._stores.pauses.join(self._share)
         self._threads = ThreadPoolExecutor(READS_MAX, "dataplane-fetch")
+        self._part_threads = ThreadPoolExecutor(_PARTS_AT_ONCE, "dataplane-part")
         self._hedges = ThreadPoolExecutor(_HEDGES_MAX, "dataplane-hedge")
         self._hedging = Hedging()
         line_tls = None if tls is None else LineTls(tls)
@@ -197,6 +208,7 @@ class Reads:
     def close(self) -> None:
         """Wait for the reads in progress."""
         self._threads.shutdown()
+        self._part_threads.shutdown()
         self._hedges.shutdown()
         self._disk.close()
         self._neighbours.close()
@@ -208,9 +220,21 @@ class Reads:
             with self._lock:
                 self._reading[body.number] = read
             self._threads.submit(self._serve, read)
+        elif isinstance(body, fetches.ReadParts):
+            count = len(body.places)
+            parts = _Parts(body, [None] * count, count)
+            for at in range(count):
+                self._part_threads.submit(self._read_part, parts, at)
         elif isinstance(body, fetches.DiskBody):
             self._disk.begin(body)
-        elif isinstance(body, fetches.ReadSlab):
+        elif isinstance(body, StorePause):
+            self._note(body)
+            self._stores.pauses.publish(body, self._share)
+        else:
+            self._begin_slab(body, *descriptors)
+
+    def _begin_slab(self, body: fetches.ToFetcherBody, *descriptors: int) -> None:
+        if isinstance(body, fetches.ReadSlab):
             self._slabs.begin(body)
         elif isinstance(body, fetches.EndSlab):
             self._slabs.give_up(body.number)
@@ -218,9 +242,6 @@ class Reads:
             self._slabs.attach(body.arena_id, *descriptors)
         elif isinstance(body, fetches.DetachDelivery):
             self._slabs.detach(body.arena_id)
-        elif isinstance(body, StorePause):
-            self._note(body)
-            self._stores.pauses.publish(body, self._share)
 
     def _serve(self, read: _Read) -> None:
         """Make a read, and report its end, unless a second request did; runs in a thread."""
@@ -242,6 +263,20 @@ class Reads:
         except EndedEarlyError:
             return
         self._ended(read, error)
+
+    def _read_part(self, parts: _Parts, at: int) -> None:
+        """Read one part; the last one sends all. Runs in a thread."""
+        wanted = parts.order.places[at]
+        # Any failure: the node reads the shard itself later, and reports the error.
+        with contextlib.suppress(Exception):
+            store, place = self._stores.connect(wanted.url), wanted.place
+            content = store.read(wanted.url, place.offset, place.length, wanted.etag)
+            parts.contents[at] = bytes(memoryview(content))
+        with self._lock:
+            parts.left -= 1
+            is_last = not parts.left
+        if is_last:
+            self._tell(fetches.PartsRead(parts.order.number, tuple(parts.contents)))
 
     def _prepare(self, order: fetches.ReadRange) -> None:
         """Allocate and map the memory of a read, while the store looks for its bytes."""

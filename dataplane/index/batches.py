@@ -1,188 +1,143 @@
-"""Index many remote shards in batches, by pairs of processes: one reads, the other one parses.
+"""Index many remote shards in batches: fetchers read parts of them, and indexing processes parse
+these.
 
-For the node, a message about a whole batch costs about as much as one about a single shard.
+For single shards the node reads itself. All of its threads share one interpreter lock, so it reads
+about 1,500 shards a second at most, on any number of processors. A message about a whole batch
+costs the node about as much as one about a single shard.
 
 Invariants:
 1. Every batch that is sent ends exactly once: with the indexes of all or some of its shards, or
-   with none if its pair has ended. No shard is blamed here: `IndexProcesses` indexes those that are
-   left out one by one, and reports what is wrong with them.
-2. A pair that has batches and answers none of them for a while is killed.
-3. A pair that has ended is replaced only if it has indexed something. So if no pair ever does, no
-   more are started.
-4. Each pair has a few batches at a time. Of their bytes, the node gets only indexes, and preambles
-   if it wants them.
-5. If a store asks a pair for a pause, the whole host keeps it, and pairs keep the host's pauses. No
-   pair can make a pause longer than a store would, nor report one of a store that it does not read.
+   with none if a process has ended. No shard is blamed here: `IndexProcesses` indexes those that
+   are left out one by one, and reports what is wrong with them.
+2. A fetcher that has reads and ends none of them for a while is killed. One that has ended is
+   replaced only if it has read something.
+3. A fetcher leaves out what it cannot read within the budget of its stores. The node reads that
+   later, and waits for the store as long as its own budget allows.
+4. If a store asks a fetcher for a pause, the whole host keeps it, and fetchers keep the host's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import select
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
-from msgspec import Struct
-
+from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.indexer_process import Child, IndexerEnded, IndexerProcess
 from dataplane.index.journal import decode_indexes
 from dataplane.index.run import BatchEnd
-from dataplane.model.errors import DataplaneError, PeerLost
+from dataplane.index.unindexed import BYTES_MAX, first_reads
+from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.model.records import ObjectInfo, Region, StorePause
-from dataplane.rpc import fetches, local, sockets
-from dataplane.rpc import index_batches as messages
+from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
-from dataplane.store.retry import SLOW_DOWN
-from dataplane.store.urls import base_of, normalise
-from dataplane.worker.forking import fork_server
 
 KeepPreamble = Callable[[str, str, Region, bytes], None]
 """Gets the url, etag, place and bytes of a shard's preamble. Called in threads."""
 TellEnd = Callable[[BatchEnd], None]
+OneOfMany = Callable[[], AbstractContextManager[IndexerProcess]]
 
 _SHARDS_MAX = 64
 """In a batch. Built-in formats read at most 8 MiB of so many at first."""
-_BATCHES_A_PAIR = 4
+_BATCHES_A_FETCHER = 4
 _USELESS_MAX = 256
 """When shards that were left out, though they could be read, outnumber the others by this, no more
 batches are made.
 """
 _LOOK_S = 0.25
-_SEND_S = 10.0
-_END_S = 2.0
-_WORDS_BYTES_MAX = 256
-_LEVEL_MAX = 8
-"""Pauses grow no further."""
+_ARENA_BYTES = 4096
+_NO_LIMIT = 0
 
 _trace = Trace("node")
 
 
-class _Sent(Struct, frozen=True):
-    """A batch that was sent to a pair."""
+class PartsFetcher:
+    """A fetcher that reads parts of shards. Thread-safe."""
 
-    shards: Sequence[int]
-    listed: Sequence[ObjectInfo]
-    tell: TellEnd
-
-
-class _Pair:
-    """Two processes, their batches, and the thread that receives their answers."""
-
-    def __init__(
-        self,
-        start: fetches.StartFetching,
-        memory_bytes: int,
-        silent_s: float,
-        pauses: Pauses,
-        hear: Callable[[_Pair, messages.FromIndexReadersBody], None],
-        lost: Callable[[_Pair], None],
-    ) -> None:
-        self.batches: dict[int, _Sent] = {}
-        self.was_of_use = self.is_closed = False
-        self._silent_s, self._pauses, self._hear, self._lost = silent_s, pauses, hear, lost
+    def __init__(self, start: fetches.StartFetching, silent_s: float, pauses: Pauses) -> None:
+        self.reads = 0
+        self.was_of_use = self.has_ended = self._is_closed = False
+        self._silent_s, self._pauses = silent_s, pauses
         self._progress = time.monotonic()
-        self._sock, theirs = sockets.pair()
-        self._sock.settimeout(_SEND_S)
-        self._sock_now = self._sock.dup()
-        self._sock_now.settimeout(0)
-        self._stderr = os.memfd_create("dataplane-index-reader", os.MFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Future[tuple[bytes | None, ...]]] = {}
+        self._child = Child("fetcher", _NO_LIMIT, fetches.FromFetcher, self._hear, self._lost)
+        arena = Arena.create("dataplane-index", _ARENA_BYTES)  # it writes nothing there
         try:
-            with theirs:
-                self._process = fork_server.start(
-                    "index_reader", theirs, self._stderr, memory_bytes
-                )
-            self.send(start)
-            pauses.join(self.slow_down)
-            self._receiver = threading.Thread(target=self._receive, name="dataplane-index-batches")
-            self._receiver.start()
-        except BaseException:
-            self._close()
-            raise
+            self._child.send(fetches.ToFetcher(start), (arena.fd, arena.fd))
+        finally:
+            arena.close()
+        pauses.join(self._slow_down)
 
-    def take(self, number: int, batch: _Sent) -> None:
-        """Note that the pair has this batch, which is sent next."""
-        if not self.batches:
+    def read(self, places: Sequence[fetches.ShardPlace]) -> Sequence[bytes | None]:
+        """Return the bytes of these places; None for those that cannot be read.
+
+        Raises:  PeerLost: the process has ended.
+        """
+        if not places:
+            return ()
+        number, parts = next(self._numbers), Future[tuple[bytes | None, ...]]()
+        with self._lock:
+            if self.has_ended:
+                raise PeerLost("the fetcher has ended", peer="")
+            self._waiting[number] = parts
+        began = time.monotonic()
+        self._child.send(fetches.ToFetcher(fetches.ReadParts(number, tuple(places))))
+        while True:
+            try:
+                return parts.result(_LOOK_S)
+            except TimeoutError:
+                if time.monotonic() - max(began, self._progress) > self._silent_s:
+                    self._child.begin_end()
+
+    def begin_end(self) -> None:
+        """Kill the process without waiting for its end. May be called twice."""
+        self._is_closed = True
+        self._child.begin_end()
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end. May be called twice."""
+        self._is_closed = True
+        self._child.kill()
+
+    def _slow_down(self, pause: StorePause) -> None:
+        """Report a store's pause to the process. Does not wait: if its socket is full of unread
+        orders, it sends no requests either.
+        """
+        self._child.send_now(fetches.ToFetcher(pause))
+
+    def _hear(self, said: fetches.FromFetcher) -> None:
+        body = said.body
+        if isinstance(body, StorePause):
+            self._pauses.publish(body, self._slow_down)
+        elif isinstance(body, fetches.PartsRead):
             self._progress = time.monotonic()
-        self.batches[number] = batch
+            with self._lock:
+                parts = self._waiting.pop(body.number)
+            self.was_of_use = self.was_of_use or any(body.contents)
+            parts.set_result(body.contents)
 
-    def send(self, body: messages.ToReaderBody) -> None:
-        """Send this to the processes. If they are gone, or do not read it, the pair ends."""
-        try:
-            local.send(self._sock, messages.ToReader(body))
-        except (PeerLost, TimeoutError):
-            self._shut()
-
-    def slow_down(self, pause: StorePause) -> None:
-        """Tell the processes of a store's pause. Does not wait: if their socket is full of unread
-        orders, they send no requests either.
-        """
-        with contextlib.suppress(OSError, PeerLost):
-            local.send(self._sock_now, messages.ToReader(pause))
-
-    def close(self) -> None:
-        """Kill the processes, without waiting for their end. May be called twice."""
-        self.is_closed = True
-        self._shut()
-
-    def join(self) -> None:
-        """Wait until the processes have ended."""
-        self._receiver.join()
-
-    def _shut(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def _receive(self) -> None:
-        why = ""
-        try:
-            self._hear_all()
-            why = f"had nothing to say for {self._silent_s:g} s"
-        except DataplaneError:  # it is gone, or sent an invalid message
-            pass
-        except Exception as error:  # noqa: BLE001 - after what it has parsed, it may say anything
-            why = f"sent nonsense: {error!r}"
-        self._lost(self)
-        self._shut()
-        if not self._process.wait(_END_S):
-            self._process.kill()
-            self._process.wait(_END_S)
-        if not self.is_closed:
-            said = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
-            why = why or said.strip().partition("\n")[0] or f"status {self._process.status()}"
-            _trace.failed("index readers ended", how=why)
-        self._close()
-
-    def _close(self) -> None:
-        self._pauses.leave(self.slow_down)
-        os.close(self._stderr)
-        self._sock_now.close()
-        self._sock.close()
-
-    def _hear_all(self) -> None:
-        """Receive answers, until the processes have batches and stay silent for too long.
-
-        Raises:  DataplaneError: the processes are gone.
-        """
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        while not self.batches or time.monotonic() - self._progress < self._silent_s:
-            if poll.poll(1e3 * _LOOK_S):
-                said, descriptors = local.receive(self._sock, messages.FromIndexReaders)
-                for fd in descriptors:
-                    os.close(fd)
-                self._hear(self, said.body)
-                if isinstance(said.body, messages.BatchIndexed):
-                    self._progress = time.monotonic()
+    def _lost(self, status: int, words: str, _: object) -> None:
+        self._pauses.leave(self._slow_down)
+        if not self._is_closed:
+            why = words.strip().partition("\n")[0] or f"status {status}"
+            _trace.failed("a fetcher that reads for indexing ended", how=why)
+        with self._lock:
+            self.has_ended = True
+            lost, self._waiting = self._waiting, {}
+        for parts in lost.values():
+            parts.set_exception(PeerLost("the fetcher has ended", peer=""))
 
 
 class IndexBatches:
-    """The pairs of one run, for a list of this many shards of one format: as many pairs as the list
-    is worth, up to `pair_count`.
+    """The batches of one run, for a list of this many shards of one format. As many fetchers as the
+    list is worth, up to `fetcher_count`, read for the processes that `one_of_many` gives.
     """
 
     def __init__(
@@ -190,32 +145,31 @@ class IndexBatches:
         format_: Format,
         shard_count: int,
         start: fetches.StartFetching,
-        memory_bytes: int,
+        one_of_many: OneOfMany,
         silent_s: float,
-        pair_count: int,
+        fetcher_count: int,
         keep: KeepPreamble | None,
         pauses: Pauses,
     ) -> None:
-        self._format, self._start, self._memory_bytes = format_, start, memory_bytes
-        self._silent_s, self._keep = silent_s, keep
-        self._pair_count = min(pair_count, -(-shard_count // _SHARDS_MAX))
+        self._format, self._start, self._one_of_many = format_, start, one_of_many
+        self._silent_s, self._keep, self._pauses = silent_s, keep, pauses
+        self._fetcher_count = min(fetcher_count, -(-shard_count // _SHARDS_MAX))
         self._changing = threading.Lock()
-        self._pairs: list[_Pair] = []
-        self._numbers = itertools.count(1)
-        self._useless = 0
-        self._is_closed = False
-        self._pauses = pauses
+        self._fetchers: list[PartsFetcher] = []
+        self._batches = self._useless = 0
+        self._stop = threading.Event()
+        at_once = _BATCHES_A_FETCHER * self._fetcher_count
+        self._threads = ThreadPoolExecutor(at_once, "dataplane-index-batch")
 
     @property
     def has_room(self) -> bool:
-        """Whether a pair can be given a batch now."""
-        with self._changing:
-            return self._can_start() or any(self._can_take(pair) for pair in self._pairs)
+        """Whether a batch can be begun now."""
+        return not self.is_over and self._batches < _BATCHES_A_FETCHER * self._fetcher_count
 
     @property
     def is_over(self) -> bool:
-        """Whether no pair will be given another batch."""
-        return not self._pair_count or self._useless > _USELESS_MAX or self._is_closed
+        """Whether no batch will be begun any more."""
+        return not self._fetcher_count or self._useless > _USELESS_MAX or self._stop.is_set()
 
     @property
     def shards_at_once(self) -> int:
@@ -223,93 +177,123 @@ class IndexBatches:
         return _SHARDS_MAX
 
     def send(self, shards: Sequence[int], listed: Sequence[ObjectInfo], tell: TellEnd) -> None:
-        """Index these shards, given by number. `tell` is called later, perhaps from a thread, with
-        the result.
+        """Index these shards, given by number. `tell` is called later, from a thread, with the
+        result.
         """
-        number, sent = next(self._numbers), _Sent(shards, listed, tell)
         with self._changing:
-            pair = self._with_room()
-            if pair is not None:
-                pair.take(number, sent)
-        if pair is None:
-            tell(BatchEnd(shards, {}))
-            return
-        told = tuple(messages.BatchShard(one.url, one.size_bytes, one.etag) for one in listed)
-        with_preambles = self._keep is not None
-        pair.send(messages.IndexBatch(number, self._format.name, told, with_preambles))
+            self._batches += 1
+        self._threads.submit(self._run, shards, listed, tell)
 
     def close(self) -> None:
-        """End all processes; batches end without indexes. May be called twice."""
+        """End all fetchers; batches end without indexes. May be called twice."""
         with self._changing:
-            self._is_closed, pairs = True, self._pairs[:]
-        for pair in pairs:
-            pair.close()
-        for pair in pairs:
-            pair.join()
+            self._stop.set()
+            fetchers = self._fetchers[:]
+        for fetcher in fetchers:
+            fetcher.begin_end()
+        self._threads.shutdown(wait=True)
+        for fetcher in fetchers:
+            fetcher.kill()
 
-    def _can_take(self, pair: _Pair) -> bool:
-        return len(pair.batches) < _BATCHES_A_PAIR
-
-    def _can_start(self) -> bool:
-        return len(self._pairs) < self._pair_count and not self.is_over
-
-    def _with_room(self) -> _Pair | None:
-        """Return the pair with the fewest batches; a new one if all have some."""
-        pair = min(self._pairs, key=lambda one: len(one.batches), default=None)
-        if (pair is None or pair.batches) and self._can_start():
-            try:
-                pair = _Pair(
-                    self._start, self._memory_bytes, self._silent_s, self._pauses,
-                    self._hear, self._lose,
-                )  # fmt: skip
-                self._pairs.append(pair)
-            except (OSError, RuntimeError, DataplaneError) as error:
-                # The machine starts no more processes or threads, or descriptors are short.
-                self._pair_count -= 1
-                _trace.failed("start of index readers", error=str(error))
-        return pair
-
-    def _hear(self, pair: _Pair, said: messages.FromIndexReadersBody) -> None:
-        """Handle a message of a pair; called in the pair's thread."""
-        if isinstance(said, StorePause):
-            self._hear_pause(pair, said)
-        else:
-            self._hear_end(pair, said)
-
-    def _hear_pause(self, pair: _Pair, said: StorePause) -> None:
+    def _run(self, shards: Sequence[int], listed: Sequence[ObjectInfo], tell: TellEnd) -> None:
+        """Index a batch, and report its end; runs in a thread."""
+        indexes: Mapping[int, ShardIndex] = {}
+        try:
+            indexes = self._indexed(listed)
+        except (IndexerEnded, DataplaneError):  # `IndexProcesses` indexes its shards alone
+            pass
+        except Exception as error:  # noqa: BLE001 - after what it has parsed, it may say anything
+            _trace.failed("an indexing process sent an invalid answer", error=repr(error))
         with self._changing:
-            listed = [one for sent in pair.batches.values() for one in sent.listed]
-        if any(base_of(normalise(one.url)) == said.store for one in listed):
-            left_s = min(max(0.0, said.left_s), SLOW_DOWN.cap_s)
-            pause = StorePause(said.store, min(said.level, _LEVEL_MAX), left_s)
-            self._pauses.publish(pause, pair.slow_down)
+            self._batches -= 1
+        tell(BatchEnd(shards, {shards[at]: index for at, index in indexes.items()}))
 
-    def _hear_end(self, pair: _Pair, said: messages.BatchIndexed) -> None:
-        with self._changing:
-            sent = pair.batches.get(said.number)
-        if sent is None:
-            return
+    def _indexed(self, listed: Sequence[ObjectInfo]) -> Mapping[int, ShardIndex]:
+        """Index these shards. Return those that are not left out, by their place in the list.
+
+        Raises:  IndexerEnded, DataplaneError: a process has ended, or none could be started.
+        """
+        fetcher = self._fetcher()
+
+        def read(places: Sequence[tuple[int, Region]]) -> tuple[tasks.BatchPart, ...]:
+            wanted = [
+                fetches.ShardPlace(listed[at].url, listed[at].etag, place) for at, place in places
+            ]
+            return tuple(
+                tasks.BatchPart(at, place.offset, content)
+                for (at, place), content in zip(places, fetcher.read(wanted), strict=True)
+                if content is not None
+            )
+
+        def read_missing(missing: tasks.MissingParts) -> tasks.BatchParts:
+            places = [(part.shard, part.place) for part in missing.parts]
+            return tasks.BatchParts(read(_limited(places)))
+
+        try:
+            parts = read(self._first_places(listed))
+            named = tuple(tasks.BatchShard(shard.url, shard.size_bytes) for shard in listed)
+            wants_preambles = self._keep is not None
+            order = tasks.IndexBatch(self._format.name, named, parts, wants_preambles)
+            with self._one_of_many() as process:
+                said = process.batch(order, read_missing, self._stop, self._silent_s)
+        except IndexerEnded:
+            with self._changing:
+                self._useless += len(listed)
+            raise
+        finally:
+            with self._changing:
+                fetcher.reads -= 1
+        return self._accept(listed, said)
+
+    def _accept(
+        self, listed: Sequence[ObjectInfo], said: tasks.BatchIndexed
+    ) -> Mapping[int, ShardIndex]:
         indexes = {int(key): index for key, index in decode_indexes(said.indexes).items()}
         for preamble in said.preambles:
-            self._hand_on(sent.listed[preamble.shard], indexes[preamble.shard], preamble.content)
-        end = BatchEnd(sent.shards, {sent.shards[at]: index for at, index in indexes.items()})
+            shard, place = listed[preamble.shard], indexes[preamble.shard].preamble
+            if self._keep is not None and len(preamble.content) == place.length:
+                self._keep(shard.url, shard.etag, place, preamble.content)
+        needing_more = len(listed) - len(indexes) - said.unread_count
         with self._changing:
-            del pair.batches[said.number]
-            pair.was_of_use = pair.was_of_use or bool(indexes)
-            needing_more = len(sent.shards) - len(indexes) - said.unread_count
             self._useless = max(0, self._useless + needing_more - len(indexes))
-        sent.tell(end)
+        return indexes
 
-    def _hand_on(self, listed: ObjectInfo, index: ShardIndex, content: bytes) -> None:
-        place = index.preamble
-        if self._keep is not None and len(content) == place.length:
-            self._keep(listed.url, listed.etag, place, content)
+    def _first_places(self, listed: Sequence[ObjectInfo]) -> list[tuple[int, Region]]:
+        return _limited(
+            [
+                (at, place)
+                for at, shard in enumerate(listed)
+                for place in first_reads(self._format, shard.size_bytes)
+            ]
+        )
 
-    def _lose(self, pair: _Pair) -> None:
-        """Handle the end of a pair; called in its thread."""
+    def _fetcher(self) -> PartsFetcher:
+        """Return the fetcher with the fewest batches; a new one if all have some.
+
+        Raises:  DataplaneError: there is none.
+        """
         with self._changing:
-            self._pairs.remove(pair)
-            self._pair_count -= not pair.was_of_use
-            lost, pair.batches = [*pair.batches.values()], {}
-        for sent in lost:
-            sent.tell(BatchEnd(sent.shards, {}))
+            if self._stop.is_set():
+                raise ClosedError("indexing was stopped")
+            for fetcher in [one for one in self._fetchers if one.has_ended]:
+                self._fetchers.remove(fetcher)
+                self._fetcher_count -= not fetcher.was_of_use
+            least = min(self._fetchers, key=lambda one: one.reads, default=None)
+            if (least is None or least.reads) and len(self._fetchers) < self._fetcher_count:
+                try:
+                    least = PartsFetcher(self._start, self._silent_s, self._pauses)
+                    self._fetchers.append(least)
+                except (OSError, RuntimeError, DataplaneError) as error:
+                    # The machine starts no more processes or threads, or descriptors are short.
+                    self._fetcher_count -= 1
+                    _trace.failed("start of a fetcher for indexing", error=str(error))
+            if least is None:
+                raise PeerLost("there is no fetcher for indexing", peer="")
+            least.reads += 1
+            return least
+
+
+def _limited(places: Sequence[tuple[int, Region]]) -> list[tuple[int, Region]]:
+    """Return the first of these places, with no more than `BYTES_MAX` bytes."""
+    sizes = itertools.accumulate(place.length for _, place in places)
+    return [wanted for wanted, size in zip(places, sizes, strict=True) if size <= BYTES_MAX]

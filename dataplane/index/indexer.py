@@ -3,9 +3,11 @@
 Invariants:
 1. The process has no credentials and opens no connection: the node reads for it, except local
    files.
-2. Several shards are indexed at once, each in a thread, since most of the time goes into waiting
-   for bytes. While a shard waits for a thread, only the parts that came with its task are held. If
-   the process crashes or runs out of memory, any shard may be the cause: the node finds out which.
+2. Several shards, or batches of shards, are indexed at once, each in a thread, since most of the
+   time goes into waiting for bytes. While a shard waits for a thread, only the parts that came with
+   its task are held. If the process crashes or runs out of memory, any shard may be the cause: the
+   node finds out which. The answer about a batch leaves out shards that cannot be indexed: the node
+   indexes those one by one, and reports what is wrong.
 3. The process exits when its socket closes.
 """
 
@@ -30,10 +32,12 @@ from typing_extensions import Buffer
 
 from dataplane.base.machine import collect_rarely, limit_memory
 from dataplane.formats import registry
+from dataplane.formats.base import ShardIndex
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.source import read_in_threads
-from dataplane.index.journal import encode_index
-from dataplane.model.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.index.journal import IndexFrames, encode_index
+from dataplane.index.unindexed import PartsOfShard, Unindexed
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
 from dataplane.model.records import Region
 from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
@@ -141,6 +145,45 @@ class _LocalShard(Struct, eq=False):
             local.send(self.sock, tasks.FromIndexer(self.task, tasks.StillReading()))
 
 
+class _Batch:
+    """A batch of shards, and the answer collected so far."""
+
+    def __init__(self, order: tasks.IndexBatch) -> None:
+        self._indexes: list[bytes] = []
+        self._preambles: list[tasks.BatchPreamble] = []
+        self._shards = Unindexed(registry.by_name(order.format), self._take)
+        self._with_preambles = order.with_preambles
+        self._frames = IndexFrames()
+        for number, shard in enumerate(order.shards):
+            self._shards.append(number, PartsOfShard(shard.url, shard.size_bytes, []))
+
+    def go_on(
+        self, body: tasks.IndexBatch | tasks.BatchParts
+    ) -> tasks.MissingParts | tasks.BatchIndexed:
+        """Index what can be indexed with these parts; return the requests of the others, if any.
+
+        Raises:  MemoryError.
+        """
+        for part in body.parts:
+            self._shards.add(part.shard, part.offset, part.content)
+        missing = self._shards.index()
+        if missing:
+            return tasks.MissingParts(tuple(tasks.MissingPart(*part) for part in missing))
+        preambles, unread_count = tuple(self._preambles), self._shards.unread_count
+        return tasks.BatchIndexed(b"".join(self._indexes), preambles, unread_count)
+
+    def _take(self, number: int, index: ShardIndex, reader: PartsOfShard) -> None:
+        """Add a shard's index and preamble to the answer.
+
+        Raises:  NotReadError: the preamble was not read.
+        """
+        place = index.preamble
+        if place.length and self._with_preambles:
+            content = bytes(memoryview(reader.read(place.offset, place.length)))
+            self._preambles.append(tasks.BatchPreamble(number, content))
+        self._indexes.append(self._frames.of(str(number), index))
+
+
 def run(sock: socket.socket, memory_bytes: int) -> None:
     """Index the shards that the node names, within this memory limit, until the node goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -151,6 +194,7 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     asked: weakref.WeakValueDictionary[int, _AskedShard] = weakref.WeakValueDictionary()
+    batches: dict[int, _Batch] = {}
     threads = ThreadPoolExecutor(_SHARDS_AT_ONCE)
     while True:
         try:
@@ -162,6 +206,9 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
             waiting = asked.get(order.task)
             if waiting is not None:  # it may have failed before it got all that it asked for
                 waiting.arrived(body)
+            continue
+        if isinstance(body, tasks.IndexBatch | tasks.BatchParts):
+            threads.submit(_go_on, sock, order.task, batches, body)
             continue
         shard: _AskedShard | _LocalShard
         if body.is_local:
@@ -176,6 +223,34 @@ def _index(shard: _AskedShard | _LocalShard, order: tasks.IndexShard | tasks.Cou
     try:
         for body in _outcome(shard, order):
             local.send(shard.sock, tasks.FromIndexer(shard.task, body))
+    except PeerLost:
+        os._exit(0)
+
+
+def _go_on(
+    sock: socket.socket,
+    task: int,
+    batches: dict[int, _Batch],
+    body: tasks.IndexBatch | tasks.BatchParts,
+) -> None:
+    """Index a batch as far as its parts allow, and answer."""
+    answer: tasks.FromIndexerBody
+    try:
+        batch = batches.pop(task, None)
+        if isinstance(body, tasks.IndexBatch):
+            batch = _Batch(body)
+        assert batch is not None
+        answer = batch.go_on(body)
+        if isinstance(answer, tasks.MissingParts):
+            batches[task] = batch
+    except MemoryError:
+        answer = tasks.OutOfMemory()
+    except Exception as error:  # noqa: BLE001 - a task is answered, whatever went wrong
+        answer = tasks.OutOfMemory() if is_out_of_memory(error) else DataplaneError(str(error))
+    try:
+        local.send(sock, tasks.FromIndexer(task, answer))
+    except ConfigError as error:  # it is too large
+        local.send(sock, tasks.FromIndexer(task, error))
     except PeerLost:
         os._exit(0)
 

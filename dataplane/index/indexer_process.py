@@ -1,4 +1,4 @@
-"""One indexing process, seen from the node.
+"""The processes that index for a node, seen from the node.
 
 Invariants:
 1. Every task given to the process ends: with its answer, its error, or the way the process ended.
@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import os
 import queue
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -33,7 +35,79 @@ _LOOK_S = 0.25
 
 _trace = Trace("node")
 
+T = TypeVar("T")
 Order = tasks.IndexShard | tasks.CountRows
+
+
+class Child:
+    """A process of this role, our end of its socket, and the thread that receives its messages.
+    `hear` gets each message, and `lost`, once, the exit status and the last words of the process,
+    and whether it was started; both are called in that thread.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        memory_bytes: int,
+        envelope: type[T],
+        hear: Callable[[T], None],
+        lost: Callable[[int, str, bool], None],
+    ) -> None:
+        self._envelope, self._hear, self._lost = envelope, hear, lost
+        self._sock, theirs = sockets.pair()
+        self._stderr = os.memfd_create(f"dataplane-{role}", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = fork_server.start(role, theirs, self._stderr, memory_bytes)
+        except BaseException:
+            self._sock.close()
+            os.close(self._stderr)
+            raise
+        self._receiver = threading.Thread(target=self._receive, name=f"dataplane-{role}")
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id; waits for it."""
+        return self._process.pid
+
+    def send(self, value: object, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message. If the process is gone, `lost` reports it."""
+        with contextlib.suppress(PeerLost):
+            local.send(self._sock, value, descriptors)
+
+    def send_now(self, value: object) -> None:
+        """Send a message, unless the process is gone or reads none of its messages."""
+        poll = select.poll()
+        with contextlib.suppress(OSError, ValueError, PeerLost):  # its socket is closed
+            poll.register(self._sock, select.POLLOUT)
+            if poll.poll(0):
+                local.send(self._sock, value)
+
+    def begin_end(self) -> None:
+        """Kill the process without waiting for its end. May be called twice."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the process and wait until `lost` was called. May be called twice."""
+        self.begin_end()
+        self._receiver.join()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(DataplaneError):  # it is gone, or sent an invalid message
+            while True:
+                said, descriptors = local.receive(self._sock, self._envelope)
+                for fd in descriptors:
+                    os.close(fd)
+                self._hear(said)
+        self._process.kill()
+        status = self._process.status()
+        words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
+        os.close(self._stderr)
+        self._lost(status, words, bool(self._process.pid))
+        self._sock.close()
 
 
 class IndexerEnded(Exception):
@@ -45,11 +119,11 @@ class IndexerEnded(Exception):
 
 
 class _Task(Struct, eq=False):
-    """One shard in a process. `reads` are its reads in flight; `failure` is the error of one of
-    them.
+    """One shard, or a batch, in a process, until `stop`. `reads` are its reads in flight; `failure`
+    is the error of one of them.
     """
 
-    shard: StoredShard
+    stop: threading.Event
     arrived: queue.SimpleQueue[tasks.FromIndexerBody | None] = field(
         default_factory=queue.SimpleQueue
     )
@@ -60,7 +134,7 @@ class _Task(Struct, eq=False):
 
 
 class IndexerProcess:
-    """One process, and the thread that receives its messages."""
+    """One process that indexes shards, and its tasks. Thread-safe."""
 
     def __init__(self, memory_bytes: int, reads: ThreadPoolExecutor) -> None:
         self.users = 0
@@ -71,17 +145,7 @@ class IndexerProcess:
         self._changing = threading.Lock()
         self._kill_count = kill_count_for_memory()
         self._end: ProcessEnd | None = None
-        self._sock, theirs = sockets.pair()
-        self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
-        try:
-            with theirs:
-                self._process = fork_server.start("indexer", theirs, self._stderr, memory_bytes)
-        except BaseException:
-            self._sock.close()
-            os.close(self._stderr)
-            raise
-        self._receiver = threading.Thread(target=self._receive, name="dataplane-indexer")
-        self._receiver.start()
+        self._child = Child("indexer", memory_bytes, tasks.FromIndexer, self._hear, self._lost)
 
     def answer(
         self, order: Order, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
@@ -90,42 +154,64 @@ class IndexerProcess:
 
         Raises:  IndexerEnded: there is none; the reason is added to `ends`.
         """
-        task, number = _Task(shard), next(self._numbers)
+        task = _Task(shard.stop)
+        try:
+            with self._task(task) as number:
+                self._child.send(tasks.ToIndexer(number, order))
+                return self._answered(number, task, shard, timeout_s)
+        except IndexerEnded as ended:
+            ends.append(ended.end)
+            raise
+
+    def batch(
+        self,
+        order: tasks.IndexBatch,
+        read: Callable[[tasks.MissingParts], tasks.BatchParts],
+        stop: threading.Event,
+        timeout_s: float,
+    ) -> tasks.BatchIndexed:
+        """Return the process's answer about a batch; `read` reads what it requests for that.
+
+        Raises:  IndexerEnded: there is none.  ClosedError: `stop` is set.
+        """
+        task = _Task(stop)
+        with self._task(task) as number:
+            self._child.send(tasks.ToIndexer(number, order))
+            while not isinstance(body := self._next(task, timeout_s), tasks.BatchIndexed):
+                if not isinstance(body, tasks.MissingParts):
+                    raise self._ended(ProcessEnd(Cause.CRASHED, f"sent {type(body).__name__}"))
+                self._child.send(tasks.ToIndexer(number, read(body)))
+            return body
+
+    def begin_end(self) -> None:
+        """Kill the process without waiting for its end. May be called twice."""
+        self._child.begin_end()
+
+    def kill(self) -> None:
+        """Kill the process, and fail all calls that wait for it. May be called twice."""
+        self._child.kill()
+
+    @contextlib.contextmanager
+    def _task(self, task: _Task) -> Iterator[int]:
+        """Yield the number of a new task."""
+        number = next(self._numbers)
         with self._changing:
             self._tasks[number] = task
             if self.has_ended:
                 task.arrived.put(None)
         try:
-            with contextlib.suppress(PeerLost):  # its end is reported where answers are received
-                local.send(self._sock, tasks.ToIndexer(number, order))
-            return self._answered(number, task, timeout_s)
-        except IndexerEnded as ended:
-            ends.append(ended.end)
-            raise
+            yield number
         finally:
             with self._changing:
                 del self._tasks[number]
 
-    def begin_end(self) -> None:
-        """Kill the process without waiting for its end. May be called twice."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._process.kill()
-
-    def kill(self) -> None:
-        """Kill the process, and fail all calls that wait for it. May be called twice."""
-        self.begin_end()
-        self._receiver.join()
-
-    def _answered(self, number: int, task: _Task, timeout_s: float) -> bytes:
+    def _answered(self, number: int, task: _Task, shard: StoredShard, timeout_s: float) -> bytes:
         while True:
             body = self._next(task, timeout_s)
             if isinstance(body, tasks.ReadShard):
                 with self._changing:
                     task.reads += 1
-                self._reads.submit(self._read, number, task, body)
-            elif isinstance(body, tasks.OutOfMemory):
-                raise self._ended(ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit"))
+                self._reads.submit(self._read, number, task, shard, body)
             elif isinstance(body, DataplaneError):
                 raise task.failure or body
             elif isinstance(body, tasks.ShardIndexed):
@@ -139,57 +225,45 @@ class IndexerProcess:
             try:
                 body = task.arrived.get(timeout=_LOOK_S)
             except queue.Empty:
-                if task.shard.stop.is_set():
+                if task.stop.is_set():
                     raise ClosedError("indexing was stopped") from None
                 now = time.monotonic()
                 if own is None or task.reads:
-                    own = OwnTime(self._process.pid, now)
+                    own = OwnTime(self._child.pid, now)
                 elif own.exceeds(timeout_s, now):
                     words = f"did not end within {timeout_s:g} s of its own time"
                     raise self._ended(ProcessEnd(Cause.STUCK, words)) from None
                 continue
             if body is None:
                 raise self._ended(None)
+            if isinstance(body, tasks.OutOfMemory):
+                raise self._ended(ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit"))
             return body
 
-    def _read(self, number: int, task: _Task, asked: tasks.ReadShard) -> None:
+    def _read(self, number: int, task: _Task, shard: StoredShard, asked: tasks.ReadShard) -> None:
         """Read for a shard, and send the bytes; runs in a thread of the node."""
         try:
-            answer = _bytes_for(task, asked)
+            answer = _bytes_for(task, shard, asked)
         except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
             task.failure = error
             answer = tasks.ShardBytes(asked.request, has_failed=True)
         with self._changing:
             task.reads -= 1
-        with contextlib.suppress(PeerLost):
-            local.send(self._sock, tasks.ToIndexer(number, answer))
+        self._child.send(tasks.ToIndexer(number, answer))
 
-    def _receive(self) -> None:
-        with contextlib.suppress(DataplaneError):  # it is gone, or sent an invalid message
-            while True:
-                said, descriptors = local.receive(self._sock, tasks.FromIndexer)
-                for fd in descriptors:
-                    os.close(fd)
-                task = self._tasks.get(said.task)
-                if task is not None:
-                    task.arrived.put(said.body)
-        self._process.kill()
-        status = self._process.status()
-        words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
-        os.close(self._stderr)
+    def _hear(self, said: tasks.FromIndexer) -> None:
+        task = self._tasks.get(said.task)
+        if task is not None:
+            task.arrived.put(said.body)
+
+    def _lost(self, status: int, words: str, has_started: bool) -> None:
         is_machine_short = kill_count_for_memory() > self._kill_count
-        end = end_of(
-            status,
-            words,
-            is_machine_short=is_machine_short,
-            has_started=bool(self._process.pid),
-        )
+        end = end_of(status, words, is_machine_short=is_machine_short, has_started=has_started)
         with self._changing:
             self._end = end
             self.has_ended = True
             for task in self._tasks.values():
                 task.arrived.put(None)
-        self._sock.close()
 
     def _ended(self, end: ProcessEnd | None) -> IndexerEnded:
         """Return the error for the end of the process: `end` says why, or else its exit status
@@ -198,12 +272,12 @@ class IndexerProcess:
         self.kill()
         end = end or self._end
         assert end is not None
-        _trace.failed("index process ended", pid=self._process.pid, how=end.words)
+        _trace.failed("index process ended", pid=self._child.pid, how=end.words)
         return IndexerEnded(end)
 
 
-def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:
-    shard, place = task.shard, asked.place
+def _bytes_for(task: _Task, shard: StoredShard, asked: tasks.ReadShard) -> tasks.ShardBytes:
+    place = asked.place
     if place is not None:
         content = bytes(memoryview(shard.read(place.offset, place.length)))
         return tasks.ShardBytes(asked.request, content)

@@ -1,8 +1,8 @@
 """Index shards in separate processes, so that no shard can harm the node.
 
 Invariants:
-1. No byte of a shard is parsed in the node. The node's store reads them, so that retries, outages
-   and credentials stay in one place; the indexing process reads local files itself.
+1. No byte of a shard is parsed in the node. The node's store reads single shards, so that retries,
+   outages and credentials stay in one place; the indexing process reads local files itself.
 2. Every process has a memory limit. If one crashes or runs out of memory, any of its shards may be
    the cause. Each of them then gets a process of its own, one at a time, and if that fails too, the
    shard is blamed.
@@ -57,8 +57,8 @@ _READS_AT_ONCE = 64
 
 # For fewer it is not worth it to start more processes.
 _BATCHED_MIN = 256
-_READER_PAIRS_MAX = 4
-_READER_BUDGET_S = 5.0
+_FETCHERS_MAX = 4
+_FETCHER_BUDGET_S = 5.0
 """Shards that take longer to read are left out: the node says that it waits for a store."""
 
 _ADVICE = "`dataplane index … -o FILE` does this once for all runs; it goes on where it was stopped"
@@ -114,7 +114,7 @@ class IndexProcesses:
             keep,
             fetches.StartFetching(
                 tuple(b"%s=%s" % entry for entry in os.environb.items()),
-                _READER_BUDGET_S,
+                _FETCHER_BUDGET_S,
                 config.fetch_timeout_s,
                 is_policed=is_policed,
                 allowed_urls=prefixes_of(config.allowed_urls) if is_policed else (),
@@ -155,9 +155,9 @@ class IndexProcesses:
             format_,
             len(listed),
             reading,
-            self._memory.base,
+            self._one_of_many,
             self._task_timeout_s,
-            min(max(1, this_machine().cpu_count // 2), _READER_PAIRS_MAX),
+            min(max(1, this_machine().cpu_count // 2), _FETCHERS_MAX),
             self._keep,
             self._pauses,
         )

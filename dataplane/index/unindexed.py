@@ -9,13 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
+from typing_extensions import Buffer
 
 from dataplane.formats.base import Format, ShardIndex
 from dataplane.formats.faults import is_out_of_memory
-from dataplane.index.parts import NotReadError, PartsOfShard
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Region
 
@@ -24,6 +24,50 @@ BYTES_MAX = 16 << 20
 _ROUNDS_MAX = 4
 """How often more of a shard is asked for: a large footer, then what the footer names."""
 _SHARD_BYTES_MAX = 1 << 20
+
+
+class NotReadError(Exception):
+    """These bytes of a shard have not been read; without `places`, the whole shard is needed."""
+
+    def __init__(self, *places: Region) -> None:
+        super().__init__(*places)
+        self.places = places
+
+
+class PartsOfShard(Struct, eq=False):
+    """A shard, and the parts of it that were read, as (offset, bytes)."""
+
+    url: str
+    size_bytes: int
+    parts: list[tuple[int, bytes]]
+
+    def read(self, offset: int, length: int) -> Buffer:
+        """Implement `ShardReader.read`.   Raises:  NotReadError."""
+        found = self._held(offset, length)
+        if found is None:
+            raise NotReadError(Region(offset, length))
+        return found
+
+    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
+        """Implement `ShardReader.read_all`.   Raises:  NotReadError: names all missing parts."""
+        found = [self._held(place.offset, place.length) for place in places]
+        held = [each for each in found if each is not None]
+        if len(held) < len(places):
+            gaps = zip(places, found, strict=True)
+            raise NotReadError(*(place for place, each in gaps if each is None))
+        return held
+
+    def stream(self) -> Iterator[Buffer]:
+        """Always fail: only parts are here.   Raises:  NotReadError."""
+        raise NotReadError
+
+    def _held(self, offset: int, length: int) -> Buffer | None:
+        for begin, content in self.parts:
+            at = offset - begin
+            if at >= 0 and at + length <= len(content):
+                return memoryview(content)[at : at + length]
+        return None
+
 
 Take = Callable[[int, ShardIndex, PartsOfShard], None]
 """Gets the number of a shard, its index, and its bytes. It may raise NotReadError, too."""

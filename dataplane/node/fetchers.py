@@ -299,9 +299,9 @@ class Fetchers:
         elif isinstance(body, fetches.StoreSeen):
             seen = Outage(body.store, body.since, body.error, body.asked, body.until)
             self._outages.note(seen, fetcher.number)
-        elif isinstance(body.error, StoreError):
+        elif isinstance(body, fetches.ShardTrouble) and isinstance(body.error, StoreError):
             fetcher.trouble[body.url] = body.error
-        else:
+        elif isinstance(body, fetches.ShardTrouble):
             fetcher.trouble.pop(body.url, None)
 
     def _count_read(self, read: _Read, end: fetches.ReadEnded) -> None:

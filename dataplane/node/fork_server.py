@@ -51,13 +51,6 @@ def _fetcher() -> _Main:
     return process.main
 
 
-def _index_reader() -> _Main:
-    # A late import, too: only nodes that index many shards need it.
-    from dataplane.index import batch_reader
-
-    return batch_reader.main
-
-
 def _lender() -> _Main:
     # A late import, too: only nodes with neighbours have a lender.
     from dataplane.neighbours import lender
@@ -69,7 +62,6 @@ _ROLES: dict[str, Callable[[], _Main]] = {
     "worker": lambda: worker.main,
     "indexer": lambda: indexer.main,
     "fetcher": _fetcher,
-    "index_reader": _index_reader,
     "lender": _lender,
 }
 

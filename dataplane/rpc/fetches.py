@@ -200,6 +200,28 @@ class ShardTrouble(Message, frozen=True):
     error: DataplaneError | None = None  # absent: they no longer are
 
 
+class ShardPlace(Message, frozen=True):
+    """A range of a shard, as it was listed."""
+
+    url: str
+    etag: str
+    place: Region
+
+
+class ReadParts(Message, frozen=True):
+    """Read ranges of shards, which are being indexed, and send the bytes."""
+
+    number: Unsigned  # chosen by the node, never reused
+    places: tuple[ShardPlace, ...]
+
+
+class PartsRead(Message, frozen=True):
+    """The bytes of each range; absent if it could not be read within the budget."""
+
+    number: Unsigned
+    contents: tuple[bytes | None, ...]
+
+
 class SlabMaker(Message, frozen=True):
     """A node that makes slabs for this one, and the key with which the two know each other."""
 
@@ -264,8 +286,11 @@ DiskBody = ReadKept | WriteKept | ScanKept
 ReadBody = ReadRange | DiskBody
 ToFetcherBody = (
     StartFetching | ReadBody | StorePause | ReadSlab | EndSlab | AttachDelivery | DetachDelivery
+    | ReadParts
 )  # fmt: skip
-FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound
+FromFetcherBody = (
+    ReadEnded | StorePause | StoreSeen | ShardTrouble | SlabRead | KeptFound | PartsRead
+)
 
 
 class ToFetcher(Message, frozen=True):

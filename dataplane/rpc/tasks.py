@@ -346,8 +346,73 @@ class ShardIndexed(Message, frozen=True):
     more: bool = False  # it continues in the next message
 
 
-ToIndexerBody = IndexShard | CountRows | ShardBytes
-FromIndexerBody = Failure | OutOfMemory | ReadShard | StillReading | ShardIndexed
+class BatchShard(Message, frozen=True):
+    """A shard of a batch, as it was listed."""
+
+    url: str
+    size_bytes: Unsigned
+
+
+class BatchPart(Message, frozen=True):
+    """Bytes of a shard of a batch, from that offset on."""
+
+    shard: Unsigned  # its number in the batch
+    offset: Unsigned  # in the shard
+    content: bytes
+
+
+class IndexBatch(Message, frozen=True):
+    """Index these shards of one format from `parts` of them, which lack what could not be read. The
+    process may request more with MissingParts.
+    """
+
+    format: str
+    shards: tuple[BatchShard, ...]
+    parts: tuple[BatchPart, ...]
+    with_preambles: bool = False  # the node wants them, too
+
+
+class MissingPart(Message, frozen=True):
+    """Bytes of a shard of a batch that are to be read, too."""
+
+    shard: Unsigned  # its number in the batch
+    place: Region  # in the shard
+
+
+class MissingParts(Message, frozen=True):
+    """The parts of a batch that must be read, too."""
+
+    parts: tuple[MissingPart, ...]
+
+
+class BatchParts(Message, frozen=True):
+    """The parts that were requested, without those that could not be read."""
+
+    parts: tuple[BatchPart, ...]
+
+
+class BatchPreamble(Message, frozen=True):
+    """The bytes of the preamble of a shard, which is named by its number in the batch."""
+
+    shard: Unsigned  # its number in the batch
+    content: bytes
+
+
+class BatchIndexed(Message, frozen=True):
+    """The end of a batch: the indexes of those of its shards that are not left out, as
+    `IndexFrames` makes them. `unread_count` shards are left out since they could not be read. The
+    node indexes those that are left out one by one, and finds out why.
+    """
+
+    indexes: bytes  # as in the node's index journal, each under its number in the batch
+    preambles: tuple[BatchPreamble, ...] = ()
+    unread_count: Unsigned = 0
+
+
+ToIndexerBody = IndexShard | CountRows | ShardBytes | IndexBatch | BatchParts
+FromIndexerBody = (
+    Failure | OutOfMemory | ReadShard | StillReading | ShardIndexed | MissingParts | BatchIndexed
+)
 
 
 class ToIndexer(Message, frozen=True):
@@ -368,7 +433,7 @@ class StartChild(Message, frozen=True):
     """Fork a process of this role, such as "worker", with this limit of private memory."""
 
     number: Unsigned  # the node's, by which it is meant from now on
-    role: str  # "worker", "indexer", "index_reader", "fetcher" or "lender"
+    role: str  # "worker", "indexer", "fetcher" or "lender"
     memory_bytes: Unsigned  # that it may have of its own
 
 

@@ -342,9 +342,9 @@ class _Shared:
         stderr_fd: int,
         memory_bytes: int,
     ) -> ForkedProcess:
-        """Start a "worker", an "indexer", an "index_reader", a "fetcher" or a "lender" without
-        waiting for it. `sock` is the child's end of the socket, `memory_bytes` its limit of private
-        memory (fetchers and lenders have none, and of a reader it is its parser's).
+        """Start a "worker", an "indexer", a "fetcher" or a "lender" without waiting for it. `sock`
+        is the child's end of the socket, `memory_bytes` its limit of private memory (fetchers and
+        lenders have none).
         """
         with self._changing:
             assert self._holder_count

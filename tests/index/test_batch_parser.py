@@ -1,4 +1,4 @@
-"""What a parser makes of the parts of shards, and what it asks for."""
+"""What an indexing process makes of the parts of a batch, and what it asks for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from shards import MemoryShard, arrow_bytes, parquet_bytes
 
 from dataplane.formats import registry
-from dataplane.index import batch_parser, unindexed
+from dataplane.index import indexer, unindexed
 from dataplane.index.journal import decode_indexes, encode_index
-from dataplane.rpc.index_batches import BatchShard, IndexBatch
+from dataplane.rpc import tasks
 
 ROWS = st.integers(1, 500)
 COLUMNS = st.integers(1, 40)
@@ -36,8 +36,8 @@ def test_what_is_read_is_indexed_as_anywhere_else(
 ) -> None:
     """A shard with a part that could not be read is counted, and the others are still indexed."""
     name, contents, unread, with_preambles = drawn
-    named = tuple(BatchShard(f"s3://b/{n}", len(c), "e") for n, c in enumerate(contents))
-    batch = batch_parser._Batch(IndexBatch(7, name, named, with_preambles))
+    named = tuple(tasks.BatchShard(f"s3://b/{n}", len(c)) for n, c in enumerate(contents))
+    batch = indexer._Batch(tasks.IndexBatch(name, named, (), with_preambles))
     format_ = registry.by_name(name)
     places = [
         (n, place)
@@ -45,22 +45,24 @@ def test_what_is_read_is_indexed_as_anywhere_else(
         for place in unindexed.first_reads(format_, one.size_bytes)
     ]
     for _ in range(unindexed._ROUNDS_MAX + 1):
-        for n, place in places:
-            if n not in unread:
-                content = contents[n][place.offset :][: place.length]
-                batch.shards.add(n, place.offset, content)
-        places = batch.shards.index()
-        assert sum(place.length for _, place in places) <= unindexed.BYTES_MAX
-        if not places:
+        parts = tuple(
+            tasks.BatchPart(n, place.offset, contents[n][place.offset :][: place.length])
+            for n, place in places
+            if n not in unread
+        )
+        answer = batch.go_on(tasks.BatchParts(parts))
+        if isinstance(answer, tasks.BatchIndexed):
             break
-    assert not places
-    found = decode_indexes(b"".join(batch.indexes))
+        places = [(part.shard, part.place) for part in answer.parts]
+        assert sum(place.length for _, place in places) <= unindexed.BYTES_MAX
+    assert isinstance(answer, tasks.BatchIndexed)
+    found = decode_indexes(answer.indexes)
     expected = {n: format_.index(MemoryShard(c)) for n, c in enumerate(contents) if n not in unread}
     assert {int(n): encode_index(each) for n, each in found.items()} == {
         n: encode_index(each) for n, each in expected.items()
     }
-    assert batch.shards.unread_count == len(unread & set(range(len(contents))))
-    preambles = {one.shard: one.content for one in batch.preambles}
+    assert answer.unread_count == len(unread & set(range(len(contents))))
+    preambles = {one.shard: one.content for one in answer.preambles}
     spans = {n: (one.preamble.offset, one.preamble.length) for n, one in expected.items()}
     assert preambles == {
         n: contents[n][at:][:length] for n, (at, length) in spans.items() if with_preambles

@@ -12,13 +12,11 @@ from batched_index import indexing
 from servers import reach
 from shards import parquet_bytes
 
-from dataplane.formats import registry
 from dataplane.index import batches, processes
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
 from dataplane.index.run import ShardBatches
-from dataplane.model.records import ObjectInfo, StorePause
-from dataplane.rpc.fetches import StartFetching
+from dataplane.model.records import StorePause
 from dataplane.store.outage import Pauses
 from dataplane.store.retry import SLOW_DOWN
 
@@ -61,42 +59,14 @@ def test_a_pause_that_readers_are_asked_for_is_kept_by_the_host(
 
 
 def test_readers_keep_the_pauses_of_the_host(awry: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_READER_PAIRS_MAX", 1)
+    monkeypatch.setattr(processes, "_FETCHERS_MAX", 1)
     names = sorted(SHARDS)
     pause, pauses = StorePause(BASE, 1, 1e6), Pauses()
     expected = index_dataset(BASE).to_bytes()
     with indexing(keep=lambda *_: pauses.publish(pause), pauses=pauses, budget_s=0.2) as found:
         assert found.of(BASE).to_bytes() == expected
-    in_flight = 4 * batches._BATCHES_A_PAIR
+    in_flight = 4 * batches._BATCHES_A_FETCHER
     assert found.alone >= set(names[in_flight + 4 :]), "those that come after the first preamble"
     with indexing(pauses=pauses, budget_s=0.2) as found:
         assert found.of(BASE).to_bytes() == expected
     assert found.alone == set(names), "no reader has begun before the pause"
-
-
-class _Unread:
-    """A pair of processes that has a batch, and is told nothing."""
-
-    def __init__(self, url: str) -> None:
-        self.batches = {1: batches._Sent((0,), (ObjectInfo(url, 9, "etag"),), lambda _: None)}
-
-    def slow_down(self, pause: StorePause) -> None:
-        raise AssertionError("it is told of its own pause")
-
-
-def test_a_parser_can_make_no_pause_longer_or_for_another_store() -> None:
-    pauses, told = Pauses(), list[StorePause]()
-    pauses.join(told.append)
-    pair: Any = _Unread(f"{BASE}/a/0.parquet")
-    start = StartFetching((), 1.0, 1.0)
-    found = batches.IndexBatches(registry.by_name("parquet"), 1, start, 1, 1.0, 1, None, pauses)
-    for store, level, left_s in (
-        ("s3://another", 1, 5.0),
-        (f"{BASE}/a", 1, 5.0),
-        (BASE, 1 << 31, 1e9),
-        (BASE, 1, float("nan")),
-        (BASE, 1, -5.0),
-    ):
-        found._hear(pair, StorePause(store, level, left_s))
-    assert [(one.store, one.left_s) for one in told] == [(BASE, 20.0), (BASE, 0.0), (BASE, 0.0)]
-    assert all(one.level <= 8 for one in told)

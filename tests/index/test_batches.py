@@ -1,4 +1,6 @@
-"""Many shards are indexed in batches by pairs of processes, with the same result as one by one."""
+"""Many shards are indexed in batches, by fetchers and indexing processes, with the same result as one
+by one.
+"""
 
 from __future__ import annotations
 
@@ -152,9 +154,7 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
         yield found
 
 
-@pytest.mark.parametrize("name", ["dp-index_reader", "dp-index_parser"])
-def test_a_process_that_is_killed_costs_time_and_nothing_else(
-    name: str,
+def test_a_fetcher_that_is_killed_costs_time_and_nothing_else(
     put: Callable[[dict[str, bytes]], str],
     proxy: Proxy,
     caplog: pytest.LogCaptureFixture,
@@ -166,12 +166,11 @@ def test_a_process_that_is_killed_costs_time_and_nothing_else(
         proxy.wait_until(Away.HANG)
         deadline = time.monotonic() + 60
         while not wait([run], timeout=0.1).done and time.monotonic() < deadline:
-            for process in named(name):  # a pair that has just been started, too
+            for process in named("dp-fetcher"):  # one that has just been started, too
                 process.kill()
         assert run.result(0).to_bytes() == index_dataset(url).to_bytes()
     assert found.alone
-    assert "index readers ended" in caplog.text
-    assert ("ended with status -9" in caplog.text) == (name == "dp-index_parser")
+    assert "a fetcher that reads for indexing ended" in caplog.text
 
 
 @pytest.mark.parametrize("way", [Away.HANG, Away.REFUSED, Away.UNAVAILABLE, Away.RESET])
@@ -209,7 +208,6 @@ def test_readers_open_what_the_node_may_open(put: Callable[[dict[str, bytes]], s
 # A format of another package. What it does to a process is said by the name of the shard.
 _ODD = """
 import os, signal, threading
-from pathlib import Path
 from dataplane.formats.parquet import Parquet
 
 class Odd(Parquet):
@@ -217,9 +215,9 @@ class Odd(Parquet):
     suffixes = (".odd",)
 
     def index(self, shard):
-        process = Path("/proc/self/comm").read_text().strip()
+        reader = type(shard).__name__
         _, way, where = shard.url.rpartition("/")[2].removesuffix(".odd").split("-")
-        if process == "dp-index_parser" or (where == "everywhere" and process == "dp-indexer"):
+        if reader == "PartsOfShard" or (where == "everywhere" and reader == "_AskedShard"):
             if way == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
                 threading.Event().wait()  # another thread may get the signal

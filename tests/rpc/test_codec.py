@@ -25,7 +25,6 @@ from dataplane.rpc import (
     codec,
     convert,
     fetches,
-    index_batches,
     lending,
     local,
     making,
@@ -35,7 +34,7 @@ from dataplane.rpc import (
     tasks,
 )
 
-ROOMS = (messages, tasks, fetches, lending, making, index_batches)
+ROOMS = (messages, tasks, fetches, lending, making)
 MESSAGES = [
     cls
     for module in ROOMS

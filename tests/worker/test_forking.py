@@ -265,7 +265,7 @@ def test_what_is_forked_starts_without_the_secrets_of_the_environment(
         monkeypatch.setenv(name, "hush")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:hush@proxy:3128")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "kept")
-    for role in ("worker", "fetcher", "index_reader"):
+    for role in ("worker", "fetcher", "indexer"):
         process, sock, stderr = a_process(role)
         for one in (psutil.Process(process.pid), server_of(process)):
             seen = one.environ()
