@@ -163,6 +163,19 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def settings_of(context: click.Context) -> Settings:
+    """Return all settings, as the options of this command, the environment and the file have them
+    now.
+
+    Raises:  ConfigError: the file or a value is wrong.
+    """
+    given = {name: value for name, value in context.params.items() if value is not None}
+    flags = {name: value for name, value in given.items() if name in settings.BY_NAME}
+    named = given.get("config_file") or context.find_root().params.get("config_file")
+    file = settings.find_file(named, os.environ)
+    return settings.resolve(flags, os.environ, file, this_machine())
+
+
 def setting_options(
     *names: str, also: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -174,12 +187,9 @@ def setting_options(
         @functools.wraps(command)
         @click.pass_context
         def resolved(context: click.Context, /, config_file: str | None, **given: Any) -> Any:
-            flags = {name: given.pop(name) for name in names}
-            general = context.find_root().params.get("config_file")
-            file = settings.find_file(config_file or general, os.environ)
-            known = {name: value for name, value in flags.items() if value is not None}
-            found = settings.resolve(known, os.environ, file, this_machine())
-            return command(settings=found, **given)
+            del config_file  # as the context has it
+            others = {name: value for name, value in given.items() if name not in names}
+            return command(settings=settings_of(context), **others)
 
         made: Callable[..., Any] = resolved
         for name in reversed(names):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,16 @@ import click
 
 from dataplane.base import background, collector
 from dataplane.base.machine import raise_descriptor_limit
-from dataplane.base.trace import Trace, configure
+from dataplane.base.trace import LEVELS, Trace, configure
 from dataplane.commands.options import (
     NODE_SETTINGS,
     SECURITY_SETTINGS,
     Settings,
     security_given,
     setting_options,
+    settings_of,
 )
-from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
+from dataplane.commands.supervision import Notices, exit_status, handled_signals
 from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.rpc import address
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
     from dataplane.security.security import Security
 
 DRAIN_S = 5.0
-CANCEL_S = 3.0
 
 _trace = Trace("serve")
 
 _COORDINATOR_SETTINGS = ("listen", "state_dir", "lease_s")
 _LOG_SETTINGS = ("log_level", "log_format")
+_IN_FORCE = "dataplane.settings"
+"""Under this name the command's context has the settings in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,9 @@ def serve(
     A cluster has one coordinator, and one node per host. Trainers pass the coordinator's address,
     and get their batches from the node on their own host. Lines on stdout say when each is ready.
 
-    SIGTERM, SIGHUP or Ctrl-C drains: the process takes no new work and finishes work in flight. A
-    second signal stops it at once.
+    SIGTERM, Ctrl-C or a closed terminal drains: the process takes no new work and finishes work in
+    flight. A second signal stops it at once. SIGHUP reloads files of credentials, and log_level and
+    log_format of the configuration file.
 
     Over TCP, nodes and commands show a token: the one in DATAPLANE_TOKEN or --token-file, or the
     one that the first coordinator creates in its state directory. Copy it to the other hosts.
@@ -91,12 +93,13 @@ def serve(
       dataplane serve --node --join 10.0.0.1:7077 --insecure --token-file /etc/dataplane/token
       dataplane serve --listen unix:/run/dataplane/coordinator.sock
     """
-    level = "debug" if context.find_root().params["debug"] else str(settings["log_level"].value)
-    configure(level, str(settings["log_format"].value))
+    context.meta[_IN_FORCE] = settings
+    _configure_log(context)
     check_variables(os.environ)
     hide_secrets()
     service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
-    context.exit(asyncio.run(_run(service)))
+    notices = Notices(os.environ)
+    context.exit(asyncio.run(_run(service, notices, partial(_reload, context, service))))
 
 
 def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> ServeRole:
@@ -130,20 +133,23 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     )
 
 
-async def _run(service: ServeRole) -> int:
+async def _run(service: ServeRole, notices: Notices, reload: Callable[[], str]) -> int:
     from dataplane.security.node_identity import own_identity
 
     background.end_process_on_failure()
     raise_descriptor_limit()
     stop = asyncio.Event()
-    with _signals(stop) as received:
+    notices.keep_pinging(asyncio.get_running_loop())
+    with handled_signals(stop, notices, reload) as received:
         try:
             identity = own_identity()
             async with _coordination(service, identity) as (coordination, joined):
                 if service.node is None:
+                    notices.ready(f"coordinator {joined}")
                     await stop.wait()
                 else:
-                    await _run_node(service, coordination, joined, identity, stop)
+                    ready = partial(_serving, service.named or joined, notices)
+                    await _run_node(service, coordination, joined, identity, stop, ready)
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
@@ -152,44 +158,46 @@ async def _run(service: ServeRole) -> int:
             raise
         except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
             background.end_process("serve", error)
-    return _exit_status(received)
+    return exit_status(received)
 
 
-@contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Handle signals: the first starts a drain. The second cancels this task, and kills the process
-    if that takes long: the kernel frees its memory, and its workers exit with it.
+def _reload(context: click.Context, service: ServeRole) -> str:
+    """Read files with credentials and the configuration file again. The log's settings take effect;
+    others need a restart. Returns what was done, as it is logged.
     """
-    received: list[int] = []
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: int) -> None:
-        if number == signal.SIGHUP and received:
-            return  # a shell that ends sends it, too, after the terminal
-        received.append(number)
-        if len(received) == 1:
-            _trace.noted("draining; a second signal stops at once", by=signal.Signals(number).name)
-            stop.set()
-        elif len(received) == 2:
-            task.cancel()
-            loop.call_later(CANCEL_S, os._exit, _exit_status(received))
-
-    ends = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
-        ends.append(signal.SIGHUP)
-    for number in ends:
-        loop.add_signal_handler(number, on_signal, number)
+    files = service.security.refresh()
+    facts = {what.replace(" ", "_"): came for what, came in files.items()}
+    before: Settings = context.meta[_IN_FORCE]
     try:
-        yield received
-    finally:
-        for number in ends:
-            loop.remove_signal_handler(number)
+        now = settings_of(context)
+    except ConfigError as error:
+        facts["settings"] = f"unchanged, since they are wrong: {error}"
+        _trace.failed("reloaded", **facts)
+    else:
+        chosen = {n for n, one in now.items() if {one.source, before[n].source} != {"default"}}
+        changed = [name for name in chosen if now[name].value != before[name].value]
+        done = sorted(f"{n}={now[n].value}" for n in changed if n in _LOG_SETTINGS)
+        later = sorted(name for name in changed if name not in _LOG_SETTINGS)
+        facts["settings"] = " ".join(done) or "unchanged"
+        if later:
+            facts["need_a_restart"] = " ".join(later)
+        context.meta[_IN_FORCE] = {**before, **{name: now[name] for name in _LOG_SETTINGS}}
+        quieter = LEVELS.index(_log_level(context)) > LEVELS.index(str(before["log_level"].value))
+        if not quieter:
+            _configure_log(context)
+        _trace.noted("reloaded", **facts)
+        if quieter:
+            _configure_log(context)
+    return "reloaded: " + ", ".join(f"{name} {came}" for name, came in facts.items())
 
 
-def _exit_status(received: list[int]) -> int:
-    return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_OK
+def _log_level(context: click.Context) -> str:
+    is_debug = context.find_root().params["debug"]
+    return "debug" if is_debug else str(context.meta[_IN_FORCE]["log_level"].value)
+
+
+def _configure_log(context: click.Context) -> None:
+    configure(_log_level(context), str(context.meta[_IN_FORCE]["log_format"].value))
 
 
 @asynccontextmanager
@@ -239,6 +247,7 @@ async def _run_node(
     joined: str,
     identity: NodeIdentity,
     stop: asyncio.Event,
+    ready: Callable[[], None],
 ) -> None:
     from dataplane.node.server import run_node
     from dataplane.rpc import names, sockets
@@ -255,7 +264,6 @@ async def _run_node(
         raise _taken(name, named) from error
     with listener:
         data_listener = await asyncio.to_thread(_data_listener, service, joined)
-        ready = partial(_serving, named)
         await run_node(
             config, listener, coordination, identity.node_id, stop, ready,
             data_listener=data_listener,
@@ -322,10 +330,11 @@ def _is_everywhere(where: str) -> bool:
     return isinstance(parsed, address.TcpAddress) and parsed.host in ("0.0.0.0", "::")  # noqa: S104
 
 
-def _serving(named: str) -> None:
+def _serving(named: str, notices: Notices) -> None:
     """Report that the node of this service is ready."""
     collector.settle()
     _announce(f"node {named}")
+    notices.ready(f"node {named}")
 
 
 def _announce(what: str) -> None:

@@ -61,9 +61,9 @@ class Jwts:
         """
         self._tokens = tokens
         self._clock = clock
-        self._key: Watched[_Key] | None = None
+        self.watched: Watched[_Key] | None = None
         if key_file:
-            self._key = Watched("key of JWTs", (key_file,), partial(public_key, key_file))
+            self.watched = Watched("key of JWTs", (key_file,), partial(public_key, key_file))
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int, int], tuple[Caller, float]] = OrderedDict()
 
@@ -73,7 +73,7 @@ class Jwts:
         Raises:  WrongTokenError.
         """
         secrets, at = self._tokens.current()
-        key, version = (None, 0) if self._key is None else self._key.current()
+        key, version = (None, 0) if self.watched is None else self.watched.current()
         place = (token, at, version)
         with self._lock:
             known = self._known.get(place)

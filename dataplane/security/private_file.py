@@ -113,22 +113,32 @@ class Watched(Generic[T]):
                 self._look()
             return self._found, self._version
 
-    def _look(self) -> None:
+    def refresh(self) -> tuple[str, str]:
+        """Check the files now. Returns what they hold, and what came of it: "unchanged", "read
+        again", or why what was read last stays in use.
+        """
+        with self._lock:
+            self._looked = self._clock()
+            return self._what, self._look()
+
+    def _look(self) -> str:
         seen = self._seen_now()
         if seen == self._seen:
-            return
+            return "unchanged"
         try:
             found = self._read()
         except ConfigError as error:
             _trace.failed(f"{self._what} cannot be read; what was read last stays", error=error)
-            return
+            return "cannot be read; what was read last stays"
         if self._seen_now() != seen:
-            return  # replaced meanwhile: look again in a second
+            return "being replaced; checked again in a second"
         self._seen = seen
-        if found != self._found:
-            self._found = found
-            self._version += 1
-            _trace.noted(f"{self._what} read again", files=" ".join(filter(None, self._paths)))
+        if found == self._found:
+            return "unchanged"
+        self._found = found
+        self._version += 1
+        _trace.noted(f"{self._what} read again", files=" ".join(filter(None, self._paths)))
+        return "read again"
 
     def _seen_now(self) -> _Seen:
         return tuple(_seen(path) for path in self._paths)

@@ -74,6 +74,11 @@ class Security(Struct, frozen=True):
             return f"This process has no token: {_HOW}"
         return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
 
+    def refresh(self) -> dict[str, str]:
+        """Check all files now; by what they hold, what came of it."""
+        watched = [one.watched for one in (self.tokens, self.tls, self.jwts) if one is not None]
+        return dict(one.refresh() for one in watched if one is not None)
+
     def check_listener(self, address: str, *, is_loopback: bool) -> None:
         """Check that listening on this address is allowed.
 

@@ -117,7 +117,7 @@ class Certificates:
             raise ConfigError(f"{given} is set and {missing} is not: give both", key=missing)
         self.files = files
         paths = (files.cert, files.key, files.ca)
-        self._pems = Watched("certificates", paths, partial(_read, files), clock)
+        self.watched = Watched("certificates", paths, partial(_read, files), clock)
 
     def __repr__(self) -> str:
         return f"Certificates({self.files})"
@@ -126,7 +126,7 @@ class Certificates:
         """The content of the files, at most a second late, and a number that grows when it
         changes.
         """
-        return self._pems.current()
+        return self.watched.current()
 
     def complaint(self) -> str:
         """Return what to do about this process's certificate if nobody trusts it now; else ""."""

@@ -67,6 +67,11 @@ class TokenSource:
         """All tokens, and a number that grows when they change."""
         return self._tokens.current() if isinstance(self._tokens, Watched) else (self._tokens, 0)
 
+    @property
+    def watched(self) -> Watched[tuple[str, ...]] | None:
+        """The file of the tokens; None if they are in a variable."""
+        return self._tokens if isinstance(self._tokens, Watched) else None
+
 
 def find(
     environ: Mapping[str, str],
