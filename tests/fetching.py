@@ -18,7 +18,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.model.config import PeerTls
 from dataplane.model.records import Region, StorePause
-from dataplane.node.fetchers import Fetchers
+from dataplane.node.fetchers import Fetchers, OnKept
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Outage, Outages, Pauses
 
@@ -99,9 +99,11 @@ class Node:
             body = BODY[part.offset : part.offset + part.length]
             assert self.bytes_at(into.offset, into.length) == body
 
-    async def end_of(self, order: fetches.ReadBody) -> fetches.Outcome:
+    async def end_of(
+        self, order: fetches.ReadBody, on_kept: OnKept | None = None
+    ) -> fetches.Outcome:
         end: asyncio.Future[fetches.Outcome] = asyncio.Future()
-        self.fetchers.read(order, end.set_result)
+        self.fetchers.read(order, end.set_result, on_kept)
         async with asyncio.timeout(TIMEOUT_S):
             return await end
 

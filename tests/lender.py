@@ -53,11 +53,10 @@ class LendingNode:
             listener,
             node_id,
             self.arena,
-            self._on_asked,
-            self.given.append,
             Trace("node"),
             tls=tls,
         )
+        self.lending.serve(self._on_asked, self.given.append)
         self.lending.keys(JOB, GENERATION, self.key)
 
     def _on_asked(self, asked: lending.Asked) -> None:

@@ -30,7 +30,6 @@ from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.making import Making
 from dataplane.node.opener import DatasetOpener, software_of
-from dataplane.node.orders import Orders
 from dataplane.node.pool import WorkerPool
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
@@ -128,9 +127,7 @@ class MakerNode:
         """What is wrong with every dataset."""
         self.opener = DatasetOpener(config, engine, self._open)
         self.lender = KeptSlabs()
-        self.making = Making(
-            config, engine, self.opener, Orders(), self.lender, clock=lambda: self.now
-        )
+        self.making = Making(config, engine, self.opener, self.lender, clock=lambda: self.now)
         self._numbers = itertools.count(1)
         self.spec: JobSpec
         self.dataset: Dataset
@@ -225,11 +222,11 @@ class MakerNode:
         sizes = slab_sizes(self.dataset, self.spec, at.dp_size, SLOT_BYTES, 0, self.collated)
         layout = plan_slots(0, sizes.slot_bytes)
         arena = Arena.create("local", layout.arena_bytes)
-        number = next(self.opener.numbers)
+        number = next(self.engine.numbers)
         delivery = DeliveryArena(number, arena, layout, (self.dataset,), collated=self.collated)
         self.engine.open_delivery(delivery)
         inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
-        order = await Orders().of(self.spec, [self.dataset.manifest], at.epoch)
+        order = await self.opener.orders.of(self.spec, [self.dataset.manifest], at.epoch)
         walk = Walk(self.spec, order, at, sizes)
         stream = self.engine.open_stream(
             delivery, walk, lambda _, body: inbox.put_nowait(body), number
@@ -290,7 +287,7 @@ class MakerNode:
         assert not self.lender.arenas
         assert not self.engine._streams
         assert not self.opener.datasets
-        assert list(self.making.open_datasets()) == []
+        assert list(self.engine.open_datasets()) == []
 
 
 @asynccontextmanager

@@ -80,7 +80,7 @@ def answer_of(session: Session, ask: Callable[[Mount, float], T]) -> T:
 def _columns(mount: Mount, deadline: float) -> tuple[DescribedColumn, ...]:
     found: list[DescribedColumn] = []
     while True:
-        body, _ = mount.wire.call(DescribeColumns(mount.job_id, len(found)), deadline)
+        body, _ = mount.call(DescribeColumns(mount.job_id, len(found)), deadline)
         if not isinstance(body, ColumnsDescribed):
             raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
         found += body.columns
@@ -94,7 +94,7 @@ def _categories(column: str, mount: Mount, deadline: float) -> Any:
     parts: list[Any] = []
     count = 0
     while True:
-        body, _ = mount.wire.call(ReadCategories(mount.job_id, column, count), deadline)
+        body, _ = mount.call(ReadCategories(mount.job_id, column, count), deadline)
         if not isinstance(body, CategoriesRead):
             raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
         with pa.ipc.open_stream(body.values) as reader:

@@ -169,7 +169,7 @@ def _own(session: Session) -> MixHistory | None:
 
 
 def _sample_count(epoch: int, mix: MixHistory, mount: Mount, deadline: float) -> int:
-    body, _ = mount.wire.call(DescribeEpoch(mount.job_id, epoch, mix), deadline)
+    body, _ = mount.call(DescribeEpoch(mount.job_id, epoch, mix), deadline)
     if not isinstance(body, EpochDescribed):
         raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
     return body.sample_count
@@ -183,7 +183,7 @@ def _changed(
     mount: Mount,
     deadline: float,
 ) -> WeightsChanged:
-    body, _ = mount.wire.call(ChangeWeights(mount.job_id, epoch, cursor, mix, weights), deadline)
+    body, _ = mount.call(ChangeWeights(mount.job_id, epoch, cursor, mix, weights), deadline)
     if not isinstance(body, WeightsChanged):
         raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
     return body

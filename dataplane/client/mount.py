@@ -1,8 +1,12 @@
 """One connection's view of a job: the arena's mapping, the held slabs, and their return.
 
 Invariants:
-1. A slab is released once, when nothing can read it any more: its memory object is dead, the
-   children forked during its life have ended, and `Pinning.when_unread` has called back.
+1. A slab is in the table from `take` until it is released, once, when nothing can read it any more:
+
+    LIVE     this process has views of it               | at its last view's death: the next two
+    FORKED   a child forked during its life may read it | when all such children have ended: UNREAD
+    UNREAD   a device may still read it                 | when `when_unread` calls back: released
+
 2. The socket stays open as long as a slab is held, even after the loader was closed: for the node,
    a closed socket means that every slab is free. The job is left at once: other ranks may wait for
    that, to open it with other arguments.
@@ -14,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import weakref
 from collections import deque
@@ -23,19 +28,22 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from dataplane.arena import forks
 from dataplane.arena.memfd import Arena
-from dataplane.client.wire import Wire
+from dataplane.client.waiting import Notice
+from dataplane.client.wire import Answer, Wire
 from dataplane.model.errors import PeerLost
+from dataplane.model.records import Region
 from dataplane.rpc.messages import (
     CloseJob,
     CloseStream,
-    FromNodeBody,
     JobOpened,
     Release,
     Slab,
     StreamOpened,
+    ToNodeBody,
 )
 
 Bytes = npt.NDArray[np.uint8]
@@ -73,23 +81,45 @@ class NoDevice:
         release()
 
 
+class _Use(enum.Enum):
+    """Who may still read a slab (invariant 1)."""
+
+    LIVE = enum.auto()
+    FORKED = enum.auto()
+    UNREAD = enum.auto()
+
+
+class _HeldSlab(Struct, eq=False):
+    """A slab that this process holds, and its number among all objects that forks may copy."""
+
+    slab_id: int
+    region: Region
+    number: int
+    use: _Use = _Use.LIVE
+
+
 class Mount:
-    """One connection's share of a job, made by a session; only its slabs outlive it."""
+    """One connection's share of a job, made by a session; only its slabs outlive it. Nodes were at
+    work for `opening_s` until the job was open.
+    """
 
     def __init__(
-        self, wire: Wire, node_id: str, job_id: str, job: JobOpened, arena: Arena, pinning: Pinning
+        self,
+        wire: Wire,
+        node_id: str,
+        job_id: str,
+        job: JobOpened,
+        arena: Arena,
+        pinning: Pinning,
+        opening_s: float = 0.0,
     ) -> None:
         self.wire, self.node_id, self.job_id, self.job = wire, node_id, job_id, job
-        self._arena, self._pinning = arena, pinning
+        self._arena, self._pinning, self.opening_s = arena, pinning, opening_s
         self._pid = os.getpid()
-        self.opening_s = 0.0
-        """For how long nodes were at work until the job was open."""
         self.asked_ahead: set[int | None] = set()
-        self._held: dict[int, int] = {}
-        self._alive: dict[int, tuple[int, int]] = {}  # by number: where in the arena
-        self._kept: forks.Kept[int] = forks.Kept()
-        self._unread: dict[int, int] = {}  # dead slabs that a device may still read
-        self._dead: deque[int] = deque()
+        self._slabs: dict[int, _HeldSlab] = {}
+        self._forked: forks.Kept[_HeldSlab] = forks.Kept()
+        self._released: deque[int] = deque()
         self._left: deque[CloseStream | CloseJob] = deque()
         self.progress = 0, 0
         """(epoch, cursor) of the stream that was walked last."""
@@ -97,15 +127,23 @@ class Mount:
         self._open = [True]
         # A slice, since an array over the arena's own view would keep it from being closed.
         self._unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
-        wire.stray, wire.waits = self._stray, self.flush
         _mounts.add(self)
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of the live slabs. Slabs that only a device may still read do not count: they
-        return by themselves.
+        """The bytes of slabs that processes may read. Slabs that only a device may still read do
+        not count: they return by themselves.
         """
-        return sum(list(self._held.values())) - sum(list(self._unread.values()))
+        slabs = list(self._slabs.values())
+        return sum(slab.region.length for slab in slabs if slab.use is not _Use.UNREAD)
+
+    def call(self, body: ToNodeBody, deadline: float) -> Answer:
+        """Send a request, and return its answer; see `Wire.call`."""
+        return self.wire.call(body, deadline, flush=self.flush)
+
+    def wait(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
+        """Return the answer to a request; see `Wire.wait`."""
+        return self.wire.wait(request_id, deadline, notice, self.flush)
 
     def take(self, slab: Slab) -> Bytes:
         """Return the memory of a slab. The slab lives as long as this object or a view of it.
@@ -120,10 +158,9 @@ class Mount:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
         # Only slots in use: mapping all of them would delay the first batch by a tenth of a second.
         self._arena.populate_once(region.offset, region.length)
-        number = forks.born()
-        weakref.finalize(memory, self._died, slab.slab_id, number).atexit = False
-        self._alive[number] = region.offset, region.length
-        self._held[slab.slab_id] = region.length
+        held = _HeldSlab(slab.slab_id, region, forks.born())
+        weakref.finalize(memory, self._died, held).atexit = False
+        self._slabs[slab.slab_id] = held
         return memory
 
     def leave_stream(self, stream_id: int, cursor: int = 0) -> None:
@@ -134,22 +171,31 @@ class Mount:
         self.flush()
 
     def flush(self) -> None:
-        """Send pending messages: slabs that died, streams and jobs that were left. Never waits."""
-        for slab_id in self._kept.let_go():
-            self._unused(slab_id)
+        """Send pending messages: slabs that died, or came too late for their requests, and streams
+        and jobs that were left. Never waits.
+        """
+        while self.wire.strays:
+            with contextlib.suppress(IndexError):
+                stray = self.wire.strays.popleft()
+                if isinstance(stray, Slab):
+                    self._released.append(stray.slab_id)
+                elif isinstance(stray, StreamOpened):
+                    self._left.append(CloseStream(stray.stream_id))
+        for slab in self._forked.let_go():
+            self._unused(slab)
         while self._left:
             with contextlib.suppress(IndexError):
                 left = self._left.popleft()
                 if not self.wire.tell_nowait(left):
                     self._left.appendleft(left)
                     return
-        while self._dead:
+        while self._released:
             slab_ids: list[int] = []
             with contextlib.suppress(IndexError):
                 while len(slab_ids) < _RELEASE_COUNT_MAX:
-                    slab_ids.append(self._dead.popleft())
+                    slab_ids.append(self._released.popleft())
             if slab_ids and not self.wire.tell_nowait(Release(self.job_id, tuple(slab_ids))):
-                self._dead.extend(slab_ids)
+                self._released.extend(slab_ids)
                 return
 
     def retire(self) -> None:
@@ -158,7 +204,7 @@ class Mount:
         """
         self._retired = True
         self.flush()
-        if not self._held:
+        if not self._slabs:
             self._finish()
         elif self.wire.peer_gone:
             self.wire.close()  # the node is gone, but devices may still read the memory
@@ -172,13 +218,14 @@ class Mount:
         """
         self._open.clear()
         self.wire.abandon()
-        self._arena.keep_only(self._alive.values())
+        live = [slab.region for slab in self._slabs.values() if slab.use is _Use.LIVE]
+        self._arena.keep_only([(region.offset, region.length) for region in live])
 
     def at_exit(self) -> None:
         """Leave the job. Close the connection, unless memory may still be read: then the kernel
         closes it.
         """
-        if self._held:
+        if self._slabs:
             self.flush()
             leaving = CloseJob(self.job_id, *self.progress, holds_slabs=True)
             self.wire.tell_last(leaving, _LEAVE_S_MAX)
@@ -186,38 +233,30 @@ class Mount:
         else:
             self._finish()
 
-    def _died(self, slab_id: int, number: int) -> None:
+    def _died(self, slab: _HeldSlab) -> None:
         if os.getpid() != self._pid:
             return
-        self._alive.pop(number, None)
-        children = forks.died(number)
+        children = forks.died(slab.number)
         if children:
-            self._kept.add(children, slab_id)
+            slab.use = _Use.FORKED  # before another thread may find that the children have ended
+            self._forked.add(children, slab)
         else:
-            self._unused(slab_id)
+            self._unused(slab)
 
-    def _unused(self, slab_id: int) -> None:
-        self._unread[slab_id] = self._held.get(slab_id, 0)
-        self._pinning.when_unread(partial(self._give_back, slab_id))
+    def _unused(self, slab: _HeldSlab) -> None:
+        slab.use = _Use.UNREAD
+        self._pinning.when_unread(partial(self._release, slab))
 
-    def _give_back(self, slab_id: int) -> None:
+    def _release(self, slab: _HeldSlab) -> None:
         if os.getpid() != self._pid:
             return
-        self._unread.pop(slab_id, None)  # first, so that it is never undercounted
-        self._held.pop(slab_id, None)
-        self._dead.append(slab_id)
+        self._slabs.pop(slab.slab_id, None)
+        self._released.append(slab.slab_id)
         # If more requests follow, the next one carries it; a waiting request was already sent.
-        if not self._held or self._retired or self.wire.is_waiting:
+        if not self._slabs or self._retired or self.wire.is_waiting:
             self.flush()
-        if self._retired and not self._held:
+        if self._retired and not self._slabs:
             self._finish()
-
-    def _stray(self, answer: FromNodeBody) -> None:
-        """Return the slab of an answer that came too late for its request."""
-        if isinstance(answer, Slab):
-            self._dead.append(answer.slab_id)
-        elif isinstance(answer, StreamOpened):
-            self._left.append(CloseStream(answer.stream_id))
 
     def _finish(self) -> None:
         try:

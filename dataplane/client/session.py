@@ -383,9 +383,8 @@ class Session:
                 os.close(fd)
             raise PeerLost(f"the node answered OpenJob with a {type(body).__name__}", peer=node_id)
         arena = Arena.attach(fds[0], body.arena_bytes)
-        mount = Mount(wire, node_id, request.job_id, body, arena, self._pinning)
-        mount.opening_s = patience.worked_s
-        return mount
+        job_id, worked_s = request.job_id, patience.worked_s
+        return Mount(wire, node_id, job_id, body, arena, self._pinning, worked_s)
 
 
 def _member_id(request: OpenJob) -> str:

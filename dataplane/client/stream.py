@@ -226,7 +226,7 @@ class SlabStream:
     def _answer(self, mount: Mount, request_id: int, deadline: float) -> FromNodeBody:
         notice = self._session.first_slab_notice()
         try:
-            return mount.wire.wait(request_id, deadline, notice)[0]
+            return mount.wait(request_id, deadline, notice)[0]
         finally:
             if notice is not None:
                 notice.over()
@@ -242,7 +242,7 @@ class SlabStream:
             mount.job_id, self._epoch, self._cursor, step, self._stride, self.mix,
             self._session.known_mix_entry,
         )  # fmt: skip
-        opened, _ = mount.wire.call(request, deadline)
+        opened, _ = mount.call(request, deadline)
         if not isinstance(opened, StreamOpened):
             raise PeerLost(f"the node answered OpenStream with {opened!r:.200}", peer=mount.node_id)
         self._mount, self._stream_id = mount, opened.stream_id

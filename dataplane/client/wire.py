@@ -2,13 +2,13 @@
 
 Invariants:
 1. One thread at a time receives for all threads; every answer goes to the slot of its request.
-2. An answer whose request was forgotten goes to `stray`, so that its slab is returned.
+2. An answer whose request was forgotten goes to `strays`, whose reader returns its slab.
 3. Nothing is received unless the socket has it: an interrupt (Ctrl-C) while waiting loses nothing.
    An interrupt in the short moment of receiving ends the wire, since an answer may be lost; the
    socket stays open for as long as slabs of it are held.
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
-5. A waiting thread first sets `is_waiting` and then calls `waits`. So data that another thread
-   queues for the next message is sent either by that thread, which sees the flag, or by `waits`.
+5. A waiting thread first sets `is_waiting` and then calls its `flush`. So data that another thread
+   queues for the next message is sent either by that thread, which sees the flag, or by `flush`.
 6. While the node says that it is working for a request, that request has no deadline: one begins
    anew whenever the node says so.
 """
@@ -22,6 +22,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from dataplane.client.waiting import Notice
@@ -54,8 +55,8 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self.stray: Callable[[FromNodeBody], None] = _ignore
-        self.waits: Callable[[], None] = _nothing
+        self.strays: deque[FromNodeBody] = deque()
+        """Answers whose requests were forgotten, until somebody takes them."""
         self._ids = itertools.count(1)
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
@@ -105,9 +106,15 @@ class Wire:
             raise
         raise self._loss()
 
-    def wait(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
+    def wait(
+        self,
+        request_id: int,
+        deadline: float,
+        notice: Notice | None = None,
+        flush: Callable[[], None] | None = None,
+    ) -> Answer:
         """Return the answer to a request, once. An answer that is an error is returned, not raised.
-        The `notice` gets the node's reports of progress.
+        The `notice` gets the node's reports of progress; `flush` sends queued messages.
 
         Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
         """
@@ -120,7 +127,8 @@ class Wire:
                     notice.working(said[1])
             self._waiters.add(me)
             try:
-                self.waits()
+                if flush is not None:
+                    flush()
                 with self._turn:
                     answer = self._slots.get(request_id)
                     if answer is not None:
@@ -165,17 +173,29 @@ class Wire:
         answer = self._slots.get(request_id)
         return None if answer is None else answer[0]
 
-    def call(self, body: ToNodeBody, deadline: float, notice: Notice | None = None) -> Answer:
+    def call(
+        self,
+        body: ToNodeBody,
+        deadline: float,
+        notice: Notice | None = None,
+        flush: Callable[[], None] | None = None,
+    ) -> Answer:
         """`ask`, then `wait`; raises the node's error. Calls `notice` when it is due.
 
         Raises:  DataplaneError: as the node says, PeerLost.  NoAnswer: none in time.
         """
-        answer = self.answered(self.ask(body, deadline), deadline, notice)
+        answer = self.answered(self.ask(body, deadline), deadline, notice, flush)
         if isinstance(answer[0], DataplaneError):
             raise answer[0]
         return answer
 
-    def answered(self, request_id: int, deadline: float, notice: Notice | None = None) -> Answer:
+    def answered(
+        self,
+        request_id: int,
+        deadline: float,
+        notice: Notice | None = None,
+        flush: Callable[[], None] | None = None,
+    ) -> Answer:
         """`wait`; calls `notice` when it is due, and forgets the request if no answer comes.
 
         Raises:  PeerLost.  NoAnswer.
@@ -183,12 +203,12 @@ class Wire:
         try:
             try:
                 due = deadline if notice is None else notice.due(deadline)
-                return self.wait(request_id, due, notice)
+                return self.wait(request_id, due, notice, flush)
             except NoAnswer:
                 if notice is None:
                     raise
                 notice.tell()
-                return self.wait(request_id, deadline, notice)
+                return self.wait(request_id, deadline, notice, flush)
         except BaseException:
             self.forget(request_id)
             raise
@@ -233,7 +253,6 @@ class Wire:
         self._sock.close()
         for request_id in list(self._slots):
             self.forget(request_id)
-        self.stray, self.waits = _ignore, _nothing
 
     def abandon(self) -> None:
         """Close the descriptor of a socket that another process keeps using."""
@@ -308,7 +327,7 @@ class Wire:
     def _dispose(self, answer: Answer) -> None:
         for fd in answer[1]:
             os.close(fd)
-        self.stray(answer[0])
+        self.strays.append(answer[0])
 
     def _lose(self, why: str) -> None:
         self.peer_gone = True
@@ -316,14 +335,6 @@ class Wire:
 
     def _loss(self) -> PeerLost:
         return PeerLost(self._lost or "this connection was closed", peer="")
-
-
-def _ignore(_answer: FromNodeBody) -> None:
-    pass
-
-
-def _nothing() -> None:
-    pass
 
 
 def _left(deadline: float) -> float:

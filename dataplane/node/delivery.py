@@ -54,7 +54,9 @@ class DeliveryArena(Struct, eq=False):
     """The columns that a collate function makes; None if there is no function, or if columns
     of rows are requested."""
     job_id: str = ""
-    """Whose slabs these are, if they are for trainers of this node."""
+    """The job whose slabs these are; "" if the node itself reads them."""
+    is_for_nodes: bool = False
+    """Whether the slabs are for other nodes, not for trainers of this one."""
 
     @property
     def column_count(self) -> int:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,7 +91,8 @@ class Engine:
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
         self._sources = BlockSources(scheduler.block, lambda number: self._datasets[number])
-        self._stream_ids = itertools.count(1)
+        self.numbers, self._stream_ids = itertools.count(1), itertools.count(1)
+        """`numbers` are unique names, of arenas and of holders of slabs."""
         self._events: deque[events.Event] = deque()
         self._reads: list[BlockRead] = []
         """Blocks that are read in one request, until the last of them is known."""
@@ -144,6 +145,19 @@ class Engine:
         """Close an arena that has no users left, when no worker writes into it any more."""
         self._tell(events.DeliveryClosed(delivery.delivery_id))
         self._pool.forget_slabs(delivery.datasets[0].dataset_id, delivery.delivery_id)
+
+    def open_datasets(self) -> Iterator[tuple[str, Dataset]]:
+        """Yield the id and a dataset of each job whose slabs are made here, for trainers or other
+        nodes.
+        """
+        for delivery in self._deliveries.values():
+            if delivery.job_id:
+                for dataset in delivery.datasets:
+                    yield delivery.job_id, dataset
+
+    def scan_disk(self) -> None:
+        """List the blocks on the disk; call this once, when the fetchers start."""
+        self._kept.scan(events.ScanDisk())
 
     def forget_dataset(self, dataset: Dataset) -> None:
         """Drop the blocks of a dataset without readers as soon as they are not in use."""
@@ -271,7 +285,11 @@ class Engine:
     def _fetch(self, effect: events.Fetch) -> None:
         into, key, name = effect.into, effect.key, BlockName(effect.dataset_id, effect.block)
         dataset = self._datasets[effect.dataset_id]
-        neighbour, kept = self.lent.whom_to_ask(dataset, effect), self._kept.asked(dataset, effect)
+        jobs = (job_id for job_id, other in self.open_datasets() if other is dataset)
+        neighbour, kept = (
+            self.lent.source_of(dataset, effect, jobs),
+            self._kept.asked(dataset, effect),
+        )
         if neighbour is None and effect.is_decoded:
             self._start_reads()
             self._on_fetched(key, name, NeighbourGone(f"block {effect.block} has another owner"))

@@ -107,9 +107,6 @@ class Fetcher:
         self.origin, self.folder = origin, folder
         self.cache_bytes = 0 if folder is None else folder.cache_bytes
         self.disk_id = "" if folder is None else folder.disk_id
-        self.on_kept: Callable[[fetches.KeptFound], None] = lambda _: None
-        self.on_scanned: Report = lambda _: None
-        """Called with blocks that the scan of the disk finds, and at its end."""
         self._preambles = preambles
         self._given_up: OrderedDict[str, StoreError] = OrderedDict()
 
@@ -144,9 +141,7 @@ class Fetcher:
         count_max = max(1, this_machine().cpu_count // 2)
         arenas = (arena, preambles.arena)
         fetchers = Fetchers(count_max, start, arenas, trace, outages, pauses, folder)
-        found = cls(fetchers, preambles, folder)
-        fetchers.on_kept = lambda kept: found.on_kept(kept)  # noqa: PLW0108 - set later
-        return found
+        return cls(fetchers, preambles, folder)
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
@@ -162,12 +157,17 @@ class Fetcher:
         """Implement `SlabReads.detach_arena`."""
         self.origin.detach_arena(arena_id)
 
-    def beginning(self) -> Callable[[str], None]:
+    def beginning(self, scan: Callable[[], None]) -> Callable[[str], None]:
         """Return a function to call, from any thread, with a url of each dataset that is opened.
         The first remote one starts the processes that read its blocks, so that they are ready by
-        then. It raises a ConfigError for an invalid url.
+        then, and calls `scan` for the blocks on disk. It raises a ConfigError for an invalid url.
         """
         loop, thread, has_begun = asyncio.get_running_loop(), threading.get_ident(), False
+
+        def start(store: str) -> None:
+            self.origin.start(store)
+            if self.folder is not None:
+                scan()
 
         def begin(url: str) -> None:
             nonlocal has_begun
@@ -176,16 +176,11 @@ class Fetcher:
                 return
             has_begun = True
             if threading.get_ident() == thread:
-                self._begin(store)
+                start(store)
             else:
-                loop.call_soon_threadsafe(self._begin, store)
+                loop.call_soon_threadsafe(start, store)
 
         return begin
-
-    def _begin(self, store: str) -> None:
-        self.origin.start(store)
-        if self.folder is not None:
-            self.origin.read(fetches.ScanKept(0), self.on_scanned)
 
     def fetch(self, blocks: Sequence[BlockRead]) -> None:
         """Read blocks of one shard that lie close together, in the order of their offsets. If there

@@ -44,6 +44,7 @@ from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
 
 Report = Callable[[fetches.Outcome], None]
+OnKept = Callable[[fetches.KeptFound], None]
 
 _DEATHS_MAX = 3
 _MESSAGES_A_TURN = 32
@@ -54,10 +55,11 @@ _PROBE = fetches.EndSlab(0)
 
 
 class _Read(Struct, eq=False):
-    """One order, and the function that reports its end."""
+    """One order, and the functions that report what a scan of the disk finds, and its end."""
 
     order: fetches.ReadBody
     report: Report
+    on_kept: OnKept | None = None
     deaths: int = 0
 
     @property
@@ -91,8 +93,8 @@ class _Fetcher(Struct, eq=False):
 
 class Fetchers:
     """At most `count_max` processes, and the reads that wait for them. They write into the arena of
-    blocks and that of preambles, and hold the lock on the `folder` of blocks on disk. `on_kept` is
-    called with the blocks that a scan finds there. Call it only from the event loop.
+    blocks and that of preambles, and hold the lock on the `folder` of blocks on disk. Call it only
+    from the event loop.
     """
 
     def __init__(
@@ -109,7 +111,6 @@ class Fetchers:
         self._start = start
         self._arenas = arenas
         self._lock = () if folder is None else (folder.lock,)
-        self.on_kept: Callable[[fetches.KeptFound], None] = lambda _: None
         self._trace = trace
         self._outages = outages
         self._pauses = pauses or Pauses()
@@ -145,11 +146,11 @@ class Fetchers:
         for _ in range(self._count.count - len(self._fetchers)):  # some may end at once
             self._spawn()
 
-    def read(self, order: fetches.ReadBody, report: Report) -> None:
+    def read(self, order: fetches.ReadBody, report: Report, on_kept: OnKept | None = None) -> None:
         """Carry out an order, whose number is given here; `report` is called, later, when its
-        memory is no longer written.
+        memory is no longer written, and before that `on_kept` with the blocks that a scan finds.
         """
-        self._waiting.append(_Read(replace(order, number=next(self._numbers)), report))
+        self._waiting.append(_Read(replace(order, number=next(self._numbers)), report, on_kept))
         self.start()
         self._dispatch()
 
@@ -292,7 +293,9 @@ class Fetchers:
             fetcher.was_of_use, self._useless = True, 0
             self._slabs.heard(fetcher, body)
         elif isinstance(body, fetches.KeptFound):
-            self.on_kept(body)
+            for read in fetcher.reads.values():
+                if read.on_kept is not None:
+                    read.on_kept(body)
         elif isinstance(body, StorePause):
             self._pauses.publish(body, self._told)
             self._pause(body, fetcher)

@@ -30,7 +30,6 @@ from dataplane.node.neighbours import JobTables
 from dataplane.node.opener import (
     DatasetOpener,
     OpenedJob,
-    OpenManifest,
     check_blocks,
     check_names,
     pixels_of,
@@ -61,16 +60,16 @@ class Jobs:
         engine: Engine,
         coordination: Coordination,
         node_id: str,
-        open_manifest: OpenManifest,
+        opener: DatasetOpener,
         tables: JobTables,
     ) -> None:
         self._config = config
         self._engine = engine
         self._node_id = node_id
         self.coordination = coordination
-        self.opener = DatasetOpener(config, engine, open_manifest)
+        self.opener = opener
         self._deliveries: dict[object, DeliveryArena] = {}
-        self.streams = Streams(engine)
+        self.streams = Streams(engine, opener.orders)
         self.members: dict[str, ServedMember] = {}
         self.places = NodePlaces(config, coordination, node_id)
         self.tables = tables
@@ -176,7 +175,7 @@ class Jobs:
             delivery,
             sizes,
             joined.generation,
-            next(self.opener.numbers),
+            next(self._engine.numbers),
             joining,
             following=following,
             joined=joined,
@@ -284,7 +283,7 @@ class Jobs:
             job = delegated_job(request, spec, software, has_workers=has_workers)
             layout = layout_of(self._config, sizes.slot_bytes)
             arena = delivery_memory(self._config, layout, sizes.batch_bytes)
-            number = next(self.opener.numbers)
+            number = next(self._engine.numbers)
             delivery = DeliveryArena(
                 number,
                 arena,

@@ -28,7 +28,6 @@ class KeptBlocks:
 
     def __init__(self, fetcher: Fetcher, tell: Callable[[DiskEvent], None]) -> None:
         self._fetcher, self._tell = fetcher, tell
-        fetcher.on_kept, fetcher.on_scanned = self._found, self._scanned
         self._asked: set[BlockName] = set()
         """Blocks that the disk was asked for, and has not refused."""
 
@@ -56,7 +55,7 @@ class KeptBlocks:
 
     def scan(self, _effect: ScanDisk) -> None:
         """List the blocks on the disk."""
-        self._fetcher.origin.read(fetches.ScanKept(0), self._scanned)
+        self._fetcher.origin.read(fetches.ScanKept(0), self._scanned, self._found)
 
     def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:
         self._asked.discard(BlockName(dataset.dataset_id, block))

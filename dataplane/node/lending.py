@@ -45,10 +45,7 @@ class Lending:
     """The lender of a node, which neighbours reach at this listening socket; it is then owned. The
     process is started with the first key. Call it only from the event loop.
 
-    `on_asked` is called for a block or a slab that a neighbour requests, and answered by one of
-    `give`, `only_decoded` and `refuse`, now or later; `on_given` when the region of a number that
-    was given is no longer read. `log` is level and format. With `tls`, all connections are inside
-    of TLS.
+    `log` is level and format. With `tls`, all connections are inside of TLS.
     """
 
     def __init__(
@@ -56,8 +53,6 @@ class Lending:
         listener: socket.socket,
         node_id: str,
         arena: Arena,
-        on_asked: OnAsked,
-        on_given: OnGiven,
         trace: Trace,
         log: tuple[str, str] = ("info", "text"),
         tls: PeerTls | None = None,
@@ -65,7 +60,8 @@ class Lending:
         self._listener = listener
         self._node_id = node_id
         self._arena = arena
-        self._on_asked, self._on_given = on_asked, on_given
+        self._on_asked: OnAsked = lambda asked: self.refuse(asked.number)
+        self._on_given: OnGiven = lambda _: None
         self._trace = trace
         self._log, self._tls = log, tls
         self._loop = asyncio.get_running_loop()
@@ -81,6 +77,13 @@ class Lending:
         self._pause_s = _PAUSE_S
         self._restart: asyncio.TimerHandle | None = None
         self._is_started = self._closed = False
+
+    def serve(self, on_asked: OnAsked, on_given: OnGiven) -> None:
+        """Begin to serve neighbours: `on_asked` is called for a block or a slab that one requests,
+        and answered by one of `give`, `only_decoded` and `refuse`, now or later; `on_given` when
+        the region of a number that was given is no longer read.
+        """
+        self._on_asked, self._on_given = on_asked, on_given
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -27,10 +27,12 @@ from dataplane.scheduler.dataset import BlockName
 
 
 class Neighbours(Protocol):
-    """The other nodes of the jobs on this node. `Neighbourhood` is these."""
+    """The other nodes of the jobs on this node. `KnownNeighbours` implements it."""
 
-    def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
-        """Whom to ask for a block; None: the store."""
+    def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str], /) -> Neighbour | None:
+        """Return the node from which to request a block of a dataset that these jobs read here;
+        None if this node owns it, or knows no neighbours.
+        """
 
     def makers(self, job_id: str, /) -> Sequence[SlabMaker]:
         """The nodes that make slabs of a job, if they are asked."""
@@ -48,7 +50,7 @@ class Neighbours(Protocol):
 
 
 class _Nobody:
-    def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None: ...
+    def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None: ...
 
     def makers(self, _job_id: str) -> Sequence[SlabMaker]:
         return ()
@@ -89,12 +91,16 @@ class LentBlocks:
         self._given: dict[int, tuple[int, ...]] = {}
         """The numbers of the blocks that were given for a run, by its number."""
 
-    def whom_to_ask(self, dataset: Dataset, effect: events.Fetch) -> Neighbour | None:
-        """The neighbour that a block comes from, if it has it; None: the store."""
+    def source_of(
+        self, dataset: Dataset, effect: events.Fetch, jobs: Iterable[str]
+    ) -> Neighbour | None:
+        """Return the neighbour that a block of these jobs comes from, if it has it; None for the
+        store.
+        """
         name = BlockName(effect.dataset_id, effect.block)
         if effect.is_lent or name in self._left_alone:
             return None
-        neighbour = self._neighbours.owner_of(dataset, effect.block)
+        neighbour = self._neighbours.owner_of(dataset, effect.block, jobs)
         if neighbour is None:
             return None
         self._expected.add(name)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from msgspec import Struct, field
@@ -38,7 +38,6 @@ from dataplane.model.records import Stream
 from dataplane.model.redact import unsigned
 from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
 from dataplane.node.changes import mix_of
-from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import shown
 from dataplane.node.engine import Engine
 from dataplane.node.making_places import MakingPlace, MakingPlaces
@@ -51,7 +50,6 @@ from dataplane.node.opener import (
     pixels_of,
     software_of,
 )
-from dataplane.node.orders import Orders
 from dataplane.plan.orders import sample_count_of, with_mix
 from dataplane.plan.slices import Slice
 from dataplane.rpc.codec import decode
@@ -109,12 +107,11 @@ class Making:
         config: NodeConfig,
         engine: Engine,
         opener: DatasetOpener,
-        orders: Orders,
         lender: SlabLender,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._engine, self._opener = config, engine, opener
-        self._orders, self._lender, self._clock = orders, lender, clock
+        self._lender, self._clock = lender, clock
         self._answers = Answers(lender)
         self._places = MakingPlaces(config, engine, opener, lender)
         self._jobs: dict[tuple[str, str, tuple[str, ...]], _Job] = {}
@@ -130,14 +127,6 @@ class Making:
     def slab_bytes(self) -> int:
         """The size of the slabs sent so far."""
         return self._answers.slab_bytes
-
-    def open_datasets(self) -> Iterator[tuple[str, Dataset]]:
-        """Yield the id of each job of which slabs are made, with each of its datasets."""
-        for job in self._jobs.values():
-            if job.places:
-                assert job.opened is not None
-                for dataset in job.opened.job.datasets:
-                    yield job.job_id, dataset
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -351,7 +340,7 @@ class Making:
                 )
             self._places.leave(job.places.pop(left[0]))
         job.opened = replace(opened, job=self._opener.keep(opened.job))
-        place = self._places.open(job.opened.job, dp_size, slot_bytes, now)
+        place = self._places.open(job.job_id, job.opened.job, dp_size, slot_bytes, now)
         job.places[key] = place
         return place
 
@@ -367,7 +356,7 @@ class Making:
         def failed(error: DataplaneError) -> None:
             self._tell(job, _NOT_MADE, str(error))
 
-        holder = next(self._opener.numbers)
+        holder = next(self._engine.numbers)
         return AskedStream(
             self._engine, place.delivery, place.held, holder, self._answers, now, failed
         )
@@ -377,7 +366,7 @@ class Making:
     ) -> None:
         try:
             gone, made = opened.changes.tombstones, opened.job
-            order = await self._orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
+            order = await self._opener.orders.of(made.spec, made.manifests, at.epoch, at.mix, gone)
         except Exception as error:  # noqa: BLE001 - one asker's nonsense is not another's loss
             self._tell(job, _NOT_MADE, repr(error))
             place.drop(stream)

@@ -74,7 +74,9 @@ class MakingPlaces:
         """Whether no abandoned arena is still being read."""
         return not self._leaving
 
-    def open(self, job: OpenedJob, dp_size: int, slot_bytes: int, now: float) -> MakingPlace:
+    def open(
+        self, job_id: str, job: OpenedJob, dp_size: int, slot_bytes: int, now: float
+    ) -> MakingPlace:
         """Create an arena with slots of this size.
 
         Raises:  ConfigError: they are not whole pages.  BudgetTooSmall: they are too large.
@@ -84,12 +86,14 @@ class MakingPlaces:
         sizes = slab_sizes(job.largest, job.spec, dp_size, slab_bytes, samples, job.collated)
         arena = delivery_memory(self._config, layout, sizes.batch_bytes)
         delivery = DeliveryArena(
-            next(self._opener.numbers),
+            next(self._engine.numbers),
             arena,
             layout,
             job.datasets,
             names_sources=job.names_sources,
             collated=job.collated,
+            job_id=job_id,
+            is_for_nodes=True,
         )
         for dataset in job.datasets:
             self._opener.read(dataset)

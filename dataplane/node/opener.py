@@ -40,6 +40,7 @@ from dataplane.node.mixing import (
     with_schedule,
     with_windows,
 )
+from dataplane.node.orders import Orders
 from dataplane.node.own_slabs import OwnReads
 from dataplane.node.pack_counts import PackCounter, PackedManifest
 from dataplane.node.shared_manifests import SharedManifests, Wanted
@@ -159,19 +160,24 @@ class OpenedJob(Struct, frozen=True):
 
 
 class DatasetOpener:
-    """Opens the datasets of one node. `numbers` are unique names, of arenas and of holders of
-    slabs. Manifests of other nodes come from `shared`, which is tried first.
+    """Opens the datasets of one node, and keeps the `orders` of their epochs. Manifests of other
+    nodes come from `shared`, which is tried first.
     """
 
-    def __init__(self, config: NodeConfig, engine: Engine, open_manifest: OpenManifest) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: Engine,
+        open_manifest: OpenManifest,
+        shared: SharedManifests | None = None,
+    ) -> None:
         self._engine = engine
         self._open_manifest = open_manifest
-        self.shared: SharedManifests | None = None
+        self._shared, self.orders = shared, Orders()
         self._manifests: OrderedDict[Wanted, asyncio.Future[Opened]] = OrderedDict()
         self._readers: Counter[int] = Counter()
         self.datasets = Datasets(config)
-        self.numbers = itertools.count(1)
-        reads = OwnReads(engine, self.numbers, self.datasets.new_id)
+        reads = OwnReads(engine, self.datasets.new_id)
         self._category_reader = CategoryReader(config, reads)
         self._mapped_reader = MappedReader(config, reads)
         self._collated_reader = CollatedReader(config, reads)
@@ -329,8 +335,8 @@ class DatasetOpener:
             former = future.result().packed.take_counted()
             if former is not None:
                 self._engine.forget_dataset(former)
-        if self.shared is not None:
-            self.shared.forget(key)
+        if self._shared is not None:
+            self._shared.forget(key)
 
     def _forget_failed(self, key: Wanted, done: asyncio.Future[Opened]) -> None:
         """Forget a failed opening, so that the next rank that opens this dataset tries again."""
@@ -343,7 +349,7 @@ class DatasetOpener:
             packed = await self._pack_counter.packed(rows, key.view, key.seed, key.source.urls)
             return await asyncio.to_thread(_opened, rows, key.view, packed)
 
-        return await (make(None) if self.shared is None else self.shared.opened(key, make))
+        return await (make(None) if self._shared is None else self._shared.opened(key, make))
 
 
 @contextlib.contextmanager

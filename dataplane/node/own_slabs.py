@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncGenerator, Callable
 
 from dataplane.arena.memfd import Arena
@@ -27,13 +26,10 @@ _SLOTS, _KEPT_BATCHES = 8, 4
 
 
 class OwnReads:
-    """The node's own reads. `arena_ids` are unique among arenas."""
+    """The node's own reads."""
 
-    def __init__(
-        self, engine: Engine, arena_ids: itertools.count[int], new_dataset_id: Callable[[], int]
-    ) -> None:
-        self._engine, self._arena_ids = engine, arena_ids
-        self.new_dataset_id = new_dataset_id
+    def __init__(self, engine: Engine, new_dataset_id: Callable[[], int]) -> None:
+        self._engine, self.new_dataset_id = engine, new_dataset_id
 
     async def slabs(
         self,
@@ -59,7 +55,7 @@ class OwnReads:
         arena = Arena.create("dataplane-own", layout.arena_bytes)
         sources = spec.mixture is not None and bool(spec.mixture.source_column)
         delivery = DeliveryArena(
-            next(self._arena_ids), arena, layout, (dataset,), names_sources=sources
+            next(engine.numbers), arena, layout, (dataset,), names_sources=sources
         )
         engine.open_delivery(delivery)
         holder = delivery.delivery_id

@@ -1,20 +1,19 @@
-"""Determine which neighbour owns a block."""
+"""The neighbours of a node, as its engine knows them: who owns a block, who makes slabs, and how
+to answer those who ask for a block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from dataplane.model.records import Region
 from dataplane.node.dataset import Dataset
+from dataplane.node.lending import Lending
 from dataplane.plan.cluster import Owners, Weighed
-from dataplane.rpc.fetches import Neighbour
+from dataplane.rpc.fetches import Neighbour, SlabMaker
 from dataplane.rpc.membership import JobNodes, NeighbourNode
-
-JobsOf = Callable[[Dataset], Iterable[str]]
-"""The jobs that read a dataset here."""
-NodesOf = Callable[[str], JobNodes | None]
-"""The nodes of a job, as the coordinator last named them."""
 
 
 class _Known(Struct, frozen=True):
@@ -35,30 +34,60 @@ class _Known(Struct, frozen=True):
         return cls(nodes, lenders, Owners(weighed) if len(lenders) > 1 else None)
 
 
-class BlockOwners:
-    """The owners of all blocks of the jobs on this node, whose id is `own_id`."""
+class KnownNeighbours:
+    """The neighbours of the node with this id, by job. It lends blocks through `lending`, if it is
+    reachable. Implements `lent.Neighbours`.
+    """
 
-    def __init__(self, own_id: str, jobs_of: JobsOf, nodes_of: NodesOf) -> None:
-        self._own_id, self._jobs_of, self._nodes_of = own_id, jobs_of, nodes_of
+    def __init__(self, own_id: str, lending: Lending | None) -> None:
+        self._own_id, self._lending = own_id, lending
         self._known: dict[str, _Known] = {}
 
-    def neighbour(self, dataset: Dataset, block: int) -> Neighbour | None:
-        """Return the node from which to request a block; None if this node owns it, or knows no
-        neighbours.
-        """
-        for job_id in self._jobs_of(dataset):
-            nodes = self._nodes_of(job_id)
-            if nodes is None:
-                self._known.pop(job_id, None)
-                continue
+    def learn(self, nodes: JobNodes) -> None:
+        """Note the nodes of a job, which the coordinator has just named."""
+        self._known[nodes.job_id] = _Known.of(nodes)
+
+    def forget(self, job_id: str) -> None:
+        """Forget the nodes of a job with which this node has nothing to do any more."""
+        self._known.pop(job_id, None)
+
+    def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str]) -> Neighbour | None:
+        """Implement `Neighbours.owner_of`."""
+        for job_id in jobs:
             known = self._known.get(job_id)
-            if known is None or known.nodes is not nodes:
-                known = self._known[job_id] = _Known.of(nodes)
-            if known.owners is not None:
-                return self._asked(known, known.owners, dataset, block)
+            if known is not None and known.owners is not None:
+                return self._owner(known, known.owners, dataset, block)
         return None
 
-    def _asked(
+    def makers(self, job_id: str) -> Sequence[SlabMaker]:
+        """Implement `Neighbours.makers`."""
+        known = self._known.get(job_id)
+        if known is None:
+            return ()
+        job = job_id, known.nodes.generation, known.nodes.key, self._own_id
+        return [
+            SlabMaker(node.address, *job, node.node_id)
+            for node in known.nodes.nodes
+            if node.worker_count and node.node_id != self._own_id
+        ]
+
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
+        """Implement `Neighbours.give`."""
+        if self._lending is not None:
+            first, *more = regions or [Region(0, 0)]
+            self._lending.give(number, first, more=tuple(more), ends=tuple(ends))
+
+    def only_decoded(self, number: int, length: int) -> None:
+        """Implement `Neighbours.only_decoded`."""
+        if self._lending is not None:
+            self._lending.only_decoded(number, length)
+
+    def refuse(self, number: int) -> None:
+        """Implement `Neighbours.refuse`."""
+        if self._lending is not None:
+            self._lending.refuse(number)
+
+    def _owner(
         self, known: _Known, owners: Owners, dataset: Dataset, block: int
     ) -> Neighbour | None:
         manifest = dataset.manifest

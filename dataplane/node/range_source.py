@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dataplane.model.errors import StoreError
-from dataplane.node.fetchers import Report
+from dataplane.node.fetchers import OnKept, Report
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
 
@@ -17,8 +17,8 @@ class RangeSource(Protocol):
     def start(self, store: str = "") -> None:
         """Get ready: reads will follow, of this store if one is named."""
 
-    def read(self, order: fetches.ReadBody, report: Report) -> None:
-        """Carry out an order; `report` is called later, when its memory is no longer written."""
+    def read(self, order: fetches.ReadBody, report: Report, on_kept: OnKept | None = None) -> None:
+        """Implement `Fetchers.read`."""
 
     def read_slab(
         self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]

@@ -37,7 +37,8 @@ class ReplacedRows:
         """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
         those nodes.
         """
-        if isinstance(result, tasks.Assembled) and delivery.job_id:
+        is_reported = delivery.job_id and not delivery.is_for_nodes
+        if isinstance(result, tasks.Assembled) and is_reported:
             for row in result.replaced:
                 url, reason = redacted(unsigned(row.url)), row.reason
                 told = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])

@@ -29,10 +29,15 @@ from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
+from dataplane.node.lending import Lending
+from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
 from dataplane.node.member import ServedMember
 from dataplane.node.neighbourhood import Neighbourhood
+from dataplane.node.opener import DatasetOpener
+from dataplane.node.owners import KnownNeighbours
 from dataplane.node.pool import WorkerPool
+from dataplane.node.shared_manifests import SharedManifests
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages, sockets
@@ -464,17 +469,25 @@ class NodeServer:
         size, disk = self._arena.size_bytes, self._fetcher.cache_bytes
         scheduler = Scheduler(size, config.fetch_count, autoscaler, config.stall_timeout_s, disk)
         reads = self._fetcher.statistics
-        self._neighbours = Neighbourhood(config, node_id, self._arena, data_listener, reads)
+        lending, address = None, data_address(data_listener)
+        if data_listener is not None:
+            log = config.log_level, config.log_format
+            lending = Lending(data_listener, node_id, self._arena, self.trace, log, config.data_tls)
+        known = KnownNeighbours(node_id, lending)
         self.engine = Engine(
-            scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id,
-            neighbours=self._neighbours,
+            scheduler, self._arena, self._fetcher, self._pool, self.trace, node_id,
+            neighbours=known,
         )  # fmt: skip
-        keep, begin = self._fetcher.remember_preamble, self._fetcher.beginning()
+        lent = None if lending is None else LentManifests(lending, self.engine.numbers)
+        shared = SharedManifests(config, coordination, node_id, address, lent)
+        begin = self._fetcher.beginning(self.engine.scan_disk)
+        keep = self._fetcher.remember_preamble
         manifests = ManifestSources(config, self._stores, keep, begin, early)
+        opener = DatasetOpener(config, self.engine, manifests.open, shared)
+        self._neighbours = Neighbourhood(config, self.engine, opener, known, lending, lent, reads)
         tables = self._neighbours.tables
-        self.jobs = Jobs(config, self.engine, coordination, self.node_id, manifests.open, tables)
-        self._neighbours.meet(self.engine, self.jobs)
-        self._watchdog, address = Watchdog(self.trace), data_address(data_listener)
+        self.jobs = Jobs(config, self.engine, coordination, node_id, opener, tables)
+        self._watchdog = Watchdog(self.trace)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
             self._watchdog, self._neighbours.reads, address, self._fetcher.disk_id,
@@ -489,6 +502,7 @@ class NodeServer:
         beating: asyncio.Task[None] | None = None
         try:
             self._pool.start()
+            self._neighbours.start()
             self.door.open()
             # Trainers are accepted meanwhile, and wait for this before they open jobs.
             if await done_before(stop, self.heartbeat.register(), self.door.look):

@@ -33,9 +33,8 @@ async def _at_once(_: ServedMember) -> None:
 class Streams:
     """Opens streams."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.orders = Orders()
+    def __init__(self, engine: Engine, orders: Orders) -> None:
+        self._engine, self._orders = engine, orders
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
@@ -148,7 +147,7 @@ class Streams:
         self, member: ServedMember, epoch: int, mix: MixHistory | None = None
     ) -> SampleOrder:
         gone = member.changes.tombstones
-        return await self.orders.of(member.spec, member.opened.manifests, epoch, mix, gone)
+        return await self._orders.of(member.spec, member.opened.manifests, epoch, mix, gone)
 
 
 def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:

@@ -95,10 +95,9 @@ def test_slabs_freed_before_a_wait_are_reported_before_it(pair) -> None:
         seen.append(wire.is_waiting)
         wire.tell_nowait(Release("job", (7,)))
 
-    wire.waits = flush
     request = ask(wire)
     local.send(node, FromNode(request, EndOfStream(1)))
-    wire.wait(request, soon())
+    wire.wait(request, soon(), flush=flush)
     assert seen[0] is True
     assert local.receive(node, ToNode)[0].body == NextSlab(1, 0, 0.0, "")
     assert local.receive(node, ToNode)[0].body == Release("job", (7,))

@@ -31,12 +31,11 @@ def test_blocks_on_disk_outlive_the_fetcher_that_wrote_them(tmp_path: Path) -> N
             at.arena.reserve(SOURCE.offset, SOURCE.length)
             at.arena.view(SOURCE.offset, SOURCE.length)[:] = BODY[:LENGTH]
             found: list[fetches.KeptFound] = []
-            at.fetchers.on_kept = found.append
             assert await at.end_of(fetches.WriteKept(0, DATASET, 7, SOURCE)) is None
             os.kill(at.fetchers.pids[0], signal.SIGKILL)
             assert await at.end_of(fetches.ReadKept(0, DATASET, 7, INTO)) is None
             assert at.bytes_at(INTO.offset) == BODY[:LENGTH]
-            assert await at.end_of(fetches.ScanKept(0)) is None
+            assert await at.end_of(fetches.ScanKept(0), found.append) is None
             assert [(each.dataset, each.blocks) for each in found] == [(DATASET, (7,))]
             missing = await at.end_of(fetches.ReadKept(0, DATASET, 8, INTO))
             assert isinstance(missing, NotKept)
@@ -54,7 +53,7 @@ class DiskBefore:
         self.orders: list[fetches.ReadBody] = []
         self._error = error
 
-    def read(self, order: fetches.ReadBody, report: Report) -> None:
+    def read(self, order: fetches.ReadBody, report: Report, _on_kept: object = None) -> None:
         self.orders.append(order)
         error = self._error if isinstance(order, fetches.ReadKept) else None
         asyncio.get_running_loop().call_soon(report, error)

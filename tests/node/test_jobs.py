@@ -27,7 +27,7 @@ from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
 from dataplane.node.member import ServedMember
 from dataplane.node.neighbours import JobTables
-from dataplane.node.opener import check_names
+from dataplane.node.opener import DatasetOpener, check_names
 from dataplane.node.pool import WorkerPool
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.membership import (
@@ -80,7 +80,7 @@ async def running(
         engine,
         coordinator,
         "n0",
-        lambda source, _view, _given: open_dataset(source.urls),
+        DatasetOpener(config, engine, lambda source, _view, _given: open_dataset(source.urls)),
         tables,
     )
     try:

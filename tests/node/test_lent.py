@@ -47,7 +47,7 @@ class Answers:
     def __init__(self) -> None:
         self.found: dict[int, object] = {}
 
-    def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
+    def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None:
         return replace(LENDER, block=block)
 
     def makers(self, job_id: str) -> Sequence[SlabMaker]:
@@ -142,7 +142,7 @@ def test_each_ask_has_one_answer_when_all_its_blocks_have_one(
     lent = LentBlocks(answers, told.append)
     refused = {n for n in range(dataset.manifest.block_count) if chance.random() < 0.2}
     for block in refused:  # they are on their way here
-        lent.whom_to_ask(dataset, events.Fetch(1, 1, block, Region(0, 1)))
+        lent.source_of(dataset, events.Fetch(1, 1, block, Region(0, 1)), [])
     asks = drawn_asks(chance, dataset, refused)
     for ask in asks:
         lent.asked(ask.asked, dataset)
@@ -192,7 +192,7 @@ def test_blocks_of_one_owner_that_are_fetched_together_are_one_read(
     owners = data.draw(st.lists(st.sampled_from("aab-"), min_size=16, max_size=16))
 
     class Owners(Answers):
-        def owner_of(self, dataset: Dataset, block: int) -> Neighbour | None:
+        def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None:
             name = owners[block]
             return None if name == "-" else replace(LENDER, node_id=name, block=block)
 

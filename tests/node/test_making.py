@@ -144,7 +144,7 @@ def test_a_job_is_unknown_until_an_asker_says_how_to_open_it(parquet: str, tmp_p
             assert await node.answer(node.ask(opening)) == REFUSED
             assert await node.answer(node.ask(wanted)) == REFUSED
             assert isinstance(await node.slab(wanted), Given)
-            assert [job for job, _ in node.making.open_datasets()] == [JOB]
+            assert [job for job, _ in node.engine.open_datasets()] == [JOB]
             assert len(node.opened) == 1
 
     asyncio.run(play())
@@ -281,7 +281,7 @@ def test_slabs_that_nobody_asks_for_any_more_are_released(parquet: str, tmp_path
         assert node.lent_count() == 0
         node.passes(STREAM_IDLE_S)
         assert not [each for each in node.engine.scheduler._streams if each.walk.is_fed]
-        assert list(node.making.open_datasets()), "the job stays open"
+        assert list(node.engine.open_datasets()), "the job stays open"
 
     play(scene, parquet, tmp_path)
 
@@ -394,7 +394,7 @@ def test_a_job_is_closed_when_the_coordinator_says_so(parquet: str, tmp_path: Pa
 def test_a_job_that_nobody_asks_for_is_closed(parquet: str, tmp_path: Path) -> None:
     async def scene(node: MakerNode) -> None:
         node.passes(JOB_IDLE_S)
-        assert list(node.making.open_datasets())
+        assert list(node.engine.open_datasets())
         node.passes(2)
         await node.until_closed()
         assert await node.answer(node.ask(node.wanted(4))) == UNKNOWN

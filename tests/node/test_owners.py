@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.node.owners import BlockOwners
+from dataplane.node.owners import KnownNeighbours
 from dataplane.rpc.membership import JobNodes, NeighbourNode
 
 BLOCKS = 64
@@ -19,8 +19,10 @@ def asked(own_id: str, nodes: JobNodes | None) -> set[str]:
         block_shard=np.arange(BLOCKS), block_offset=np.zeros(BLOCKS, np.int64)
     )
     dataset: Any = SimpleNamespace(manifest=manifest, digest=b"d" * 16)
-    owners = BlockOwners(own_id, lambda _: ["j"], lambda _: nodes)
-    found = [owners.neighbour(dataset, block) for block in range(BLOCKS)]
+    neighbours = KnownNeighbours(own_id, None)
+    if nodes is not None:
+        neighbours.learn(nodes)
+    found = [neighbours.owner_of(dataset, block, ["j"]) for block in range(BLOCKS)]
     assert all(one is None or (one.job_id, one.key) == ("j", b"k") for one in found)
     return {own_id if one is None else one.node_id for one in found}
 
@@ -54,8 +56,9 @@ def owned_by(nodes: JobNodes) -> list[str]:
         block_shard=np.arange(BLOCKS), block_offset=np.zeros(BLOCKS, np.int64)
     )
     dataset: Any = SimpleNamespace(manifest=manifest, digest=b"d" * 16)
-    owners = BlockOwners("asks", lambda _: ["j"], lambda _: nodes)
-    found = [owners.neighbour(dataset, block) for block in range(BLOCKS)]
+    neighbours = KnownNeighbours("asks", None)
+    neighbours.learn(nodes)
+    found = [neighbours.owner_of(dataset, block, ["j"]) for block in range(BLOCKS)]
     return [one.address for one in found if one is not None]
 
 

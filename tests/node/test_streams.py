@@ -13,6 +13,7 @@ from dataplane.model.records import Region, Stream, Topology, View
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
 from dataplane.node.opener import Opened, OpenedJob
+from dataplane.node.orders import Orders
 from dataplane.node.pack_counts import PackedManifest
 from dataplane.node.served import ServedStream
 from dataplane.node.streams import Streams
@@ -46,7 +47,7 @@ def play(scene: Scene) -> None:
         joining = JoinRequest("j", "u", small.spec, Topology(), "i", "m", "n", 1)
         member = ServedMember(request, opened, small.deliver(), SlabSizes(4, 16, 0), 1, 1, joining)
         try:
-            await scene(small.engine, Streams(small.engine), member)
+            await scene(small.engine, Streams(small.engine, Orders()), member)
         finally:
             small.close()
 
