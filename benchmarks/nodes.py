@@ -44,7 +44,7 @@ from dataplane.model.config import PeerTls
 from dataplane.model.records import Region, StorePause
 from dataplane.neighbours import wire
 from dataplane.node.fetchers import Fetchers
-from dataplane.node.lending import Lending
+from dataplane.node.neighbours import Lending
 from dataplane.rpc.fetches import Neighbour, NeighbourGave, ReadRange, ReadTarget, StartFetching
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.tasks import BLOCK_ARENA

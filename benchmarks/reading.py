@@ -328,8 +328,7 @@ def _arena(url: str) -> Callable[[], int]:
     from dataplane.arena.memfd import Arena
     from dataplane.base.trace import Trace
     from dataplane.model.records import Region
-    from dataplane.node.block_read import BlockRead
-    from dataplane.node.fetch import Fetcher
+    from dataplane.node.fetch import BlockRead, Fetcher
     from dataplane.rpc.tasks import RawBlockRef
     from dataplane.settings import default_node_config
     from dataplane.store.outage import Outages

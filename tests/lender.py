@@ -16,7 +16,7 @@ from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.asking import Lines
 from dataplane.neighbours.line_tls import LineTls
 from dataplane.neighbours.wire import GIVEN_WHOLE, Outcome
-from dataplane.node.lending import Lending
+from dataplane.node.neighbours import Lending
 from dataplane.rpc import lending
 from dataplane.rpc.fetches import Neighbour
 

@@ -25,13 +25,12 @@ from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import BlockForm, ColumnSpec, Region, Stream, View
 from dataplane.node.dataset import Dataset
-from dataplane.node.delivery import DeliveryArena
+from dataplane.node.delivery import DeliveryArena, slab_sizes
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.making import Making
 from dataplane.node.opener import DatasetOpener, software_of
 from dataplane.node.pool import WorkerPool
-from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode, encode

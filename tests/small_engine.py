@@ -12,11 +12,11 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
 from dataplane.base.trace import Trace
 from dataplane.model.config import JobSpec
-from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import dataset_of
 from dataplane.node.delivery import DeliveryArena
+from dataplane.node.effects import NOBODY, Neighbours
 from dataplane.node.engine import Engine
-from dataplane.node.lent import NOBODY, Neighbours
+from dataplane.node.fetch import BlockRead
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler

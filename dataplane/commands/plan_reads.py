@@ -175,8 +175,7 @@ def _in_progress(
     """Return which part of an epoch a node reads ahead, and how many bytes of raw blocks it fetches
     or decodes at once.
     """
-    from dataplane.node.delivery import layout_of
-    from dataplane.node.slab_sizes import slab_sizes
+    from dataplane.node.delivery import layout_of, slab_sizes
     from dataplane.scheduler.planning import PLANS_AHEAD, PLANS_TOGETHER
 
     manifest, marks = dataset.manifest, dataset.blocks.marks

@@ -1,23 +1,39 @@
-"""The node's record of the delivery arena of one dp_rank of a job."""
+"""Deliveries: the arena of one dp_rank of a job, the size of its slabs, the streams that hand them
+over, the rows that were replaced in them, and the answers to a trainer that waits.
+"""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
+from dataplane.arena.slab_layout import ALIGN_BYTES, SHAPE_BYTES, row_bytes, row_index_bytes
 from dataplane.arena.slots import AHEAD_SLOTS_MIN, SlotLayout, plan_slots
-from dataplane.model.changes import changes_of
+from dataplane.base.trace import Trace
+from dataplane.model.changes import ReplacedRow, changes_of
 from dataplane.model.config import JobSpec, NodeConfig
-from dataplane.model.errors import BudgetTooSmall, ConfigError
+from dataplane.model.errors import BudgetTooSmall, ConfigError, DataplaneError, DataStallError
+from dataplane.model.records import End, Kind, PackPolicy
 from dataplane.model.redact import redacted, unsigned
 from dataplane.node.dataset import Dataset
-from dataplane.rpc.messages import OpenJob
+from dataplane.node.fetch import Trouble
+from dataplane.rpc import tasks
+from dataplane.rpc.membership import MemberProgress
+from dataplane.rpc.messages import FromNodeBody, OpenJob, Slab, Working
 from dataplane.rpc.tasks import Collation
 from dataplane.scheduler import budgets
 from dataplane.scheduler.dataset import Ints
+from dataplane.scheduler.events import SlabProgress, Stalled
+from dataplane.scheduler.records import BlockPhase, SlabPhase
+from dataplane.scheduler.stalls import NO_ROOM, PLAN
+from dataplane.scheduler.walk import SlabSizes, Walk
 from dataplane.transforms.made_columns import CollatedColumns
+from dataplane.transforms.packing import delivered_columns, packed_columns
 
 
 class DelegatedJob(Struct, frozen=True):
@@ -131,3 +147,319 @@ def delivery_memory(config: NodeConfig, layout: SlotLayout, batch_bytes: int) ->
         arena.close()
         raise
     return arena
+
+
+# -- streams --------------------------------------------------------------------------------------
+#
+# A stream that a node serves to a trainer.
+
+
+Send = Callable[[int, FromNodeBody], None]
+
+
+class ServedStream(Struct, eq=False):
+    """A stream. `send` answers a request of its consumer, which was sent its steps before
+    `steps_sent`. `on_begun` is called once, after its next slab was sent. `on_planned` is called
+    once, when its last step is planned; `is_planned` says that this happened, `has_failed` that
+    planning failed. `maps` names the functions that workers call over its blocks.
+    """
+
+    stream_id: int
+    walk: Walk
+    send: Send
+    steps_sent: int = 0
+    on_begun: Callable[[], None] | None = None
+    on_planned: Callable[[], None] | None = None
+    is_planned: bool = False
+    has_failed: bool = False
+    is_closed: bool = False
+    maps: str = ""
+
+    def answer(self, request_id: int, body: FromNodeBody) -> None:
+        """Answer a request of its consumer."""
+        self.send(request_id, body)
+        if not isinstance(body, Slab):
+            return
+        self.steps_sent = body.batches[-1].step + 1
+        if self.on_begun is not None:
+            call, self.on_begun = self.on_begun, None
+            call()
+
+    def check_consumed(self, cursor: int) -> None:
+        """Check the cursor that all ranks have consumed according to the consumer.
+
+        Raises:  ConfigError: it is beyond what the consumer was sent.
+        """
+        walk, begin = self.walk, self.walk.stream
+        steps = max(begin.first_step, self.steps_sent)
+        end = walk.steps.after(steps)
+        if cursor > end:
+            raise ConfigError(
+                f"this trainer says that {cursor} samples of epoch {begin.epoch} are consumed, and"
+                f" was sent batches up to sample {end}: a trainer counts what it was given",
+                field="cursor",
+            )
+
+    def tell_planned(self) -> None:
+        """Call `on_planned` once, if its last step is planned."""
+        call = self.on_planned
+        if self.is_planned and call is not None:
+            self.on_planned = None
+            if not self.has_failed:
+                call()
+
+
+# -- replaced rows --------------------------------------------------------------------------------
+#
+# Rows of jobs that are replaced by others, since their images cannot be decoded: each is logged
+# once, and reported to the coordinator.
+
+
+ROWS_MAX = 1024
+"""Rows that are reported of each job: more are a problem that lines of a log do not solve."""
+_AT_ONCE = 64
+_TEXT_MAX = 1024
+"""Characters of another node's text: a heartbeat must be sent, whatever the text is."""
+_JOBS_MAX = 64
+_RowName = tuple[str, int]
+
+
+class ReplacedRows:
+    """The replaced rows of one node's jobs."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._rows: OrderedDict[str, set[_RowName]] = OrderedDict()
+        self._untold: dict[str, dict[_RowName, ReplacedRow]] = {}
+
+    def note(self, delivery: DeliveryArena, result: object) -> None:
+        """Note the replaced rows of a slab of this delivery. Jobs of other nodes are reported by
+        those nodes.
+        """
+        is_reported = delivery.job_id and not delivery.is_for_nodes
+        if isinstance(result, tasks.Assembled) and is_reported:
+            for row in result.replaced:
+                url, reason = redacted(unsigned(row.url)), row.reason
+                told = replace(row, url=url[:_TEXT_MAX], reason=reason[:_TEXT_MAX])
+                self._note(delivery.job_id, told)
+
+    def report(self, progress: MemberProgress) -> MemberProgress:
+        """Add the rows of a member's job that were not reported yet to its progress."""
+        rows = list(self._untold.get(progress.job_id, {}).values())
+        return replace(progress, replaced=tuple(rows[:_AT_ONCE])) if rows else progress
+
+    def reported(self, heard: Iterable[MemberProgress]) -> None:
+        """Note that the coordinator has received this progress."""
+        for progress in heard:
+            untold = self._untold.get(progress.job_id, {})
+            for row in progress.replaced:
+                untold.pop((row.url, row.row), None)
+            if not untold:
+                self._untold.pop(progress.job_id, None)
+
+    def _note(self, job_id: str, row: ReplacedRow) -> None:
+        known = self._rows.setdefault(job_id, set())
+        if len(self._rows) > _JOBS_MAX:
+            self._untold.pop(self._rows.popitem(last=False)[0], None)
+        name = (row.url, row.row)
+        if name in known or len(known) >= ROWS_MAX:
+            return
+        known.add(name)
+        self._untold.setdefault(job_id, {})[name] = row
+        last = "; further rows are not told" if len(known) == ROWS_MAX else ""
+        self._trace.failed(
+            "row replaced", job=job_id, shard=row.url, row=row.row, instead=row.instead,
+            why=row.reason + last,
+        )  # fmt: skip
+
+
+# -- sizes of slabs -------------------------------------------------------------------------------
+#
+# Estimate the size of a job's slabs before any of its samples is read.
+
+
+_BATCHES_MAX = 256
+# One packet describes a slab: this many bytes for all batches, and this many per batch and column.
+_TOLD_BYTES_MAX = 128 << 10
+_TOLD_BYTES_A_PIECE = 16
+# A batch of rows of different lengths may be larger than the mean suggests.
+_SPREAD = 1.25
+# Of the column that names the source of a sample.
+_SOURCE_BYTES = 4
+# A worker makes such a slab alone: more and smaller ones keep more workers busy.
+_COLLATED_PARTS = 4
+# What a worker takes for an image, until it has made some.
+_IMAGE_S = 0.0005
+# Weight of image-like bytes in a stored sample, relative to text or lists.
+_BYTES_PARTS = 8
+
+
+def slab_sizes(
+    dataset: Dataset,
+    spec: JobSpec,
+    dp_size: int,
+    slab_bytes: int,
+    samples: int = 0,
+    collated: CollatedColumns | None = None,
+) -> SlabSizes:
+    """Estimate slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`,
+    at least one. `samples` is the length of an epoch; 0 for that of the dataset. A collate function
+    makes batches of the `collated` columns.
+    """
+    samples = samples or dataset.manifest.sample_count
+    if collated is not None:
+        slab_bytes //= _COLLATED_PARTS
+    largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
+    rows = -(-largest // dp_size)
+    column_count = dataset.column_count if collated is None else len(collated.specs)
+    padding = ALIGN_BYTES * (column_count + 1)
+    exactly, others = _row_bytes(dataset, spec) if collated is None else (0, collated.row_bytes)
+    batch_bytes = rows * exactly + int(rows * others * _SPREAD) + padding
+    exact = rows * (exactly + others) + padding
+    told_bytes = _TOLD_BYTES_A_PIECE * (column_count + 1)
+    most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
+    batches = max(min(most, slab_bytes // exact), 1)
+    index_bytes = row_index_bytes(batches * rows)
+    slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
+    is_divisible = collated is None and _is_divisible(dataset, spec)
+    row_s = _IMAGE_S * len(spec.transforms)
+    return SlabSizes(batches, most, slot_bytes, batch_bytes, is_divisible, row_s, column_count)
+
+
+def _is_divisible(dataset: Dataset, spec: JobSpec) -> bool:
+    """Whether workers can write the rows of a slab in parallel, since each knows where its own rows
+    go. Not if that depends on a function's result, on Arrow values, or on whether another row's
+    image can be decoded. Slabs of texts and lists alone are not divided: finding the places of all
+    rows takes about as long as copying them.
+    """
+    pack, columns = spec.view.pack, dataset.columns.specs
+    if pack is not None:
+        is_plain = pack.policy is not PackPolicy.PAD
+    else:
+        is_fixed = all(column.kind is Kind.FIXED for column in columns)
+        is_plain = is_fixed or bool(spec.transforms)
+        is_plain &= all(column.kind is not Kind.OBJECT for column in columns)
+    replaces = any(image.replaces for image in spec.transforms)
+    return is_plain and not replaces and not spec.view.collate
+
+
+def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
+    """Return the bytes of one sample in a slab: exact for images and packs, approximate
+    for others.
+    """
+    if (pack := spec.view.pack) is not None:
+        columns = packed_columns(dataset.columns.specs, pack)
+        shapes = SHAPE_BYTES * (pack.policy is PackPolicy.PAD)
+        return sum(map(row_bytes, columns)) + shapes + _SOURCE_BYTES * (spec.mixture is not None), 0
+    if not spec.transforms:
+        return _SOURCE_BYTES * (spec.mixture is not None), dataset.row_bytes
+    names = {image.column for image in spec.transforms}
+    pixels, others, stored_parts, other_parts = 0, 0, 0, 0
+    for column in delivered_columns(dataset.columns.specs, spec):
+        size = row_bytes(column)
+        if column.name in names:
+            pixels += size
+            stored_parts += _BYTES_PARTS
+        elif column.kind is Kind.FIXED:
+            others += size
+        else:
+            other_parts += _BYTES_PARTS if column.kind is Kind.BYTES else 1
+    share = dataset.row_bytes * other_parts // (stored_parts + other_parts)
+    return pixels, others + share
+
+
+# -- trainers that wait ---------------------------------------------------------------------------
+#
+# Answer a rank that waits for a batch: with the progress of its slab, or why there is none.
+
+
+_URLS_ASKED_MAX = 64
+_RAISE = "or raise stall_timeout_s"
+_STORE = f"check that the store answers (`dataplane doctor URL` tries it), {_RAISE}"
+_MEMORY = (
+    "raise block_arena_bytes, or close other jobs of this node (`dataplane status` shows how full"
+    " its memory is)"
+)
+_WORKERS = "check in the node's log and with `top` what its workers wait for: a disk may not answer"
+_TRAINER = "let go of batches that are no longer needed, or raise delivery_bytes_per_rank"
+_NODE = "see the node's log"
+
+
+class Called(Struct, frozen=True):
+    """The functions of a job that workers call: their names, "" without."""
+
+    map: str = ""
+    collate: str = ""
+
+
+def working(progress: SlabProgress, called: Called) -> Working:
+    """Return the progress of a slab, for the trainer that waits for it."""
+    return Working(_words(progress, called)[0], progress.done, progress.total)
+
+
+def stall_error(
+    stalled: Stalled, urls: Sequence[str], called: Called, node_id: str, trouble: Trouble
+) -> DataplaneError:
+    """Return the store's error, if the next slab lacks blocks that the store does not deliver; else
+    a DataStallError that names the stage and the function. `urls` are those of the blocks' shards.
+    """
+    waited_s, shard = stalled.waited_s, urls[0] if urls else None
+    for url in [*dict.fromkeys(urls)][:_URLS_ASKED_MAX]:
+        error = trouble(url)
+        if error is not None:
+            return type(error)(
+                f"no batch for {waited_s:.0f} s, since {url} cannot be read: {error} "
+                f"(node {node_id}). Repair the store, or raise stall_timeout_s",
+                **{**error.nouns, "shard": url, "node": node_id},
+            )
+    progress = stalled.progress
+    words, function, advice = _words(progress, called)
+    ready = f", {progress.done} of {progress.total} blocks are ready" if progress.phase else ""
+    return DataStallError(
+        f"no batch for {waited_s:.0f} s, and no progress: the node is {words}{ready}"
+        + (f", the first missing one of {shard}" if shard else "")
+        + f" (node {node_id}); {advice}",
+        stage=progress.stage,
+        shard=shard,
+        node=node_id,
+        function=function or None,
+        done=progress.done,
+        total=progress.total,
+    )
+
+
+def _words(progress: SlabProgress, called: Called) -> tuple[str, str, str]:
+    """Describe the node's work for this slab, the function that it calls, and what helps if that
+    hangs.
+    """
+    stage = progress.stage
+    if stage == SlabPhase.WAITING.value:
+        if progress.phase is BlockPhase.FETCHING:
+            return "reading blocks", "", _STORE
+        if progress.phase is not BlockPhase.DECODING:
+            return "waiting for memory for blocks", "", _MEMORY
+        if called.map:
+            return f"calling map={called.map!r} over blocks", called.map, _WORKERS
+        return "decoding blocks", "", _WORKERS
+    if stage == SlabPhase.ASSEMBLING.value:
+        if called.collate:
+            return f"calling collate={called.collate!r}", called.collate, _WORKERS
+        return "making the batch", "", _WORKERS
+    if stage == NO_ROOM:
+        return stage, "", f"{_TRAINER}, {_RAISE}"
+    if stage == PLAN:
+        return "planning the batch", "", _NODE
+    return stage, "", f"`dataplane status` shows the nodes of the job, {_RAISE}"
+
+
+def undecided(waited_s: float, job: str, coordinator: str, node_id: str) -> DataStallError:
+    """Return the error for a rank whose next batches may have changed weights of a mixture."""
+    return DataStallError(
+        f"no batch for {waited_s:.0f} s: the coordinator at {coordinator} has not said where the"
+        f" new weights of `dataplane mix {job}` begin, and the next batches may lie behind it"
+        f" (node {node_id}). If it does not answer, restart it; then resume the job",
+        stage="coordinator",
+        job=job,
+        coordinator=coordinator,
+        node=node_id,
+    )

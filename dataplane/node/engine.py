@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,28 +29,81 @@ from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.base.trace import Trace
 from dataplane.model.errors import BudgetTooSmall, DataplaneError, NeighbourGone
 from dataplane.model.records import Region
-from dataplane.node.block_read import BlockRead
 from dataplane.node.dataset import Dataset, heritage
-from dataplane.node.delegating import Delegating
-from dataplane.node.delivery import DeliveryArena
-from dataplane.node.fetch import Fetcher
-from dataplane.node.kept import KeptBlocks
-from dataplane.node.lent import NOBODY, LentBlocks, Neighbours
-from dataplane.node.planner import Planner
+from dataplane.node.delivery import (
+    Called,
+    DeliveryArena,
+    ReplacedRows,
+    Send,
+    ServedStream,
+    stall_error,
+    working,
+)
+from dataplane.node.effects import (
+    NOBODY,
+    BlockSources,
+    Delegating,
+    KeptBlocks,
+    LentBlocks,
+    Neighbours,
+)
+from dataplane.node.fetch import BlockRead, Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
-from dataplane.node.replaced import ReplacedRows
-from dataplane.node.served import Send, ServedStream
-from dataplane.node.sources import BlockSources
-from dataplane.node.stall import Called, stall_error, working
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import HeldDecoded, NeighbourGave, Outcome, PartlyGiven
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetLookup
+from dataplane.scheduler.events import Planned, PlanSteps
 from dataplane.scheduler.scheduler import Scheduler
-from dataplane.scheduler.walk import Walk
+from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.faults import UNREACHABLE
+
+# -- plans ----------------------------------------------------------------------------------------
+#
+# Make the plans of streams, in one thread.
+
+
+class Planner:
+    """Makes plans. Call `plan(effect, report)` from the event loop, on which `report` is then
+    called.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
+
+    def plan(self, effect: PlanSteps, report: Callable[[Planned], None]) -> None:
+        """Take the next plans of a walk."""
+        future = self._thread.submit(effect.walk.next_plans, effect.count)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(
+            lambda done: (
+                None
+                if done.cancelled() or loop.is_closed()
+                else loop.call_soon_threadsafe(self._report, effect.stream_id, done, report)
+            )
+        )
+
+    def _report(
+        self, stream_id: int, done: Future[list[Plan]], report: Callable[[Planned], None]
+    ) -> None:
+        error = done.exception()
+        if error is None:
+            report(Planned(stream_id, done.result()))
+            return
+        self._trace.failed("plan", error=error)
+        if not isinstance(error, DataplaneError):
+            error = DataplaneError(f"planning failed: {type(error).__name__}: {error}")
+        report(Planned(stream_id, error=error))
+
+    def close(self) -> None:
+        """Make no more plans."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+# -- the engine ------------------------------------------------------------------------------------
 
 _INHERITED_AT_ONCE = 256
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1

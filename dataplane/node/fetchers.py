@@ -9,7 +9,7 @@ Invariants:
 3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
    during the pause, and all others who have joined the same `Pauses`.
 4. Nothing on the event loop waits for a fetcher.
-5. Slabs are waited for beside the reads (`node/slab_orders.py`): they take no place of a read.
+5. Slabs are waited for beside the reads (the section on slabs): they take no place of a read.
 6. A fetcher that has something to do and reads none of its messages, being stopped or stuck, is
    ended like one that has closed its connection: 2 applies.
 """
@@ -22,7 +22,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct, field
@@ -30,11 +30,10 @@ from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
-from dataplane.fetcher.limits import READS_MAX
-from dataplane.model.errors import DataplaneError, NeighbourGone, PeerLost, StoreError
+from dataplane.fetcher.limits import READS_MAX, SLABS_MAX
+from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.model.records import StorePause
 from dataplane.node.cache_folder import CacheFolder
-from dataplane.node.slab_orders import FetcherSlabs, ReportSlab, SlabOrders
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import FetcherCount, FetchLook
@@ -42,6 +41,140 @@ from dataplane.store.outage import Outage, Outages, Pauses
 from dataplane.worker.death import Cause, ProcessEnd, end_of, nobody_alive
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
+
+# -- slabs ----------------------------------------------------------------------------------------
+#
+# The slabs for which the fetchers of a node wait.
+#
+# They are accounted for separately: a slab that takes a maker ten seconds says nothing about how
+# fast blocks are read, and takes no place of a block. Its processor time in a fetcher counts as
+# usual.
+#
+# Invariants:
+# 1. Each order is reported exactly once, and its memory is not written after that: for a fetcher
+#    that ends, when the kernel has reported its end.
+# 2. A fetcher has an arena attached before it gets an order to read into it, and gets a message
+#    when the arena is no longer needed.
+
+ReportSlab = Callable[[fetches.SlabRead], None]
+
+
+class SlabOrder(Struct, eq=False):
+    """One order, the descriptor of its arena, and the function that reports its end."""
+
+    order: fetches.ReadSlab
+    arena_fd: int
+    report: ReportSlab
+
+    def end(self, error: DataplaneError) -> None:
+        """Report that the order has failed."""
+        self.report(fetches.SlabRead(self.order.number, error))
+
+
+class FetcherSlabs(Struct, eq=False):
+    """The slabs that one fetcher waits for, by number; the arenas that it has, and those that it
+    must still detach.
+    """
+
+    orders: dict[int, SlabOrder] = field(default_factory=dict)
+    attached: set[int] = field(default_factory=set)
+    unneeded: set[int] = field(default_factory=set)
+
+
+_Send = Callable[["_Fetcher", fetches.ToFetcherBody, tuple[int, ...]], bool]
+
+
+class SlabOrders:
+    """The orders of all fetchers, and those that wait for one. `send` sends a fetcher a message
+    with descriptors; it returns False if the fetcher is gone, or has no room for it now and so
+    cannot receive.
+    """
+
+    def __init__(
+        self, send: Callable[[_Fetcher, fetches.ToFetcherBody, tuple[int, ...]], bool]
+    ) -> None:
+        self._send = send
+        self._waiting: deque[SlabOrder] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many orders no fetcher has taken yet."""
+        return len(self._waiting)
+
+    def add(self, order: fetches.ReadSlab, arena_fd: int, report: ReportSlab) -> None:
+        """Add an order that waits for a fetcher."""
+        self._waiting.append(SlabOrder(order, arena_fd, report))
+
+    def dispatch(self, fetchers: Sequence[_Fetcher]) -> None:
+        """Send fetchers their pending messages."""
+        for each in [each for each in fetchers if each.slabs.unneeded]:
+            while each.slabs.unneeded and each.can_hear:
+                arena_id = next(iter(each.slabs.unneeded))
+                if self._send(each, fetches.DetachDelivery(arena_id), ()):
+                    each.slabs.unneeded.discard(arena_id)
+        while self._waiting:
+            able = [e for e in fetchers if e.can_hear and len(e.slabs.orders) < SLABS_MAX]
+            if not able:
+                return
+            fetcher = min(able, key=lambda each: len(each.slabs.orders))
+            if self._give(fetcher, self._waiting[0]):
+                self._waiting.popleft()
+
+    def end(self, number: int, fetchers: Sequence[_Fetcher]) -> None:
+        """End an order soon, since another node makes the slab. Nothing happens if the order waits
+        for a fetcher, or its fetcher has no room for a message.
+        """
+        for each in fetchers:
+            if number in each.slabs.orders and each.can_hear:
+                self._send(each, fetches.EndSlab(number), ())
+
+    def heard(self, fetcher: _Fetcher, end: fetches.SlabRead) -> None:
+        """Handle the end of an order, reported by a fetcher."""
+        slab = fetcher.slabs.orders.pop(end.number, None)
+        if slab is not None:
+            slab.report(end)
+
+    def ended(self, fetcher: _Fetcher) -> list[SlabOrder]:
+        """Take back the orders of a fetcher that is gone, and writes no more."""
+        orders = [*fetcher.slabs.orders.values()]
+        fetcher.slabs.orders.clear()
+        return orders
+
+    def given_up(self) -> list[SlabOrder]:
+        """Take back the waiting orders, since no fetcher works."""
+        orders = [*self._waiting]
+        self._waiting.clear()
+        return orders
+
+    def detach(self, arena_id: int, fetchers: Sequence[_Fetcher]) -> None:
+        """Stop reading slabs into this arena. Its orders end soon, most of them with ClosedError;
+        only then is their memory no longer written.
+        """
+        dropped = [each for each in self._waiting if each.order.arena_id == arena_id]
+        for slab in dropped:
+            self._waiting.remove(slab)
+            closed = ClosedError(f"the delivery arena {arena_id} was closed")
+            asyncio.get_running_loop().call_soon(slab.end, closed)
+        for each in fetchers:
+            if arena_id in each.slabs.attached:
+                each.slabs.attached.discard(arena_id)
+                each.slabs.unneeded.add(arena_id)
+        self.dispatch(fetchers)
+
+    def _give(self, fetcher: _Fetcher, slab: SlabOrder) -> bool:
+        arena_id, told = slab.order.arena_id, fetcher.slabs
+        if arena_id not in told.attached:
+            attach = fetches.AttachDelivery(arena_id)
+            if not self._send(fetcher, attach, (slab.arena_fd,)):
+                return False
+            told.attached.add(arena_id)
+        if not self._send(fetcher, slab.order, ()):
+            return False
+        told.orders[slab.order.number] = slab
+        return True
+
+
+# -- processes -------------------------------------------------------------------------------------
 
 Report = Callable[[fetches.Outcome], None]
 OnKept = Callable[[fetches.KeptFound], None]
@@ -82,6 +215,11 @@ class _Fetcher(Struct, eq=False):
     has_room: bool = True
     """False after a message did not fit into its socket, until it answers or at the next look."""
 
+    def scanned(self, found: fetches.KeptFound) -> None:
+        for read in self.reads.values():
+            if read.on_kept is not None:
+                read.on_kept(found)
+
     @property
     def can_hear(self) -> bool:
         return self.has_room and not self.is_ending
@@ -117,7 +255,7 @@ class Fetchers:
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
-        self._slabs: SlabOrders[_Fetcher] = SlabOrders(self._send)
+        self._slabs = SlabOrders(self._send)
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -293,9 +431,7 @@ class Fetchers:
             fetcher.was_of_use, self._useless = True, 0
             self._slabs.heard(fetcher, body)
         elif isinstance(body, fetches.KeptFound):
-            for read in fetcher.reads.values():
-                if read.on_kept is not None:
-                    read.on_kept(body)
+            fetcher.scanned(body)
         elif isinstance(body, StorePause):
             self._pauses.publish(body, self._told)
             self._pause(body, fetcher)

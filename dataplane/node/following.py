@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataplane.model.changes import EpochSteps, mix_of_entry
 from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
-from dataplane.node.served import Send
+from dataplane.node.delivery import Send
 from dataplane.rpc.membership import MemberVerdict, MixPromise, MixProposal
 from dataplane.rpc.messages import FromNodeBody, Slab, WeightsAsked
 

@@ -19,12 +19,12 @@ from dataplane.index.slow import all_work
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.changes import refusal_of
-from dataplane.node.data_port import reaches_other_hosts
+from dataplane.node.delivery import undecided
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
-from dataplane.node.joining import pause, unanswered
 from dataplane.node.member import ServedMember, progress_of
-from dataplane.node.stall import undecided
+from dataplane.node.neighbours import reaches_other_hosts
+from dataplane.node.places import pause, unanswered
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination

@@ -22,7 +22,13 @@ from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import DataplaneError
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import declared, shown
-from dataplane.node.delivery import DeliveryArena, delegated_job, delivery_memory, layout_of
+from dataplane.node.delivery import (
+    DeliveryArena,
+    delegated_job,
+    delivery_memory,
+    layout_of,
+    slab_sizes,
+)
 from dataplane.node.engine import Engine
 from dataplane.node.following import Following
 from dataplane.node.member import ServedMember, progress_of
@@ -36,7 +42,6 @@ from dataplane.node.opener import (
     software_of,
 )
 from dataplane.node.places import NodePlaces
-from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan import advice
 from dataplane.plan.cluster import Cluster

@@ -36,11 +36,17 @@ from dataplane.model.errors import (
 )
 from dataplane.model.records import Stream
 from dataplane.model.redact import unsigned
-from dataplane.node.asked_stream import Answers, Ask, AskedStream, SlabLender
+from dataplane.node.asked_stream import (
+    Answers,
+    Ask,
+    AskedStream,
+    MakingPlace,
+    MakingPlaces,
+    SlabLender,
+)
 from dataplane.node.changes import mix_of
 from dataplane.node.datasets import shown
 from dataplane.node.engine import Engine
-from dataplane.node.making_places import MakingPlace, MakingPlaces
 from dataplane.node.mixing import requests_of
 from dataplane.node.opener import (
     DatasetOpener,

@@ -13,10 +13,9 @@ from dataplane.model.errors import DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
 from dataplane.model.records import MixHistory
 from dataplane.node.dataset import Dataset
-from dataplane.node.delivery import DeliveryArena
+from dataplane.node.delivery import DeliveryArena, ServedStream
 from dataplane.node.following import Following
 from dataplane.node.opener import OpenedJob
-from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
 from dataplane.rpc.membership import JoinRequest, JoinResponse, MemberProgress
 from dataplane.scheduler.walk import SlabSizes

@@ -1,4 +1,5 @@
-"""Fill in the defaults of a mixture: lanes, windows, and the share of each source.
+"""Fill in the defaults of a mixture: lanes, windows, and the share of each source. Make the orders
+of epochs.
 
 All of it depends only on the sources' manifests and the user's arguments, never on ranks or hosts,
 so that a job may be resumed on any number.
@@ -6,20 +7,27 @@ so that a job may be resumed on any number.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 
 from msgspec import structs
 from msgspec.structs import replace
 
+from dataplane.model.changes import Tombstone
 from dataplane.model.config import JobSpec, MixtureSpec, SourceSpec, check_source_count
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import (
+    ColumnOptions,
     ColumnSpec,
     DatasetIdentity,
+    End,
     Exhausted,
+    MixHistory,
     MixUnit,
     ScheduledShares,
 )
@@ -27,7 +35,10 @@ from dataplane.node.dataset import Dataset
 from dataplane.plan.changes import scheduled
 from dataplane.plan.counting import by_temperature, of_tokens, quantised
 from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
-from dataplane.plan.orders import mixed_of
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import SampleOrder
+from dataplane.plan.orders import delivered_order, mixed_of, with_mix
+from dataplane.plan.views import samples_of
 from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 
 LANES_MAX = 1 << 20
@@ -258,3 +269,57 @@ def _joined(parts: Iterable[str]) -> str:
     for part in parts:
         hashed.update(f"{part}\n".encode())
     return hashed.hexdigest()
+
+
+# -- orders ---------------------------------------------------------------------------------------
+#
+# The orders of epochs, which the ranks of a job share.
+
+
+_ORDERS_MAX = 8
+
+
+class Orders:
+    """The orders that were used last."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
+
+    async def of(
+        self,
+        spec: JobSpec,
+        manifests: Sequence[Manifest],
+        epoch: int,
+        mix: MixHistory | None = None,
+        tombstones: Sequence[Tombstone] = (),
+    ) -> SampleOrder:
+        """Return the order of an epoch of a job over these datasets, with the weights of `mix`, and
+        without the removed rows.
+
+        Raises:  DataplaneError: it cannot be made; the next call tries again.
+        """
+        spec = with_mix(spec, mix)
+        # All options but those that no order depends on, so that a new one need not be named here.
+        named = replace(
+            spec,
+            global_batch=1,
+            end=End.RAGGED,
+            transforms=(),
+            column_options=ColumnOptions(),
+            view=samples_of(spec.view, spec.seed)[0],
+        )
+        key = (named, epoch, tuple(tombstones))
+        future = self._orders.get(key)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(None, delivered_order, spec, manifests, epoch, tombstones)
+            self._orders[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
+            if len(self._orders) > _ORDERS_MAX:
+                self._orders.popitem(last=False)
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
+        """Forget a failed plan, so that the next request for this order tries again."""
+        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
+            del self._orders[key]

@@ -15,12 +15,10 @@ from dataplane.model.records import BlockForm
 from dataplane.model.redact import unsigned
 from dataplane.node.dataset import Dataset
 from dataplane.node.engine import Engine
-from dataplane.node.lending import Lending
-from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.making import Making
-from dataplane.node.neighbours import JobTables
+from dataplane.node.neighbours import JobTables, KnownNeighbours, Lending
 from dataplane.node.opener import DatasetOpener
-from dataplane.node.owners import KnownNeighbours
+from dataplane.node.shared_manifests import LentManifests
 from dataplane.rpc.lending import Asked
 from dataplane.rpc.membership import JobNodes, NodeReads
 from dataplane.store.urls import normalise

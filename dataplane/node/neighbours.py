@@ -1,12 +1,425 @@
-"""The nodes of each job that this node serves, or makes slabs for, as reported by the
-coordinator.
+"""The neighbours of a node: the port at which they reach it, the lender process that sends them
+blocks, the nodes of each job as the coordinator reports them, and their use by the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import ipaddress
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dataplane.rpc.membership import JobNodes, KnownNodes
+from msgspec import Struct
+
+from dataplane.arena.memfd import Arena
+from dataplane.base.trace import Trace
+from dataplane.model.config import PeerTls
+from dataplane.model.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.model.records import Region
+from dataplane.neighbours.handshake import KEY_BYTES
+from dataplane.node.dataset import Dataset
+from dataplane.plan.cluster import Owners, Weighed
+from dataplane.rpc import lending, local
+from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
+from dataplane.rpc.address_kinds import NO_NEIGHBOURS
+from dataplane.rpc.fetches import Neighbour, SlabMaker
+from dataplane.rpc.membership import JobNodes, KnownNodes, NeighbourNode
+from dataplane.rpc.tasks import BLOCK_ARENA
+from dataplane.worker.forking import fork_server
+from dataplane.worker.process import HUNG_S, WorkerProcess, kill_all
+
+# -- lender process -------------------------------------------------------------------------------
+#
+# A node's lender: the process that sends blocks of its block arena, and slabs that it has made for
+# them, to neighbours.
+#
+# Invariants:
+# 1. Each `give` is followed by exactly one `on_given`, once its regions are no longer read: when
+#    the lender says so, or when it has ended. `close` ends all of this.
+# 2. What a lender that has ended was asked for is forgotten: nobody waits for the answer.
+# 3. A lender that ends is started again, later and later if none is of use.
+# 4. Nothing on the event loop waits for it.
+# 5. A lender that reads none of its messages, being stopped or stuck, is ended, and 3 applies.
+# 6. A lender that is started knows all arenas that are lent.
+
+_MESSAGES_A_TURN = 32
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 10.0
+_NO_LIMIT = 0
+_PROBE = lending.ReturnArena((1 << 64) - 1)
+"""Has no effect: no arena has this number."""
+
+OnAsked = Callable[[lending.Asked], None]
+OnGiven = Callable[[int], None]
+
+
+class Lending:
+    """The lender of a node, which neighbours reach at this listening socket; it is then owned. The
+    process is started with the first key. Call it only from the event loop.
+
+    `log` is level and format. With `tls`, all connections are inside of TLS.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        node_id: str,
+        arena: Arena,
+        trace: Trace,
+        log: tuple[str, str] = ("info", "text"),
+        tls: PeerTls | None = None,
+    ) -> None:
+        self._listener = listener
+        self._node_id = node_id
+        self._arena = arena
+        self._on_asked: OnAsked = lambda asked: self.refuse(asked.number)
+        self._on_given: OnGiven = lambda _: None
+        self._trace = trace
+        self._log, self._tls = log, tls
+        self._loop = asyncio.get_running_loop()
+        self._process: WorkerProcess | None = None
+        self._ending: WorkerProcess | None = None
+        self._keys: dict[str, lending.LendingKeys] = {}
+        self._arenas: dict[int, int] = {}
+        self._unsent: deque[lending.ToLenderBody] = deque()
+        self._asked: set[int] = set()
+        self._given: dict[int, bool] = {}
+        self._last_number = 0
+        self._lent_bytes = 0
+        self._pause_s = _PAUSE_S
+        self._restart: asyncio.TimerHandle | None = None
+        self._is_started = self._closed = False
+
+    def serve(self, on_asked: OnAsked, on_given: OnGiven) -> None:
+        """Begin to serve neighbours: `on_asked` is called for a block or a slab that one requests,
+        and answered by one of `give`, `only_decoded` and `refuse`, now or later; `on_given` when
+        the region of a number that was given is no longer read.
+        """
+        self._on_asked, self._on_given = on_asked, on_given
+
+    @property
+    def pid(self) -> int:
+        """The process id of the lender; 0 while there is none. Waits until it is known."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """How much neighbours have received so far."""
+        return self._lent_bytes
+
+    def keys(
+        self, job_id: str, generation: int, key: bytes, only_under: tuple[str, ...] = ()
+    ) -> None:
+        """Neighbours of this job have this key of 32 bytes, for which they get what is under these
+        urls, () for everything; b"": the job has left this node. The connections of an older
+        generation are closed.
+        """
+        if self._closed:
+            return
+        assert len(key) in {0, KEY_BYTES}
+        told = lending.LendingKeys(job_id, generation, key, only_under)
+        if key:
+            self._keys[job_id] = told
+        else:
+            self._keys.pop(job_id, None)
+        if self._is_started:
+            self._send(told)
+        elif key:
+            fork_server.acquire()
+            self._is_started = True
+            self._spawn()
+
+    def lend_arena(self, arena_id: int, fd: int) -> None:
+        """From now on, regions of this sealed arena may be given. `fd` stays the caller's."""
+        self.return_arena(arena_id)
+        if not self._closed:
+            self._arenas[arena_id] = os.dup(fd)
+            self._send(lending.LendArena(arena_id))
+
+    def return_arena(self, arena_id: int) -> None:
+        """No more regions of this arena will be given; nothing if it is not lent."""
+        fd = self._arenas.pop(arena_id, None)
+        if fd is not None:
+            os.close(fd)
+            self._send(lending.ReturnArena(arena_id))
+
+    def give(
+        self,
+        number: int,
+        region: Region,
+        arena_id: int = BLOCK_ARENA,
+        note: bytes = b"",
+        more: tuple[Region, ...] = (),
+        ends: tuple[int, ...] = (),
+        *,
+        is_data: bool = True,
+    ) -> None:
+        """Send this region, and those of `more`, as long as was asked for. Of a slab or a run, they
+        are at most so long, and may be empty; a slab has a note, of at most wire.NOTE_BYTES_MAX,
+        and a run how each of its blocks ends. `on_given` is called later, also if nobody waits for
+        it any more. What `is_data` counts as lent.
+        """
+        if number in self._asked:
+            self._asked.remove(number)
+            self._given[number] = is_data
+            self._send(lending.Give(number, region, arena_id, note, more, ends))
+        else:
+            self._loop.call_soon(self._over, number)
+
+    def only_decoded(self, number: int, length: int) -> None:
+        """Say that there is only the decoded block, of this length."""
+        if number in self._asked:
+            self._asked.remove(number)
+            self._send(lending.GiveDecodedOnly(number, length))
+
+    def refuse(self, number: int, *, is_unknown: bool = False) -> None:
+        """Send nothing: the neighbour reads the store, or has its slab made elsewhere. With
+        `is_unknown`, it may ask again, and say how to open the job of the slab.
+        """
+        if number in self._asked:
+            self._asked.remove(number)
+            self._send(lending.Refuse(number, is_unknown))
+
+    def look(self) -> None:
+        """Replace the lender if it hangs; call it about twice a second."""
+        process, now = self._process, time.monotonic()
+        if process is not None and process.is_hung(now, lambda: self._send(_PROBE)):
+            why = "it reads no messages: it is stopped, or stuck in a system call"
+            self._trace.failed("lender hung", pid=process.pid, why=why)
+            self._end()
+
+    def close(self) -> None:
+        """Kill the process and wait a few seconds for its end. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._restart is not None:
+            self._restart.cancel()
+        self._stop_writing()
+        left = [each for each in (self._process, self._ending) if each is not None]
+        for stuck in kill_all(left):
+            self._trace.failed("end of lender", pid=stuck.pid, why="stuck in kernel")
+        self._listener.close()
+        while self._arenas:
+            os.close(self._arenas.popitem()[1])
+        if self._is_started:
+            fork_server.release()
+
+    def _spawn(self) -> None:
+        self._restart = None
+        try:
+            process = self._process = WorkerProcess.start(None, _NO_LIMIT, "lender", hung_s=HUNG_S)
+        except OSError as error:  # out of descriptors
+            self._trace.failed("no lender", why=error.strerror)
+            self._spawn_later()
+            return
+        process.on_readable(self._on_readable)
+        keys = tuple(self._keys.values())
+        start = lending.StartLending(
+            self._node_id, self._last_number + 1, *self._log, keys, self._tls
+        )
+        descriptors = (self._arena.fd, self._listener.fileno())
+        try:
+            local.send(process.sock, lending.ToLender(start), descriptors)
+        except PeerLost:
+            self._end()
+            return
+        self._trace.started("lender started")
+        for arena_id in self._arenas:
+            self._send(lending.LendArena(arena_id))
+
+    def _send(self, body: lending.ToLenderBody) -> None:
+        if self._process is None:
+            return
+        self._unsent.append(body)
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            while self._unsent:
+                body = self._unsent[0]
+                if not isinstance(body, lending.LendArena):
+                    local.send(process.sock, lending.ToLender(body))
+                elif body.arena_id in self._arenas:  # it was not returned meanwhile
+                    fd = self._arenas[body.arena_id]
+                    local.send(process.sock, lending.ToLender(body), (fd,))
+                self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(process.sock.fileno(), self._flush)
+        except PeerLost:
+            self._end()
+        else:
+            self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        if self._process is not None and self._process.sock.fileno() >= 0:
+            self._loop.remove_writer(self._process.sock.fileno())
+
+    def _on_readable(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            process = self._process
+            if process is None or self._closed:
+                return
+            try:
+                said, descriptors = local.receive(process.sock, lending.FromLender)
+            except BlockingIOError:
+                return
+            except DataplaneError:  # it is gone, or sent an invalid message
+                self._end()
+                return
+            for fd in descriptors:
+                os.close(fd)
+            self._hear(said.body)
+
+    def _hear(self, body: lending.FromLenderBody) -> None:
+        self._pause_s = _PAUSE_S
+        if isinstance(body, lending.Given):
+            is_data = self._given.pop(body.number, None)
+            if is_data is not None:
+                self._lent_bytes += body.sent_bytes if is_data else 0
+                self._on_given(body.number)
+        elif body.number > self._last_number:
+            self._last_number = body.number + body.request.count - 1
+            self._asked.add(body.number)
+            self._on_asked(body)
+
+    def _end(self) -> None:
+        """Nobody hears the lender any more. Its regions are free once it is gone."""
+        if self._process is None or self._closed:
+            return
+        self._stop_writing()
+        process, self._process = self._process, None
+        self._ending = process
+        self._unsent.clear()
+        self._asked.clear()
+        process.end(lambda status: self._on_end(process, status))
+
+    def _on_end(self, process: WorkerProcess, status: int) -> None:
+        self._ending = None
+        if self._closed:
+            return
+        self._trace.failed("lender ended", status=status, said=process.last_words)
+        given, self._given = self._given, {}
+        self._spawn_later()
+        for number in given:
+            self._over(number)
+
+    def _spawn_later(self) -> None:
+        self._restart = self._loop.call_later(self._pause_s, self._spawn)
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+
+    def _over(self, number: int) -> None:
+        if not self._closed:
+            self._on_given(number)
+
+
+# -- address for neighbours -----------------------------------------------------------------------
+#
+# The port at which other nodes request blocks from this one.
+
+_trace = Trace("node")
+
+_BACKLOG = 1024
+# Of a network that is never used (RFC 5737): the kernel takes the default route to it.
+_ELSEWHERE = TcpAddress("192.0.2.1", 9)
+
+
+def open_data_port(
+    wanted: str, coordinator: str, *, is_own: bool = False, is_safe: bool = True
+) -> socket.socket | None:
+    """Open a listening socket for the setting `data_listen`; None if there is none.
+
+    `is_own`: the coordinator is in this process. `is_safe`: connections are encrypted, or may be
+    plain text. May wait for a name server.
+
+    Raises:  ConfigError: the address is taken, or none of this machine.
+    """
+    if wanted == NO_NEIGHBOURS:
+        return None
+    if wanted and not wanted.startswith(":"):
+        parsed = parse(wanted)
+        assert isinstance(parsed, TcpAddress), "the setting allows no other"
+        return _listening(resolve(parsed))
+    here = _address_here(coordinator)
+    if here is None:
+        return None
+    if not wanted and is_loopback(here) and is_own:
+        return None  # nobody on another host can join
+    if not wanted and not is_loopback(here) and not is_safe:
+        _trace.failed(
+            "no data port: this node lends no blocks to other nodes and makes no slabs for them, "
+            "since these would cross the network in plain text. --peer-tls, on all nodes, encrypts "
+            "them; --data-listen :0 allows plain text, and --data-listen none leaves this line out"
+        )
+        return None
+    return _listening(TcpAddress(here.host, int(wanted.removeprefix(":") or 0)))
+
+
+def data_address(listener: socket.socket | None) -> str:
+    """Return the address at which others reach this socket; "" without one."""
+    return "" if listener is None else _bound(listener).target
+
+
+def reaches_other_hosts(address: str) -> bool:
+    """Whether nodes on other hosts can connect to this `data_address`."""
+    parsed = parse(address) if address else None
+    return isinstance(parsed, TcpAddress) and not is_loopback(parsed)
+
+
+def _bound(sock: socket.socket) -> TcpAddress:
+    host, port = sock.getsockname()[:2]
+    return TcpAddress(str(ipaddress.ip_address(host)), port)
+
+
+def _address_here(coordinator: str) -> TcpAddress | None:
+    """Return the address of this machine from which it reaches the coordinator, or any other host
+    while the coordinator's name is unknown. None if there is none, or other hosts could not connect
+    to it.
+    """
+    parsed = parse(coordinator)
+    if isinstance(parsed, UnixAddress):
+        return None
+    try:
+        there = resolve(parsed)
+    except ConfigError:
+        there = _ELSEWHERE  # the coordinator may start later than its nodes
+    family = socket.AF_INET6 if ":" in there.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((there.host, there.port or _ELSEWHERE.port))  # sends nothing
+            here = _bound(asking)
+        except OSError:
+            return None
+    return None if ipaddress.ip_address(here.host).is_link_local else here
+
+
+def _listening(address: TcpAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A node that is started again takes its port although old connections linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen for neighbours at {address.target}: {error.strerror}. Give an "
+            "address of this machine and a free port with --data-listen HOST:PORT, or none with "
+            "--data-listen none",
+            key="data_listen",
+            found=address.target,
+        ) from error
+    return listener
+
+
+# -- nodes of each job -----------------------------------------------------------------------------
 
 
 def _nobody_listens(_: object) -> None:
@@ -74,3 +487,101 @@ class JobTables:
         if nodes != self._by_job.get(nodes.job_id):
             self._by_job[nodes.job_id] = nodes
             self._on_nodes(nodes)
+
+
+# -- neighbours of the engine ---------------------------------------------------------------------
+#
+# The neighbours of a node, as its engine knows them: who owns a block, who makes slabs, and how to
+# answer those who ask for a block.
+
+
+class _Known(Struct, frozen=True):
+    """The `nodes` that own blocks; `owners` is None if there are fewer than two."""
+
+    nodes: JobNodes
+    lenders: tuple[NeighbourNode, ...]
+    owners: Owners | None
+
+    @classmethod
+    def of(cls, nodes: JobNodes) -> _Known:
+        """Select the owners: a node without memory for blocks owns none."""
+        lenders = tuple(one for one in nodes.nodes if one.arena_bytes)
+        names = [one.disk_id or one.node_id for one in lenders]
+        if len({*names}) < len(names):  # a folder was copied from one host to another
+            names = [one.node_id for one in lenders]
+        weighed = [Weighed(n, one.arena_bytes) for n, one in zip(names, lenders, strict=True)]
+        return cls(nodes, lenders, Owners(weighed) if len(lenders) > 1 else None)
+
+
+class KnownNeighbours:
+    """The neighbours of the node with this id, by job. It lends blocks through `lending`, if it is
+    reachable. Implements `effects.Neighbours`.
+    """
+
+    def __init__(self, own_id: str, lending: Lending | None) -> None:
+        self._own_id, self._lending = own_id, lending
+        self._known: dict[str, _Known] = {}
+
+    def learn(self, nodes: JobNodes) -> None:
+        """Note the nodes of a job, which the coordinator has just named."""
+        self._known[nodes.job_id] = _Known.of(nodes)
+
+    def forget(self, job_id: str) -> None:
+        """Forget the nodes of a job with which this node has nothing to do any more."""
+        self._known.pop(job_id, None)
+
+    def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str]) -> Neighbour | None:
+        """Implement `Neighbours.owner_of`."""
+        for job_id in jobs:
+            known = self._known.get(job_id)
+            if known is not None and known.owners is not None:
+                return self._owner(known, known.owners, dataset, block)
+        return None
+
+    def makers(self, job_id: str) -> Sequence[SlabMaker]:
+        """Implement `Neighbours.makers`."""
+        known = self._known.get(job_id)
+        if known is None:
+            return ()
+        job = job_id, known.nodes.generation, known.nodes.key, self._own_id
+        return [
+            SlabMaker(node.address, *job, node.node_id)
+            for node in known.nodes.nodes
+            if node.worker_count and node.node_id != self._own_id
+        ]
+
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
+        """Implement `Neighbours.give`."""
+        if self._lending is not None:
+            first, *more = regions or [Region(0, 0)]
+            self._lending.give(number, first, more=tuple(more), ends=tuple(ends))
+
+    def only_decoded(self, number: int, length: int) -> None:
+        """Implement `Neighbours.only_decoded`."""
+        if self._lending is not None:
+            self._lending.only_decoded(number, length)
+
+    def refuse(self, number: int) -> None:
+        """Implement `Neighbours.refuse`."""
+        if self._lending is not None:
+            self._lending.refuse(number)
+
+    def _owner(
+        self, known: _Known, owners: Owners, dataset: Dataset, block: int
+    ) -> Neighbour | None:
+        manifest = dataset.manifest
+        shard, offset = manifest.block_shard.item(block), manifest.block_offset.item(block)
+        owner = known.lenders[owners.of(dataset.digest, shard, offset)]
+        if owner.node_id == self._own_id:
+            return None
+        return Neighbour(
+            owner.address,
+            known.nodes.job_id,
+            known.nodes.generation,
+            known.nodes.key,
+            self._own_id,
+            owner.node_id,
+            dataset.digest,
+            block,
+            offset=0,
+        )

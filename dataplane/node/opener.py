@@ -32,6 +32,7 @@ from dataplane.node.datasets import Datasets
 from dataplane.node.engine import Engine
 from dataplane.node.mapped_reader import MappedReader
 from dataplane.node.mixing import (
+    Orders,
     check_columns,
     check_mixture,
     mixed_identity,
@@ -40,7 +41,6 @@ from dataplane.node.mixing import (
     with_schedule,
     with_windows,
 )
-from dataplane.node.orders import Orders
 from dataplane.node.own_slabs import OwnReads
 from dataplane.node.pack_counts import PackCounter, PackedManifest
 from dataplane.node.shared_manifests import SharedManifests, Wanted

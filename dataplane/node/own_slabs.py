@@ -14,9 +14,8 @@ from dataplane.model.config import JobSpec
 from dataplane.model.errors import DataplaneError
 from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset
-from dataplane.node.delivery import DeliveryArena
+from dataplane.node.delivery import DeliveryArena, slab_sizes
 from dataplane.node.engine import Engine
-from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab, Working
 from dataplane.scheduler.walk import Walk

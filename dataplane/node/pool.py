@@ -30,8 +30,7 @@ from typing import Self
 from dataplane.base.trace import Trace
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ClosedError, ConfigError, DataplaneError, PeerLost
-from dataplane.node.pool_worker import PoolTask, PoolWorker
-from dataplane.node.task_queue import TaskQueue
+from dataplane.node.pool_worker import PoolTask, PoolWorker, TaskQueue
 from dataplane.rpc import local, tasks
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server

@@ -22,23 +22,19 @@ from dataplane.base.trace import Trace
 from dataplane.index.slow import work_on
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.node.data_port import data_address
 from dataplane.node.described import describe
-from dataplane.node.door import Door
+from dataplane.node.door import Door, done_before, wait_stop
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
-from dataplane.node.lending import Lending
-from dataplane.node.lent_manifests import LentManifests
 from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
 from dataplane.node.member import ServedMember
 from dataplane.node.neighbourhood import Neighbourhood
+from dataplane.node.neighbours import KnownNeighbours, Lending, data_address
 from dataplane.node.opener import DatasetOpener
-from dataplane.node.owners import KnownNeighbours
 from dataplane.node.pool import WorkerPool
-from dataplane.node.shared_manifests import SharedManifests
-from dataplane.node.stopping import done_before, wait_stop
+from dataplane.node.shared_manifests import LentManifests, SharedManifests
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages, sockets
 from dataplane.rpc.base import Coordination

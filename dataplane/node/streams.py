@@ -17,10 +17,10 @@ from dataplane.model.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import MixHistory, Stream
 from dataplane.node.changes import mix_of
+from dataplane.node.delivery import Send, ServedStream
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
-from dataplane.node.orders import Orders
-from dataplane.node.served import Send, ServedStream
+from dataplane.node.mixing import Orders
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import Walk

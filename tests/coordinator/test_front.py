@@ -22,7 +22,7 @@ from dataplane.model.errors import (
     NotWrittenError,
 )
 from dataplane.model.records import ColumnOptions, Topology
-from dataplane.node.joining import patiently
+from dataplane.node.places import patiently
 from dataplane.rpc.membership import StatusRequest
 
 MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)

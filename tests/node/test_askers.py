@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from dataplane.base.units import IMPORT_PATH_VARIABLE
 from dataplane.model.errors import StoreDenied
 from dataplane.model.records import ColumnOptions, Stream, View
-from dataplane.node.asked_stream import HELD_S, PATIENCE_S
+from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import TRY_AGAIN_S
-from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc.making import MakeSlab, StepRange
 from dataplane.worker.forking import fork_server
 

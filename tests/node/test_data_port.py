@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dataplane.model.errors import ConfigError
-from dataplane.node.data_port import data_address, open_data_port
+from dataplane.node.neighbours import data_address, open_data_port
 from dataplane.rpc.bounds import check_data_address
 from dataplane.settings import BY_NAME, parse
 

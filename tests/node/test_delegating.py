@@ -15,8 +15,8 @@ from dataplane.arena.slots import plan_slots
 from dataplane.model.errors import CorruptShard, DataplaneError, NeighbourGone
 from dataplane.model.records import MixHistory, Region, ShareChange, Stream, Topology
 from dataplane.node.dataset import dataset_of
-from dataplane.node.delegating import Delegating
 from dataplane.node.delivery import DelegatedJob, DeliveryArena
+from dataplane.node.effects import Delegating
 from dataplane.rpc import fetches, making, messages, tasks
 from dataplane.rpc.codec import decode, encode
 from dataplane.scheduler import events

@@ -13,9 +13,8 @@ from fetching import BODY, LENGTH, node
 from dataplane.arena.memfd import Arena
 from dataplane.model.errors import DataplaneError, NotKept
 from dataplane.model.records import Region
-from dataplane.node.block_read import BlockRead
-from dataplane.node.fetch import Fetcher, Report
-from dataplane.node.kept import KeptBlocks
+from dataplane.node.effects import KeptBlocks
+from dataplane.node.fetch import BlockRead, Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads

@@ -13,8 +13,7 @@ import pytest
 from dataplane.arena.memfd import Arena
 from dataplane.model.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
 from dataplane.model.records import ObjectInfo, Region
-from dataplane.node.block_read import BlockRead
-from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.fetch import BlockRead, Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads

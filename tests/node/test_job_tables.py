@@ -24,9 +24,9 @@ from dataplane.cli import run
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, JobSpec, NodeConfig
 from dataplane.model.records import Topology
+from dataplane.node.delivery import ReplacedRows
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.neighbours import JobTables
-from dataplane.node.replaced import ReplacedRows
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership, names
 from dataplane.rpc.calls import CoordinatorClient

@@ -163,7 +163,7 @@ def test_a_killed_lender_frees_its_regions_and_another_one_lends() -> None:
 def test_a_stopped_lender_frees_its_regions_and_another_one_lends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dataplane.node.lending.HUNG_S", 0.2)
+    monkeypatch.setattr("dataplane.node.neighbours.HUNG_S", 0.2)
 
     async def play() -> None:
         async with lending_node() as node:

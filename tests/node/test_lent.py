@@ -19,10 +19,9 @@ from dataplane.arena.memfd import Arena
 from dataplane.model.errors import ClosedError
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
-from dataplane.node.block_read import RUN_PARTS, BlockRead
 from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.node.fetch import Fetcher, Report
-from dataplane.node.lent import LentBlocks
+from dataplane.node.effects import LentBlocks
+from dataplane.node.fetch import RUN_PARTS, BlockRead, Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import (

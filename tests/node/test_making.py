@@ -19,9 +19,8 @@ from msgspec.structs import replace
 from dataplane.base.units import IMPORT_PATH_VARIABLE
 from dataplane.model.errors import ConfigError, CorruptShard, NeighbourGone
 from dataplane.model.records import ColumnOptions, Exhausted, MixHistory, ShareChange, Stream, View
-from dataplane.node.asked_stream import HELD_S, PATIENCE_S
+from dataplane.node.asked_stream import HELD_S, PATIENCE_S, STREAM_IDLE_S
 from dataplane.node.making import JOB_IDLE_S
-from dataplane.node.making_places import STREAM_IDLE_S
 from dataplane.rpc import tasks
 from dataplane.rpc.codec import decode
 from dataplane.rpc.making import StepRange

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane.node.owners import KnownNeighbours
+from dataplane.node.neighbours import KnownNeighbours
 from dataplane.rpc.membership import JobNodes, NeighbourNode
 
 BLOCKS = 64

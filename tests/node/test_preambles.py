@@ -3,8 +3,7 @@
 import asyncio
 
 from dataplane.model.records import Region
-from dataplane.node.block_read import BlockRead
-from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.fetch import BlockRead, Fetcher, Report
 from dataplane.node.preambles import REMEMBERED_MAX, Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads

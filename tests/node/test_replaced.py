@@ -7,7 +7,7 @@ from typing import Any
 
 from dataplane.base.trace import Trace
 from dataplane.model.changes import ReplacedRow
-from dataplane.node.replaced import ReplacedRows
+from dataplane.node.delivery import ReplacedRows
 from dataplane.rpc import tasks
 from dataplane.rpc.membership import MemberProgress
 

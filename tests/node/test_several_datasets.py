@@ -17,11 +17,10 @@ from dataplane.index.indexing import open_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Stream
 from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.node.delivery import DeliveryArena
+from dataplane.node.delivery import DeliveryArena, slab_sizes
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
-from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.order import Order, SampleOrder
 from dataplane.rpc.codec import decode
 from dataplane.rpc.messages import EndOfStream, FromNodeBody, Layout, Slab

@@ -18,9 +18,8 @@ from dataplane.index.slow import work_on
 from dataplane.model.config import VERSION, NodeConfig
 from dataplane.model.errors import AccessDenied, PeerLost, StoreError
 from dataplane.model.records import View
-from dataplane.node import lent_manifests, shared_manifests
-from dataplane.node.lent_manifests import LentManifests
-from dataplane.node.shared_manifests import SharedManifests, Wanted
+from dataplane.node import shared_manifests
+from dataplane.node.shared_manifests import LentManifests, SharedManifests, Wanted
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import DatasetSource
 from dataplane.rpc.sharing import (
@@ -227,7 +226,7 @@ def test_a_node_that_reaches_none_of_many_does_not_try_them_all(
 def test_bytes_that_nobody_reads_are_dropped_and_made_again_when_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lent_manifests, "IDLE_S", 0.7)
+    monkeypatch.setattr(shared_manifests, "IDLE_S", 0.7)
 
     async def scene(_: Listened, first: Node, second: Node, third: Node) -> None:
         await first.open()

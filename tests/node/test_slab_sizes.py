@@ -12,7 +12,7 @@ from dataplane.index.indexing import index_dataset
 from dataplane.model.config import JobSpec
 from dataplane.model.records import ColumnOptions
 from dataplane.node.dataset import dataset_of
-from dataplane.node.slab_sizes import slab_sizes
+from dataplane.node.delivery import slab_sizes
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.steps.registry import CenterCrop, ToDtype
 

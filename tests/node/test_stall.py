@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataplane.model.errors import DataStallError, StoreUnavailable
-from dataplane.node.stall import Called, stall_error, working
+from dataplane.node.delivery import Called, stall_error, working
 from dataplane.rpc.messages import Working
 from dataplane.scheduler.events import SlabProgress, Stalled
 from dataplane.scheduler.records import BlockPhase

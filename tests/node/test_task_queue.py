@@ -12,8 +12,7 @@ import pytest
 from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.model.records import Region
-from dataplane.node.pool_worker import PoolTask
-from dataplane.node.task_queue import AHEAD, LIVE_S, LONG_S, TaskQueue
+from dataplane.node.pool_worker import AHEAD, LIVE_S, LONG_S, PoolTask, TaskQueue
 from dataplane.rpc import tasks
 from dataplane.worker.death import WorkerPlace
 

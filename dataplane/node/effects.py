@@ -1,0 +1,517 @@
+"""Carry out the scheduler's decisions about what lies outside of this process's memory: blocks of
+neighbours and for them, blocks on disk, blocks for workers, and slabs that other nodes make.
+
+Blocks that come from neighbours, and that neighbours request:
+
+Invariants:
+1. A block that is being fetched from a neighbour is refused to others, and a block that is read for
+   a neighbour is read from the store: so no two nodes wait for each other.
+2. If a neighbour is gone before it has sent a decoded block, the block is read from the store.
+3. The blocks of a requested run are decided one by one. The run has one answer, when each of them
+   is decided, and all blocks sent for it are freed at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol, cast
+
+from msgspec import Raw, Struct, field
+from msgspec.structs import replace
+
+from dataplane.model.errors import ConfigError, DataplaneError, NeighbourGone, NotKept
+from dataplane.model.records import BlockForm, Region
+from dataplane.neighbours import wire
+from dataplane.node.dataset import Dataset
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.fetch import Fetcher
+from dataplane.rpc import fetches, making, tasks
+from dataplane.rpc.codec import decode, encode
+from dataplane.rpc.fetches import Neighbour, Outcome, SlabMaker
+from dataplane.rpc.lending import Asked, Request
+from dataplane.rpc.messages import Layout, OpenJob
+from dataplane.scheduler import events
+from dataplane.scheduler.dataset import BlockName
+from dataplane.scheduler.events import (
+    DiskEvent,
+    DiskFound,
+    DiskMissed,
+    DiskScanned,
+    GiveUpSlab,
+    KeepBlock,
+    KeepingEnded,
+    ScanDisk,
+)
+from dataplane.scheduler.records import CachedBlock, Excerpt
+from dataplane.worker.death import WorkerPlace
+
+
+class Neighbours(Protocol):
+    """The other nodes of the jobs on this node. `KnownNeighbours` implements it."""
+
+    def owner_of(self, dataset: Dataset, block: int, jobs: Iterable[str], /) -> Neighbour | None:
+        """Return the node from which to request a block of a dataset that these jobs read here;
+        None if this node owns it, or knows no neighbours.
+        """
+
+    def makers(self, job_id: str, /) -> Sequence[SlabMaker]:
+        """The nodes that make slabs of a job, if they are asked."""
+
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None:
+        """Send these parts of the block arena to the one who asked: one, or those of the blocks of
+        a run that have ended as wire.GIVEN_WHOLE.
+        """
+
+    def only_decoded(self, number: int, length: int) -> None:
+        """Say that the block is here only decoded, in so many bytes."""
+
+    def refuse(self, number: int) -> None:
+        """Say no."""
+
+
+class _Nobody:
+    def owner_of(self, dataset: Dataset, block: int, _jobs: object) -> Neighbour | None: ...
+
+    def makers(self, _job_id: str) -> Sequence[SlabMaker]:
+        return ()
+
+    def give(self, number: int, regions: Sequence[Region], ends: Sequence[int] = ()) -> None: ...
+
+    def only_decoded(self, number: int, length: int) -> None: ...
+
+    def refuse(self, number: int) -> None: ...
+
+
+NOBODY: Neighbours = _Nobody()
+"""The neighbours of a node that has none."""
+
+
+class _Run(Struct, eq=False):
+    """A run that is asked for with this number: how each of its blocks has ended, how many have
+    not, and what is given of it.
+    """
+
+    number: int
+    ends: list[int]
+    left: int
+    regions: dict[int, Region]
+
+
+class LentBlocks:
+    """The lent blocks of one node. `tell` passes an event to the scheduler."""
+
+    def __init__(self, neighbours: Neighbours, tell: Callable[[events.Event], None]) -> None:
+        self._neighbours, self._tell = neighbours, tell
+        self._expected: set[BlockName] = set()
+        """Blocks that are on their way here from neighbours."""
+        self._left_alone: set[BlockName] = set()
+        """Blocks that are read from the store next."""
+        self._runs: dict[int, _Run] = {}
+        """The runs that wait for their answer, by the number of each block that has none."""
+        self._given: dict[int, tuple[int, ...]] = {}
+        """The numbers of the blocks that were given for a run, by its number."""
+
+    def source_of(
+        self, dataset: Dataset, effect: events.Fetch, jobs: Iterable[str]
+    ) -> Neighbour | None:
+        """Return the neighbour that a block of these jobs comes from, if it has it; None for the
+        store.
+        """
+        name = BlockName(effect.dataset_id, effect.block)
+        if effect.is_lent or name in self._left_alone:
+            return None
+        neighbour = self._neighbours.owner_of(dataset, effect.block, jobs)
+        if neighbour is None:
+            return None
+        self._expected.add(name)
+        return replace(neighbour, form=BlockForm.DECODED) if effect.is_decoded else neighbour
+
+    def fetched(self, name: BlockName, found: Outcome) -> bool:
+        """A read of this block has ended. Whether a neighbour owns it."""
+        is_guest = name in self._expected
+        self._expected.discard(name)
+        self._left_alone.discard(name)
+        if isinstance(found, NeighbourGone):
+            self._left_alone.add(name)
+        return is_guest
+
+    def asked(self, ask: Asked, dataset: Dataset | None) -> None:
+        """A neighbour asks for part of a block of this dataset, or for several blocks."""
+        request = ask.request
+        last = request.block + request.count - 1
+        if dataset is None or last >= dataset.manifest.block_count:
+            self._neighbours.refuse(ask.number)
+        elif request.count > 1:
+            self._asked_run(ask.number, request, dataset)
+        elif request.form is BlockForm.DECODED or not self._is_expected(dataset, request.block):
+            part = Region(request.offset, request.length)
+            self._ask_scheduler(request, dataset, ask.number, request.block, part)
+        else:
+            self._neighbours.refuse(ask.number)
+
+    def given(self, number: int) -> None:
+        """Note that the bytes sent for this request are no longer read."""
+        for each in self._given.pop(number, (number,)):
+            self._tell(events.SendingEnded(each))
+
+    def _is_expected(self, dataset: Dataset, block: int) -> bool:
+        return BlockName(dataset.dataset_id, block) in self._expected
+
+    def _ask_scheduler(
+        self, request: Request, dataset: Dataset, number: int, block: int, part: Region
+    ) -> None:
+        how = request.form is BlockForm.DECODED, request.count > 1
+        self._tell(events.NeighbourAsked(number, dataset.blocks, block, part, *how))
+
+    def _asked_run(self, first: int, request: Request, dataset: Dataset) -> None:
+        blocks = range(request.block, request.block + request.count)
+        shards = dataset.manifest.block_shard
+        lengths = [dataset.blocks.read_bytes(block) for block in blocks]
+        # Only the shard of the first block was checked for what may be lent.
+        is_one_shard = shards.item(blocks[0]) == shards.item(blocks[-1])
+        if not is_one_shard or request.form is not BlockForm.RAW or sum(lengths) != request.length:
+            self._neighbours.refuse(first)
+            return
+        run = _Run(first, [wire.NOT_GIVEN] * request.count, request.count, {})
+        numbers = range(first, first + request.count)
+        self._runs.update(dict.fromkeys(numbers, run))
+        for number, block, length in zip(numbers, blocks, lengths, strict=True):
+            if self._is_expected(dataset, block):
+                self._end(run, number, wire.NOT_GIVEN)
+            else:
+                self._ask_scheduler(request, dataset, number, block, Region(0, length))
+
+    def lend(self, effect: events.LendBlock) -> None:
+        """Carry out a loan."""
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.give(effect.number, (effect.region,))
+            return
+        run.regions[effect.number] = effect.region
+        self._end(run, effect.number, wire.GIVEN_WHOLE)
+
+    def say_decoded(self, effect: events.OnlyDecoded) -> None:
+        """Answer with the size of the decoded block, which is all that is here."""
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.only_decoded(effect.number, effect.length)
+        else:
+            self._end(run, effect.number, effect.length)
+
+    def say_no(self, effect: events.RefuseAsk) -> None:
+        """Answer a request with a refusal."""
+        run = self._runs.get(effect.number)
+        if run is None:
+            self._neighbours.refuse(effect.number)
+        else:
+            self._end(run, effect.number, wire.NOT_GIVEN)
+
+    def _end(self, run: _Run, number: int, end: int) -> None:
+        """A block of a run has its answer."""
+        del self._runs[number]
+        run.ends[number - run.number] = end
+        run.left -= 1
+        if run.left:
+            return
+        if all(each == wire.NOT_GIVEN for each in run.ends):
+            self._neighbours.refuse(run.number)
+            return
+        given = sorted(run.regions)
+        self._given[run.number] = tuple(given)
+        self._neighbours.give(run.number, [run.regions[each] for each in given], run.ends)
+
+
+# -- blocks on disk -------------------------------------------------------------------------------
+#
+# Blocks on the node's disk: carry out the scheduler's decisions about them.
+
+
+class KeptBlocks:
+    """The blocks on one node's disk. `tell` passes an event to the scheduler."""
+
+    def __init__(self, fetcher: Fetcher, tell: Callable[[DiskEvent], None]) -> None:
+        self._fetcher, self._tell = fetcher, tell
+        self._asked: set[BlockName] = set()
+        """Blocks that the disk was asked for, and has not refused."""
+
+    def asked(self, dataset: Dataset, effect: events.Fetch) -> Callable[[Outcome], None] | None:
+        """Return the function to call if the disk lacks a block; None if the disk is not tried."""
+        if not effect.is_on_disk or effect.is_decoded:
+            return None
+        self._asked.add(BlockName(effect.dataset_id, effect.block))
+        return partial(self._missed, dataset, effect.block)
+
+    def has_read(self, name: BlockName) -> bool:
+        """Note the end of a read of this block; return whether its bytes came from the disk."""
+        is_read = name in self._asked
+        self._asked.discard(name)
+        return is_read
+
+    def keep(self, effect: KeepBlock) -> None:
+        """Write a block to the disk, and remove others."""
+        going = tuple(fetches.KeptName(one.digest, one.block) for one in effect.instead_of)
+        name, number = effect.name, effect.number
+        order = fetches.WriteKept(0, name.digest, name.block, effect.region, going)
+        self._fetcher.origin.read(
+            order, lambda found: self._tell(KeepingEnded(number, _trouble(found)))
+        )
+
+    def scan(self, _effect: ScanDisk) -> None:
+        """List the blocks on the disk."""
+        self._fetcher.origin.read(fetches.ScanKept(0), self._scanned, self._found)
+
+    def _missed(self, dataset: Dataset, block: int, found: Outcome) -> None:
+        self._asked.discard(BlockName(dataset.dataset_id, block))
+        self._tell(DiskMissed(dataset.blocks, block, _trouble(found)))
+
+    def _found(self, found: fetches.KeptFound) -> None:
+        self._tell(DiskFound(found.dataset, found.blocks, found.disk_bytes))
+
+    def _scanned(self, found: Outcome) -> None:
+        self._tell(DiskScanned(_trouble(found)))
+
+
+def _trouble(found: Outcome) -> str:
+    """Return why the disk failed; "" if it works, and only lacks the block."""
+    if isinstance(found, NotKept):
+        return str(found.trouble or "")
+    return "" if found is None else str(found)
+
+
+# -- memory of blocks -----------------------------------------------------------------------------
+#
+# Describe blocks and excerpts to workers: where their rows are, and their names in errors.
+
+
+class BlockSources:
+    """The ready blocks and excerpts of a node, by key. `find` names a block or excerpt,
+    `dataset_of` a dataset by its number.
+    """
+
+    def __init__(
+        self, find: Callable[[int], CachedBlock | Excerpt], dataset_of: Callable[[int], Dataset]
+    ) -> None:
+        self._find, self._dataset_of = find, dataset_of
+        self._sources: dict[int, tasks.BlockSource] = {}
+        self._without_restart_indexes: set[int] = set()
+
+    def leave_out_restart_indexes(self, key: int) -> None:
+        """Drop this block's restart indexes, for which the machine had no memory."""
+        self._without_restart_indexes.add(key)
+
+    def forget(self, key: int) -> None:
+        """Forget a key whose memory is about to be reused."""
+        self._sources.pop(key, None)
+        self._without_restart_indexes.discard(key)
+
+    def source(self, key: int) -> tasks.BlockSource:
+        """Return the facts that a worker needs to gather from a block."""
+        source = self._sources.get(key)
+        if source is None:
+            source = self._sources[key] = self._new(key)
+        return source
+
+    def _new(self, key: int) -> tasks.BlockSource:
+        block = self._find(key)
+        dataset = self._dataset_of(block.dataset.dataset_id)
+        origin = dataset.origin(block.index)
+        if isinstance(block, Excerpt):
+            rows = block.row_count
+            return tasks.BlockSource(key, decoded=block.decoded, origin=origin, row_count=rows)
+        raw = dataset.raw_block(block.index, block.raw) if block.decoded is None else None
+        noted = None if key in self._without_restart_indexes else block.restart_indexes
+        return tasks.BlockSource(key, raw, block.decoded, origin, noted)
+
+    def message_of(self, key: int) -> tasks.OpenDataset:
+        """Return the description of its dataset's columns."""
+        return self._dataset_of(self._find(key).dataset.dataset_id).message
+
+    def place_of(self, key: int) -> WorkerPlace:
+        """Return the block's place for error messages."""
+        block = self._find(key)
+        return self.place(BlockName(block.dataset.dataset_id, block.index))
+
+    def place(self, first: BlockName | None) -> WorkerPlace:
+        """Return the place of a block given by name; None for a batch without rows."""
+        if first is None:
+            return WorkerPlace("a batch without rows")
+        return self._dataset_of(first.dataset_id).place(first.block)
+
+
+# -- slabs that other nodes make ------------------------------------------------------------------
+#
+# Have other nodes make slabs of this node's trainers, and check the results.
+#
+# Invariants:
+# 1. Each MakeElsewhere is answered by one SlabAssembled, once its memory is no longer written.
+# 2. A maker proves that it knows the key of the job, so its slabs come from a node of the same
+#    cluster, and are as trustworthy as those of the own workers. Their descriptions are checked:
+#    nothing may point outside of the slab.
+
+
+class SlabReads(Protocol):
+    """The interface that reads slabs from makers. `Fetcher` implements it."""
+
+    def read_slab(
+        self, order: fetches.ReadSlab, arena_fd: int, report: Callable[[fetches.SlabRead], None]
+    ) -> int:
+        """Have a slab made, and read it into this arena; `report` is called later, once. Return the
+        number of the order.
+        """
+
+    def end_slab(self, number: int) -> None:
+        """Report the end of this order soon, with an error unless the slab is here."""
+
+    def detach_arena(self, arena_id: int) -> None:
+        """Stop reading into this arena."""
+
+
+class _Delegated(Struct, eq=False):
+    """A delivery that other nodes may make slabs of. `opening` is an encoded OpenJob,
+    which may name many urls: it is encoded once.
+    """
+
+    delivery: DeliveryArena
+    opening: Raw
+    makers: dict[str, fetches.SlabMaker] = field(default_factory=dict)
+
+
+class Delegating:
+    """The delegated slabs of one node. `tell` passes an event to the scheduler; `made` is called
+    with each result before that.
+    """
+
+    def __init__(
+        self,
+        reads: SlabReads,
+        neighbours: Neighbours,
+        tell: Callable[[events.Event], None],
+        made: Callable[[DeliveryArena, object], None],
+    ) -> None:
+        self._reads, self._neighbours, self._tell, self._made = reads, neighbours, tell, made
+        self._deliveries: dict[int, _Delegated] = {}
+        self._orders: dict[int, int] = {}
+        """Their numbers, by those of the slab tasks."""
+
+    def open(self, delivery: DeliveryArena) -> None:
+        """Allow slabs to be made elsewhere for this delivery, which the scheduler knows."""
+        job = delivery.job
+        if job is None:
+            return
+        known = _Delegated(delivery, Raw(encode(job.opening)))
+        self._deliveries[delivery.delivery_id] = known
+        self._learn(known)
+
+    def drop(self, delivery_id: int) -> None:
+        """Forget a delivery that is gone."""
+        if self._deliveries.pop(delivery_id, None) is not None:
+            self._reads.detach_arena(delivery_id)
+
+    def nodes_changed(self, job_id: str) -> None:
+        """Note that other nodes make slabs of this job now, or that they have other keys."""
+        for known in self._deliveries.values():
+            job = known.delivery.job
+            if job is not None and job.opening.job_id == job_id:
+                self._learn(known)
+
+    def make(self, effect: events.MakeElsewhere) -> None:
+        """Send the order to the maker, unless it is gone."""
+        known = self._deliveries[effect.delivery_id]
+        job, maker = known.delivery.job, known.makers.get(effect.maker)
+        assert job is not None
+        if maker is None:
+            gone = NeighbourGone(f"the node {effect.maker} makes no slabs any more")
+            self._tell(events.SlabAssembled(effect.number, gone, 0.0))
+            return
+        at = effect.stream
+        wanted = making.MakeSlab(
+            job.digest,
+            at.epoch,
+            at.cursor,
+            at.dp_rank,
+            at.dp_size,
+            at.step_stride,
+            effect.steps,
+            effect.slot_bytes,
+            job.software,
+            effect.coming,
+            mix=at.mix,
+        )
+        opening = cast(OpenJob, known.opening)  # as it is sent
+        order = fetches.ReadSlab(
+            0,
+            maker,
+            known.makers.get(effect.hedge),
+            encode(wanted),
+            encode(replace(wanted, opening=opening)),
+            effect.delivery_id,
+            effect.slab,
+        )
+        self._orders[effect.number] = self._reads.read_slab(
+            order, known.delivery.arena.fd, lambda read: self._read(effect, known, read)
+        )
+
+    def give_up(self, effect: GiveUpSlab) -> None:
+        """Stop waiting for this slab."""
+        if (number := self._orders.get(effect.number)) is not None:
+            self._reads.end_slab(number)
+
+    def _learn(self, known: _Delegated) -> None:
+        job = known.delivery.job
+        assert job is not None
+        makers = {one.node_id: one for one in self._neighbours.makers(job.opening.job_id)}
+        has_changed = makers.keys() != known.makers.keys()
+        known.makers = makers
+        if has_changed:
+            self._tell(events.MakersKnown(known.delivery.delivery_id, tuple(makers)))
+
+    def _read(
+        self, effect: events.MakeElsewhere, known: _Delegated, read: fetches.SlabRead
+    ) -> None:
+        del self._orders[effect.number]
+        result = _result(effect, known.delivery.column_count, read)
+        self._made(known.delivery, result)
+        started = time.monotonic() - read.took_s
+        self._tell(
+            events.SlabAssembled(
+                effect.number, result, started, is_kept=False, made_by=read.node_id
+            )
+        )
+
+
+def _result(
+    effect: events.MakeElsewhere, column_count: int, read: fetches.SlabRead
+) -> tasks.Assembled | DataplaneError:
+    if read.error is not None:
+        return read.error
+    try:
+        body = decode(tasks.Result, read.note).body
+        if isinstance(body, tasks.Assembled):
+            _check(effect, column_count, read.length, body)
+            return body
+    except ConfigError as error:
+        return NeighbourGone(f"the node {read.node_id} sent what is no slab: {error}")
+    if isinstance(body, DataplaneError):
+        return body
+    return NeighbourGone(f"the node {read.node_id} answered with {type(body).__name__}")
+
+
+def _check(
+    effect: events.MakeElsewhere, column_count: int, length: int, made: tasks.Assembled
+) -> None:
+    """Check the description of a slab.
+
+    Raises:  ConfigError: it does not describe a slab of this many bytes.
+    """
+    if made.batch_count > effect.steps.count or made.bytes_used != length:
+        raise ConfigError(f"{made.batch_count} batches in {made.bytes_used} of {length} bytes")
+    if not made.batch_count:
+        if made.bytes_needed <= effect.slab.length:
+            raise ConfigError(f"{made.bytes_needed} bytes are too many for {effect.slab.length}")
+        return
+    columns = decode(Layout, made.layout).columns
+    ends = [max(at, default=0) for one in columns for at in (one.values, one.lengths)]
+    if len(columns) != column_count or max(ends, default=0) > length:
+        raise ConfigError(f"{len(columns)} columns, up to byte {max(ends, default=0)} of {length}")
