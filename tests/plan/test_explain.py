@@ -1,21 +1,31 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import re
+import sys
+from collections import Counter
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from dataplane.model.changes import EpochSteps
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import End, Region
-from dataplane.plan.cluster import Cluster
+from dataplane.plan import shuffled
+from dataplane.plan.cluster import RUN_BYTES, Cluster, Owners, Weighed
 from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.explain import explain as explained_steps
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
+from dataplane.plan.quality import quality
 from dataplane.plan.shards import Shard
+from dataplane.plan.shuffled import BlockHosts
+from plan import golden
 
 
 def manifest_of(rows, shard_count=1, length=1000):
@@ -266,3 +276,203 @@ def test_a_cluster_without_ranks_is_refused(dp_size, ranks_per_host):
 def test_more_ranks_than_samples_in_a_batch_are_refused():
     with pytest.raises(ConfigError, match="at least one sample a rank"):
         explained(manifest_of(np.full(4, 10)), 1, 40, Cluster(64, 8), 32)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "order.md"
+
+
+def joined(values):
+    return ", ".join(map(str, values))
+
+
+def change(told):
+    epoch, position, shares = told
+    return f"{epoch}, {position}: {joined(shares)}"
+
+
+def test_documentation_has_every_golden_vector_and_no_other():
+    expected = [
+        *((str(word), str(mixed)) for word, mixed in golden.MIX.items()),
+        *((joined(parts), str(key)) for parts, key in golden.KEYS.items()),
+        *((joined(asked), joined(found)) for asked, found in golden.PERMUTATIONS.items()),
+        *((joined(sample), str(key)) for sample, key in golden.SAMPLE_KEYS.items()),
+        *((joined(row), str(key)) for row, key in golden.SHARE_KEYS.items()),
+        *((joined(rows), joined(rest), order) for (rows, *rest), order in golden.ORDERS.items()),
+        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.FAR.items()),
+        *(
+            ("; ".join(map(joined, shards)), joined(rest), places)
+            for (shards, *rest), places in golden.TRAILS.items()
+        ),
+        *((joined(shares), sources) for shares, sources in golden.COUNTS.items()),
+        *(
+            (joined(counts), joined(shares), joined(rest), order)
+            for (counts, shares, *rest), order in golden.MIXTURES.items()
+        ),
+        *(
+            (joined(counts), joined(shares), joined(rest), "; ".join(map(change, changes)), order)
+            for (counts, shares, *rest, changes), order in golden.CHANGED_MIXTURES.items()
+        ),
+        *((joined(at), f"{one}.{sample}") for at, (one, sample) in golden.FAR_MIXTURES.items()),
+        *(
+            (joined(lengths), joined("none" if one is None else one for one in rest), packs)
+            for (lengths, *rest), packs in golden.PACKS.items()
+        ),
+        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.BALANCED.items()),
+        *(
+            (joined(asked[:4]), joined(asked[4:]), str(row))
+            for asked, row in golden.SUBSTITUTES.items()
+        ),
+        *(
+            (joined(lengths), joined(rest), joined(gone), packs)
+            for (lengths, *rest, gone), packs in golden.PACKS_WITHOUT.items()
+        ),
+    ]
+    _, vectors = PAGE.read_text().split("## Golden vectors")
+    rows = [line for line in vectors.splitlines() if line.startswith("| `")]
+    assert [tuple(re.findall(r"`([^`]*)`", row)) for row in rows] == expected
+
+
+ROOT = Path(__file__).resolve().parents[2]
+_NAME = "shuffle_benchmark"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location(_NAME, ROOT / "benchmarks" / "plans.py")
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[_NAME] = found
+    try:
+        spec.loader.exec_module(found)
+        yield found
+    finally:
+        del sys.modules[_NAME]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The cells of the page's table, by dataset."""
+    text = (ROOT / "docs" / "order.md").read_text()
+    table = text.split("| dataset | lanes |")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name: rest for name, *rest in cells}
+
+
+def test_the_page_has_the_defaults_of_every_dataset(script, rows):
+    assert list(rows) == [shape.name for shape in script.SHAPES]
+    for shape in script.SHAPES:
+        counts = np.full(shape.blocks, shape.rows)
+        found = shuffle_of(BlockSizes.of(counts, counts * shape.sample_bytes))
+        expected = [f"{each:,}" for each in (found.lanes, found.window, found.ramp)]
+        assert rows[shape.name][:3] == expected
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4, 8])
+def test_datasets_of_few_blocks_shuffle_as_the_page_says(script, rows, at):
+    shape = script.SHAPES[at]
+    found = script.figures(shape, 12)
+    assert found.missed == ()
+    entropy, epoch_0, first, _, *rest = rows[shape.name][3:]
+    assert float(entropy.rstrip("%")) == pytest.approx(100 * found.entropy, abs=1.5)
+    assert float(epoch_0.rstrip("%")) == pytest.approx(100 * found.entropy_of_epoch_0, abs=2)
+    assert first == f"{found.entropy_first:.1%}"
+    cells = script.row_of(found).strip("| ").split(" | ")
+    assert cells[8:] == rest
+
+
+def test_the_plan_shows_the_entropy_that_the_page_has(rows, script):
+    for shape in script.SHAPES:
+        counts = np.full(shape.blocks, shape.rows)
+        sizes = BlockSizes.of(counts, counts * shape.sample_bytes)
+        shuffle = shuffle_of(sizes)
+        later = replace(shuffle, ramp=0)
+        for one, cell in zip((later, shuffle), rows[shape.name][3:5], strict=True):
+            expected = min(float(cell.rstrip("%")) / 100, 1)
+            assert quality(sizes, one, 256) == pytest.approx(expected, abs=0.025)
+
+
+def test_reads_are_those_of_the_ranks_of_each_host(script):
+    order = script.Order(np.full(50, 20), 7, True, 12, 30, 1)
+    block, _ = order.locate(np.arange(1000))
+    host = np.arange(1000) % 16 // 8
+    pairs = len(np.unique(block * 2 + host))
+    assert script.reads_of(order, 2) == pairs / 50
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array),
+    st.integers(1, 140),
+    st.integers(1, 24),
+    st.integers(1, 9),
+)
+def test_hosts_of_blocks_are_those_of_their_lanes(rows, lanes, dp_size, ranks_per_host):
+    order, cluster = Order(rows, 5, True, lanes, 4, 0), Cluster(dp_size, ranks_per_host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffled, "_PIECE", 7)
+        found = BlockHosts.of(order)
+    first, last = order.block_lanes(np.arange(len(rows)))
+    hosts = [cluster.hosts_of(int(a), int(b - a), lanes) for a, b in zip(first, last, strict=True)]
+    counts = np.minimum(hosts, rows)
+    assert found.counts(cluster, rows).tolist() == counts.tolist()
+    sizes = rows * 1000 + np.arange(len(rows))
+    assert found.read_bytes(cluster, rows, sizes) == counts @ sizes
+    reads = [cluster.reads(host, first, last, lanes) for host in range(cluster.host_count)]
+    for host, read in enumerate(reads):
+        assert found.are_read(cluster, host).tolist() == read.tolist()
+
+
+DATASET = bytes(range(16))
+RUNS = [(shard, run * RUN_BYTES) for shard in range(40) for run in range(50)]
+
+names = st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=12, unique=True)
+
+
+def owned(nodes: list[Weighed], dataset: bytes = DATASET) -> dict[tuple[int, int], str]:
+    owners = Owners(nodes)
+    return {run: owners.names[owners.of(dataset, *run)] for run in RUNS}
+
+
+@given(names, st.randoms())
+def test_the_owner_does_not_depend_on_the_order_of_the_nodes(
+    names: list[str], chance: object
+) -> None:
+    nodes = [Weighed(name, 1 + i % 3) for i, name in enumerate(names)]
+    again = sorted(nodes, key=lambda node: hash((str(chance), node)))
+    first, second = Owners(nodes), Owners(again)
+    for run in RUNS[::97]:
+        assert first.names[first.of(DATASET, *run)] == second.names[second.of(DATASET, *run)]
+
+
+def test_a_node_that_comes_takes_blocks_only_for_itself() -> None:
+    nodes = [Weighed(f"node-{i}", 4 << 30) for i in range(6)]
+    before, after = owned(nodes[:5]), owned(nodes)
+    moved = {run for run in RUNS if before[run] != after[run]}
+    assert {after[run] for run in moved} == {"node-5"}
+    assert len(RUNS) / 6 * 0.8 < len(moved) < len(RUNS) / 6 * 1.2
+
+
+def test_each_node_owns_as_much_as_its_memory_is_of_all() -> None:
+    weights = {"small": 1 << 30, "large": 3 << 30, "other": 4 << 30}
+    counts = Counter(owned([Weighed(*each) for each in weights.items()]).values())
+    for name, weight in weights.items():
+        share = len(RUNS) * weight / sum(weights.values())
+        assert counts[name] == pytest.approx(share, rel=0.15)
+
+
+def test_blocks_that_lie_side_by_side_have_one_owner() -> None:
+    owners = Owners([Weighed(f"node-{i}", 1) for i in range(9)])
+    for shard in range(20):
+        assert len({owners.of(DATASET, shard, at) for at in range(0, RUN_BYTES, 1 << 20)}) == 1
+
+
+def test_datasets_are_spread_differently() -> None:
+    nodes = [Weighed(f"node-{i}", 1) for i in range(4)]
+    one, other = owned(nodes), owned(nodes, bytes(16))
+    assert sum(one[run] == other[run] for run in RUNS) == pytest.approx(len(RUNS) / 4, rel=0.2)
+
+
+def test_an_owner_stays_what_it_was() -> None:
+    """All nodes of a cluster must agree, whatever version of numpy or Python they run."""
+    owners = Owners([Weighed("a", 1.0), Weighed("b", 2.0), Weighed("c", 4.0)])
+    found = [owners.of(DATASET, shard, shard * 7 * RUN_BYTES) for shard in range(24)]
+    assert found == [1, 1, 1, 2, 2, 0, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 0, 1, 2, 1, 2, 2, 2]

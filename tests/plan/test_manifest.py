@@ -12,9 +12,12 @@ from msgspec.structs import replace
 
 from dataplane.model.errors import ConfigError, CorruptShard
 from dataplane.model.records import ObjectInfo, Region
-from dataplane.plan.columns import ColumnPlaces
+from dataplane.plan import columns as column_module
+from dataplane.plan.columns import NEVER, UNKNOWN, ColumnPlaces, NullCounts, PlacesPart
 from dataplane.plan.manifest import Manifest, sealed, unsealed
 from dataplane.plan.shards import IndexedShard
+from dataplane.plan.texts import Texts
+from dataplane.plan.views import identity_of, relative_names
 
 modest = settings(max_examples=60)
 sizes = st.integers(0, 2**40)
@@ -291,3 +294,207 @@ def test_a_block_that_is_not_there_has_no_index(block):
 
 def test_manifest_is_shown_in_one_line():
     assert repr(small()).endswith(": 3 parquet shards, 3 blocks, 60 samples>")
+
+
+def renamed(manifest, name, **change):
+    """The same shards elsewhere; `name` gives the new url of each, by its number."""
+    shards = (replace(shard, url=name(i), **change) for i, shard in enumerate(manifest.shards))
+    return replace_shards(manifest, tuple(shards))
+
+
+def replace_shards(manifest, shards):
+    columns = ("block_shard", "block_rows", "block_offset", "block_length", "block_decoded")
+    return small(shards=shards, **{column: getattr(manifest, column) for column in columns})
+
+
+@pytest.mark.parametrize(
+    ("urls", "names"),
+    [
+        (["s3://b/train/0.parquet", "s3://b/train/1.parquet"], ["0.parquet", "1.parquet"]),
+        (["file:///data/a/0.tar", "file:///data/b/0.tar"], ["a/0.tar", "b/0.tar"]),
+        (["s3://b/train/only.parquet"], ["only.parquet"]),
+        (["s3://b/x/part-2", "s3://b/x/part-1", "s3://b/x/y/1"], ["part-2", "part-1", "y/1"]),
+        (["s3://one/x/0", "s3://two/x/0"], ["one/x/0", "two/x/0"]),
+        (["s3://b/0", "gs://b/0"], ["s3://b/0", "gs://b/0"]),
+        (["https://h/a/0?sig=1", "https://h/a/1?sig=/2/"], ["0", "1"]),
+        (["s3://b/a?b/0", "s3://b/a?b/1"], ["0", "1"]),
+    ],
+)
+def test_names_begin_below_the_longest_folder_that_all_share(urls, names):
+    found = relative_names(Texts.of(urls))
+    assert [
+        found.content[start:stop].tobytes().decode()
+        for start, stop in zip(found.starts, found.stops, strict=True)
+    ] == names
+
+
+def test_golden_identity():
+    found = identity_of(small())
+    assert found.content == "a9ff96e5404ae3a844561a6b89b6c92f"
+    assert found.layout == "dfe7ef56c8798893c9f42bea4d22d2e2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda i: f"s3://another-bucket/deeper/{i}",
+        lambda i: f"file:///mnt/b/{i}",
+        lambda i: f"https://host/b/{i}?X-Amz-Signature={i}",
+    ],
+)
+def test_a_move_changes_no_identity(name):
+    moved = renamed(small(), name)
+    assert moved.fingerprint != small().fingerprint
+    assert identity_of(moved) == identity_of(small())
+
+
+def test_what_our_code_estimates_is_no_part_of_the_identity():
+    guessed = small(block_decoded=np.array([1, 2, 3]))
+    shards = tuple(replace(shard, zero_copy=not shard.zero_copy) for shard in small().shards)
+    assert identity_of(guessed) == identity_of(small()) == identity_of(small(shards=shards))
+
+
+def test_a_copy_with_other_etags_keeps_the_layout_alone():
+    copied = renamed(small(), lambda i: f"gs://b/{i}", etag="new")
+    was, now = identity_of(small()), identity_of(copied)
+    assert (was.content != now.content, was.layout) == (True, now.layout)
+
+
+def test_any_other_difference_is_another_layout():
+    first, second, third = small().shards
+    changes = [
+        {"format": "arrow_ipc"},
+        {"schema": b"hcs"},
+        {"block_rows": np.array([20, 10, 30])},
+        {"block_offset": np.array([0, 41, 4])},
+        {"block_length": np.array([40, 49, 56])},
+        {"shards": (replace(first, size_bytes=101), second, third)},
+        {"shards": (replace(first, url="s3://b/00"), second, third)},
+        {"shards": (replace(first, url=second.url), replace(second, url=first.url), third)},
+    ]
+    made = [identity_of(small(**change)).layout for change in changes]
+    assert len({identity_of(small()).layout, *made}) == len(changes) + 1
+
+
+TWO = [(3, 10, 20, 13, 7, 8), (), (0, 5, 6, 9, 1, 2)]
+
+
+def places() -> ColumnPlaces:
+    found = ColumnPlaces.of(TWO)
+    assert found is not None
+    return found
+
+
+def tables(found: ColumnPlaces) -> list[list[list[int]]]:
+    """Offset, length and decoded size of each column of all blocks."""
+    parts = list(found.parts())
+    assert [part.first for part in parts] == np.cumsum([0, *map(part_rows, parts)])[:-1].tolist()
+    names = ("offset", "length", "decoded")
+    return [np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names]
+
+
+def part_rows(part: PlacesPart) -> int:
+    return len(part.offset)
+
+
+def test_each_column_has_a_place_a_length_and_what_it_takes_once_decoded() -> None:
+    found = places()
+    assert (found.block_count, found.column_count) == (3, 2)
+    offset, length, decoded = tables(found)
+    assert offset == [[3, 13], [0, 0], [0, 9]]
+    assert length == [[10, 7], [0, 0], [5, 1]]
+    assert decoded == [[20, 8], [0, 0], [6, 2]]
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12), st.data())
+def test_column_places_survive_encoding(
+    blocks: int, columns: int, part_columns: int, data: st.DataObject
+) -> None:
+    number = st.integers(0, 2**62) | st.integers(0, 9) | st.integers(2**32 - 2, 2**32 + 1)
+    numbers = st.lists(number, min_size=3 * columns, max_size=3 * columns)
+    drawn = [data.draw(numbers) for _ in range(blocks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(column_module, "PART_COLUMNS", part_columns)
+        first = ColumnPlaces.of(drawn)
+        assert first is not None
+        again = ColumnPlaces.from_bytes(first.to_bytes())
+        assert tables(again) == tables(first) == [[row[at::3] for row in drawn] for at in range(3)]
+
+
+def test_places_of_equal_blocks_take_no_memory() -> None:
+    blocks = [(0, 400_000, 400_000, 400_064, 7_000, 7_000)] * 40_000
+    found = ColumnPlaces.of(blocks)
+    assert found is not None
+    assert len(found.to_bytes()) < 10_000
+
+
+@pytest.mark.parametrize("cut", [0, 8, 15, 16, 18, 20, 30, -1])
+def test_places_that_are_cut_off_are_refused(cut: int) -> None:
+    with pytest.raises(ValueError, match="cut off"):
+        ColumnPlaces.from_bytes(places().to_bytes()[:cut])
+
+
+def test_damaged_places_are_refused() -> None:
+    whole = bytearray(places().to_bytes())
+    for huge in (0, 1 << 40):
+        with pytest.raises(ValueError, match="columns in"):
+            ColumnPlaces.from_bytes(huge.to_bytes(8, "little") + whole[8:])
+    whole[21:25] = b"\0\0\0\0"
+    with pytest.raises(ConfigError, match="damaged"):
+        list(ColumnPlaces.from_bytes(whole).parts())
+
+
+def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ColumnPlaces.of([]) is None
+    assert ColumnPlaces.of([(), ()]) is None
+    for most, is_kept in ((6, True), (5, False)):
+        monkeypatch.setattr(column_module, "PLACES_MAX", most)
+        assert (ColumnPlaces.of(TWO) is not None) == is_kept
+
+
+def check(found: ColumnPlaces | None, lengths: list[int]) -> None:
+    assert found is not None
+    (part,) = found.parts()
+    part.check(np.array(lengths))
+
+
+def test_columns_lie_within_their_blocks_and_to_their_very_end() -> None:
+    check(places(), [20, 0, 10])
+    for lengths in ([19, 0, 10], [20, 0, 9]):
+        with pytest.raises(ConfigError, match="outside of its block"):
+            check(places(), lengths)
+    for places_given in ((-1, 5, 0), (0, -1, 0), (0, 5, -1)):
+        with pytest.raises(ConfigError, match="outside of its block"):
+            check(ColumnPlaces.of([places_given]), [10])
+    with pytest.raises(ConfigError, match="different numbers of columns"):
+        ColumnPlaces.of([(0, 1, 1), (0, 1, 1, 1, 1, 1)])
+
+
+@given(st.lists(st.integers(-2, 2**60), min_size=1))
+def test_null_counts_come_back_from_their_bytes(told: list[int]) -> None:
+    first = NullCounts.of([told, told])
+    assert first is not None
+    again = NullCounts.from_bytes(first.to_bytes())
+    assert again is not None
+    assert again.counts.tolist() == first.counts.tolist()
+    assert again.shards.tolist() == first.shards.tolist()
+    for each in (first.counts, first.shards, again.counts, again.shards):
+        assert not each.flags.writeable
+    assert NullCounts.from_bytes(b"") is None
+    with pytest.raises(ValueError, match="3 numbers"):
+        NullCounts.from_bytes(bytes(24))
+
+
+def test_the_first_shard_with_a_null_is_named_however_few_it_has() -> None:
+    found = NullCounts.of([[0, 1, 0, NEVER], [2, 3, 0, NEVER], [1, 0, 0, NEVER]])
+    assert found is not None
+    assert found.shards.tolist() == [1, 0, -1, -1]
+    assert found.counts.tolist() == [3, 4, 0, NEVER]
+
+
+def test_a_shard_without_statistics_may_have_nulls_anywhere() -> None:
+    found = NullCounts.of([[0, 1, NEVER], []])
+    assert found is not None
+    assert found.shards.tolist() == [-1, 0, -1]
+    assert found.counts.tolist() == [UNKNOWN, 1, UNKNOWN]
+    assert NullCounts.of([[], []]) is None

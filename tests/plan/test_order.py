@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -7,7 +9,18 @@ from hypothesis import given, settings
 
 from dataplane.model.errors import ConfigError
 from dataplane.plan import windows
-from dataplane.plan.order import WINDOW_MAX, Order, upcoming
+from dataplane.plan.loops import find_places, number_values, sort_rows
+from dataplane.plan.order import WINDOW_MAX, Finder, Order, upcoming
+from dataplane.plan.permute import (
+    extended,
+    key,
+    mix,
+    mix_in_place,
+    permutation,
+    permutations,
+    sample_keys,
+)
+from dataplane.plan.windows import distinct
 from plan import golden, plain
 
 layouts = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
@@ -278,3 +291,198 @@ def test_the_ramp_halves_the_first_window_and_no_other():
     for begin, end in ((0, 1250), (1250, 2500), (2500, 5000), (5000, 10_000), (10_000, 20_000)):
         inside = (end - begin) / 100
         assert inside <= len(np.unique(block[begin:end])) <= inside + 1
+
+
+LENGTHS = st.lists(st.integers(1, 9) | st.integers(1, 1 << 40), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.data())
+def test_intervals_of_any_lengths_are_found(lengths: list[int], data: st.DataObject) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    drawn = data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=20))
+    places = np.array([*drawn, *starts[:-1], *(starts[1:] - 1)], np.int64)
+    expected = np.searchsorted(starts, places, side="right") - 1
+    found, within = Finder(starts).find(places)
+    assert found.tolist() == expected.tolist()
+    assert within.tolist() == (places - starts[expected]).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 3, 100, 70_000])
+@pytest.mark.parametrize("length", [1, 7, 23_301])
+def test_equal_intervals_with_a_short_one_at_every_tenth_are_found(count: int, length: int) -> None:
+    lengths = np.full(count, length, np.int64)
+    lengths[9::10] = 1
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.random.default_rng(0).integers(0, starts[-1], 1000)
+    found, within = Finder(starts).find(places)
+    assert (starts[found] + within == places).all()
+    assert (within >= 0).all()
+    assert (places < starts[found + 1]).all()
+
+
+@pytest.mark.parametrize("count", [100_000, 300_001])
+def test_intervals_that_crowd_into_one_part_are_found(count: int) -> None:
+    lengths = np.ones(count, np.int64)
+    lengths[count // 2] = 1 << 40
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    expected = np.random.default_rng(0).integers(0, count, 1000)
+    found, within = Finder(starts).find(starts[expected] + lengths[expected] - 1)
+    assert found.tolist() == expected.tolist()
+    assert within.tolist() == (lengths[expected] - 1).tolist()
+
+
+@pytest.mark.parametrize("count", [1 << 15, 1 << 20])
+def test_each_part_of_the_finder_has_at_most_two_intervals(count: int) -> None:
+    finder = Finder(np.arange(count + 1, dtype=np.int64) * 1000)
+    assert int(np.diff(finder._first).max()) <= 2
+
+
+near = st.lists(st.integers(-50, 50))
+far = st.lists(st.integers(-(2**61), 2**61))
+
+
+@given(near | far)
+def test_distinct_values_rise_and_give_the_values_back(values):
+    found, number = distinct(np.array(values, np.int64))
+    assert found.tolist() == sorted(set(values))
+    assert found[number].tolist() == values
+
+
+MASK = 2**64 - 1
+words_of_permute = st.integers(0, MASK)
+
+
+@pytest.mark.parametrize(("word", "expected"), golden.MIX.items())
+def test_golden_mix(word, expected):
+    assert mix(word) == expected
+
+
+@pytest.mark.parametrize(("parts", "expected"), golden.KEYS.items())
+def test_golden_keys(parts, expected):
+    assert key(*parts) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), golden.PERMUTATIONS.items())
+def test_golden_permutations(asked, expected):
+    assert permutation(*asked).tolist() == expected
+
+
+@pytest.mark.parametrize(("sample", "expected"), golden.SAMPLE_KEYS.items())
+def test_golden_sample_keys(sample, expected):
+    seed, epoch, shard, row, op = sample
+    assert plain.sample_key(*sample) == expected
+    assert sample_keys(seed, epoch, np.array([shard]), np.array([row]), op).tolist() == [expected]
+
+
+@modest
+@given(st.lists(words_of_permute))
+def test_arrays_are_mixed_as_words_are(given_words):
+    mixed = mix_in_place(np.array(given_words, np.uint64))
+    assert mixed.tolist() == [mix(word) for word in given_words]
+
+
+@modest
+@given(
+    words_of_permute, st.lists(words_of_permute, max_size=3), st.lists(st.integers(0, 2**63 - 1))
+)
+def test_keys_are_extended_as_they_are_made(seed, parts, last):
+    found = extended(key(seed, *parts), np.array(last, np.int64))
+    assert found.tolist() == [key(seed, *parts, each) for each in last]
+
+
+@modest
+@given(words_of_permute, st.integers(1, 300))
+def test_permutation_is_what_the_documentation_defines(keyed, length):
+    assert permutation(keyed, length).tolist() == plain.permutation(keyed, length)
+
+
+@modest
+@given(st.lists(words_of_permute, min_size=1, max_size=6), st.integers(0, 70))
+def test_permutations_made_together_equal_those_made_one_by_one(keys, length):
+    together = permutations(keys, length)
+    assert together.tolist() == [permutation(each, length).tolist() for each in keys]
+    assert all(sorted(each) == list(range(length)) for each in together.tolist())
+
+
+def test_every_place_of_a_permutation_is_equally_likely():
+    length, trials = 8, 8000
+    found = permutations(extended(key(5), np.arange(trials)), length)
+    counts = np.stack([np.bincount(column, minlength=length) for column in found.T.astype(int)])
+    expected = trials / length
+    # 49 degrees of freedom: a value above 85 would come once in a thousand keys.
+    assert ((counts - expected) ** 2 / expected).sum() < 85
+
+
+def test_keys_of_different_lengths_differ():
+    assert len({key(0), key(0, 0), key(0, 0, 0), key(0, 1), key(1), key(1, 0)}) == 6
+
+
+def test_sample_keys_differ_by_every_part():
+    base = (1, 2, 3, 4, "crop")
+    changed = [base, (0, 2, 3, 4, "crop"), (1, 0, 3, 4, "crop"), (1, 2, 0, 4, "crop")]
+    changed += [(1, 2, 3, 0, "crop"), (1, 2, 3, 4, "flip"), (1, 2, 4, 3, "crop")]
+    made = {int(sample_keys(a, b, np.array([c]), np.array([d]), e)[0]) for a, b, c, d, e in changed}
+    assert len(made) == len(changed)
+
+
+@pytest.mark.parametrize("parts", [(-1,), (1 << 64,), (0, -1), (0, 1 << 64)])
+def test_what_is_no_word_is_refused(parts):
+    with pytest.raises(ConfigError):
+        key(*parts)
+
+
+WORDS = st.integers(0, 2**64 - 1) | st.integers(0, 5) | st.integers(2**64 - 5, 2**64 - 1)
+
+
+def _check(rows: Sequence[Sequence[int]]) -> None:
+    words = np.array(rows, np.uint64).reshape(len(rows), -1)
+    expected = np.sort(words, axis=1)
+    sort_rows(words)
+    assert (words == expected).all()
+
+
+@given(st.integers(0, 40).flatmap(lambda n: st.lists(st.lists(WORDS, min_size=n, max_size=n))))
+def test_rows_of_any_words_are_sorted_each_by_itself(rows: list[list[int]]) -> None:
+    _check(rows or [[]])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 255, 1023, 1024, 1025, 70_001, 300_000])
+def test_hashes_are_sorted(count: int) -> None:
+    _check(np.random.default_rng(count).integers(0, 2**64, (2, count), np.uint64).tolist())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        np.arange(5000)[::-1],
+        np.zeros(5000),
+        np.arange(5000, dtype=np.uint64)[::-1] * np.uint64(2**51),
+        np.arange(5000, dtype=np.uint64) % np.uint64(3) * np.uint64(2**62),
+        np.repeat(np.array([2**63, 1], np.uint64), 70_000),
+    ],
+)
+def test_colliding_words_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    _check([words.tolist()])
+
+
+@given(st.lists(st.integers(-5, 60), min_size=1, max_size=50))
+def test_distinct_values_are_numbered_in_rising_order(drawn: list[int]) -> None:
+    values = np.array(drawn, np.int64)
+    distinct, numbers = number_values(values, -5, 66)
+    assert distinct.tolist() == sorted(set(drawn))
+    assert distinct[numbers].tolist() == drawn
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(0, 4), st.data())
+def test_positions_are_found_from_any_part(
+    lengths: list[int], shift: int, data: st.DataObject
+) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    end = int(starts[-1])
+    places = np.array(data.draw(st.lists(st.integers(0, end - 1), max_size=20)), np.int64)
+    edges = np.minimum(np.arange(((end - 1) >> shift) + 2) << shift, end - 1)
+    first = (np.searchsorted(starts, edges, side="right") - 1).astype(np.int32)
+    expected = np.searchsorted(starts, places, side="right") - 1
+    found, within = find_places(places, first, shift, starts)
+    assert found.tolist() == expected.tolist()
+    assert (starts[found] + within).tolist() == places.tolist()

@@ -12,19 +12,38 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
+from manifests import small
 from msgspec.structs import replace
 
 from dataplane.index.journal import IndexJournal
+from dataplane.model.changes import EpochSteps
 from dataplane.model.errors import ConfigError, CorruptShard
-from dataplane.model.records import Region
+from dataplane.model.records import End, Region, View
 from dataplane.model.redact import unsigned
+from dataplane.plan import texts as text_module
 from dataplane.plan.loops import lay_records
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.shards import Shard, ShardTable
+from dataplane.plan.order import Order
+from dataplane.plan.permute import Domain, key
+from dataplane.plan.shards import Shard, ShardTable, starts_of
+from dataplane.plan.slices import Slice
 from dataplane.plan.texts import Texts
-from dataplane.plan.views import identity_of, relative_names
+from dataplane.plan.views import (
+    check_shares,
+    chosen,
+    chosen_counts,
+    first_rows,
+    identity_of,
+    limited,
+    relative_names,
+    shard_words,
+    shared_counts,
+)
+from dataplane.transforms.options import view_of
+from plan import golden, plain
 
 modest = settings(max_examples=60)
 numbers = st.integers(0, 2**63 - 1)
@@ -253,3 +272,210 @@ FORMER = (
     "YQGdMVcz3YA0ipJuPK9aZpSnf7hfSCCYeYSmLv6g3xjpEHnqbtqpE5IGghwpgrFQ2fGVtVnfFyYrcQ+JArhLbm7HAAAAAN"
     "5MaEJ2NiwaAAGOB/AbAABTJ9rDscRn+wIAAAAABFla"
 )
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=5), st.booleans(), st.lists(st.integers(0, 9)))), st.data()
+)
+def test_a_part_of_an_array_has_its_own_values(rows, data):
+    begin = data.draw(st.integers(0, len(rows)))
+    some = rows[begin : data.draw(st.integers(begin, len(rows)))]
+    names, flags, numbers = zip(*rows, strict=True) if rows else ((), (), ())
+    texts, bools, lists = (
+        pa.array(values, kind)[begin : begin + len(some)]
+        for values, kind in (
+            (names, pa.string()),
+            (flags, pa.bool_()),
+            (numbers, pa.list_(pa.int64())),
+        )
+    )
+    found = text_module.texts_of(texts)
+    assert [*found] == [name for name, _, _ in some]
+    assert found.starts[0] == 0
+    assert text_module.flags_of(bools).tolist() == [flag for _, flag, _ in some]
+    assert text_module.starts_of_lists(lists)[0] == 0
+    assert text_module.values_of_lists(lists).tolist() == [n for _, _, each in some for n in each]
+    again = text_module.lists(
+        text_module.starts_of_lists(lists), text_module.values_of_lists(lists)
+    )
+    assert again.to_pylist() == [each for _, _, each in some]
+
+
+UNIT = 1 << 32
+BOUNDS = st.integers(0, UNIT)
+VIEWS = st.builds(
+    lambda sample, ends: View(sample=sample, split_from=min(ends), split_to=max(ends)),
+    BOUNDS,
+    st.tuples(BOUNDS, BOUNDS).filter(lambda ends: ends[0] != ends[1]) | st.just((0, 0)),
+)
+
+
+def test_the_keys_of_rows_are_the_golden_ones() -> None:
+    for (use, name, row), expected in golden.SHARE_KEYS.items():
+        word = shard_words(Texts.of([f"s3://b/{name}", "s3://b/\U0001f600"])).item(0)
+        assert key(0, Domain.SHARE, use, word, row) == expected == plain.share_key(use, name, row)
+
+
+@given(VIEWS, st.integers(0, 1000), st.integers(0, 50))
+def test_rows_are_chosen_as_the_page_says(view: View, first: int, count: int) -> None:
+    word = shard_words(Texts.of(["/data/en/a", "/data/b"])).item(0)
+    expected = [
+        plain.is_in_shares("en/a", row, view.sample, view.split_from, view.split_to)
+        for row in range(first, first + count)
+    ]
+    assert chosen(view, word, first, count).tolist() == expected
+
+
+@given(VIEWS, st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans())
+def test_counts_are_those_of_the_chosen_rows(view: View, rows: list[int], long: bool) -> None:
+    sizes = np.array([*rows, 70_000 if long else 1])
+    first, words = starts_of(sizes)[:-1], np.arange(len(sizes), dtype=np.uint64)
+    expected = [
+        int(chosen(view, word, at, count).sum())
+        for word, at, count in zip(words.tolist(), first.tolist(), sizes.tolist(), strict=True)
+    ]
+    assert chosen_counts(view, words, first, sizes).tolist() == expected
+
+
+@given(st.floats(1e-6, 1 - 1e-6))
+def test_a_share_and_its_complement_have_every_row_once(share: float) -> None:
+    from fractions import Fraction
+
+    first = view_of(split=("train", share))
+    rest = 1 - Fraction(str(share))
+    last = view_of(split=("validation", float(rest)))
+    if Fraction(str(float(rest))) == rest:
+        assert (first.split_from, first.split_to) == (0, last.split_from)
+    assert last.split_to == UNIT
+
+
+def test_shards_that_are_added_move_no_row() -> None:
+    few, more = (Texts.of([f"s3://b/d/{i}.parquet" for i in range(n)]) for n in (3, 30))
+    assert shard_words(few).tolist() == shard_words(more).tolist()[:3]
+    moved = Texts.of([f"/mnt/copy/{i}.parquet" for i in range(3)])
+    assert shard_words(moved).tolist() == shard_words(few).tolist()
+
+
+def test_a_view_has_the_blocks_with_rows_and_knows_their_places() -> None:
+    whole = small()
+    view = whole.viewed(np.array([0, 7, 30]))
+    assert view.block_rows.tolist() == [7, 30]
+    assert view.sample_count == 37
+    assert [view.block_in_shard(block) for block in range(2)] == [whole.block_in_shard(1), 1 - 1]
+    assert [shard.empty_blocks for shard in view.shards] == [(0, 1), (0,), ()]
+    assert view.block_decoded.tolist() == [35, 56]
+    assert view.fingerprint == whole.fingerprint
+    assert view != whole
+
+
+def test_all_rows_are_the_whole_dataset() -> None:
+    whole = small()
+    view = whole.viewed(whole.block_rows)
+    assert view.shards == whole.shards
+    assert np.array_equal(view.block_rows, whole.block_rows)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1), st.integers(0, 60))
+def test_a_limit_takes_the_first_rows(counts: list[int], limit: int) -> None:
+    found = limited(np.array(counts), limit)
+    left = limit or sum(counts)
+    for mine, all_of in zip(found.tolist(), counts, strict=True):
+        assert mine == min(left, all_of)
+        left -= mine
+
+
+def test_shares_of_blocks_count_rows_from_the_start_of_their_shard() -> None:
+    whole: Manifest = small()
+    view = View(sample=UNIT // 3)
+    expected = [
+        sum(plain.is_in_shares(name, row, view.sample) for row in rows)
+        for name, rows in (("0", range(10)), ("0", range(10, 30)), ("2", range(30)))
+    ]
+    assert shared_counts(whole, view).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(sample=UNIT + 1),
+        View(split_from=5, split_to=5),
+        View(split_to=UNIT + 1),
+        View(split_from=1),
+        View(limit=-1),
+    ],
+)
+def test_what_is_no_share_is_refused(view: View) -> None:
+    with pytest.raises(ConfigError, match="no shares"):
+        check_shares(view)
+
+
+SHARDS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)
+VIEWS_OF_VIEW_ORDERS = st.builds(
+    lambda sample, split, limit: View(sample=sample, split_to=split, limit=limit),
+    st.integers(UNIT // 4, UNIT),
+    st.just(0) | st.integers(UNIT // 4, UNIT),
+    st.just(0) | st.integers(1, 20),
+)
+
+
+def dataset(shards: list[list[int]]) -> Manifest:
+    rows = [count for shard in shards for count in shard]
+    made = [
+        Shard(f"s3://b/{i}.arrow", 10_000, f"e{i}", len(shard), Region(0, 0), False)
+        for i, shard in enumerate(shards)
+    ]
+    numbers = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
+    return Manifest(
+        ("s3://b/",), "arrow", b"", made, numbers.astype(np.int32), np.array(rows),  # type: ignore[arg-type]
+        np.arange(len(rows)) * 100, np.full(len(rows), 100), np.full(len(rows), 100),
+    )  # fmt: skip
+
+
+def stored(whole: Manifest, of_view: Manifest, view: View) -> list[list[tuple[int, int]]]:
+    """(shard, row) of each row of each block of the view, as workers find them."""
+    words, first = shard_words(whole.shards.urls), first_rows(whole)
+    assert of_view.kept is not None
+    found = []
+    for block, kept in enumerate(of_view.kept.tolist()):
+        shard, begin = whole.block_shard.item(kept), first.item(kept)
+        mask = chosen(view, words.item(shard), begin, whole.block_rows.item(kept))
+        rows = (begin + np.flatnonzero(mask)).tolist()[: of_view.block_rows.item(block)]
+        assert len(rows) == of_view.block_rows.item(block)
+        found.append([(shard, row) for row in rows])
+    return found
+
+
+@settings(max_examples=150)
+@given(SHARDS, VIEWS_OF_VIEW_ORDERS, st.data())
+def test_a_view_is_read_once_and_alike_on_any_number_of_ranks(
+    shards: list[list[int]], view: View, data: st.DataObject
+) -> None:
+    whole = dataset(shards)
+    counts = limited(shared_counts(whole, view), view.limit)
+    expected = [
+        (shard, row)
+        for shard, rows in enumerate(shards)
+        for row in range(sum(rows))
+        if plain.is_in_shares(whole.shards.urls[shard].rpartition("/")[2] if len(shards) > 1
+                              else "0.arrow", row, view.sample, 0, view.split_to)
+    ][: view.limit or None]  # fmt: skip
+    assert int(counts.sum()) == len(expected)
+    if not expected:
+        return
+    of_view = whole.viewed(counts)
+    rows = stored(whole, of_view, view)
+    assert [row for block in rows for row in block] == expected
+    shape = (data.draw(st.integers(0, 9)), True, data.draw(st.integers(1, 3)), 4)
+    order = Order(of_view.block_rows, *shape, data.draw(st.integers(0, 2)))
+    blocks, places = order.locate(np.arange(order.sample_count))
+    epoch = [rows[b][p] for b, p in zip(blocks.tolist(), places.tolist(), strict=True)]
+    assert sorted(epoch) == expected
+    batch, cursor = data.draw(st.integers(4, 9)), data.draw(st.integers(0, len(expected) - 1))
+    for size in (1, 2, 3, 4):
+        read: dict[int, tuple[int, int]] = {}
+        for rank in range(size):
+            own = Slice(EpochSteps(order.sample_count, cursor, batch, End.RAGGED, size), rank)
+            for step in range(own.step_count):
+                for at in own.positions(step).tolist():
+                    read[at] = epoch[at]
+        assert [read[at] for at in sorted(read)] == epoch[cursor:]
