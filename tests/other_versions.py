@@ -37,10 +37,10 @@ FAST = (
     "transforms/test_columns.py", "transforms/test_images.py",
 )  # fmt: skip
 BETWEEN = (
-    "arena", "client/test_session.py", "client/test_wire.py", "formats/test_parquet.py", "rpc",
+    "arena", "client/test_session.py", "client/test_stream.py", "formats/test_parquet.py", "rpc",
     "transforms/test_columns.py",
 )  # fmt: skip
-PURE = ("arena/test_slab_layout.py", "client/test_meshes.py", "client/test_topology.py")
+PURE = ("arena/test_slab_layout.py", "client/test_topology.py")
 """Logic that depends on no other package's version."""
 FREE_BYTES = 12 * 2**30
 

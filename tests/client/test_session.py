@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_node import Script, open_job, serving
+from forked import forking
 
 from dataplane.client.endpoint import Embedded, Served, find_endpoint
 from dataplane.client.launch import node_command
@@ -26,7 +30,7 @@ from dataplane.model.errors import (
     VersionMismatch,
 )
 from dataplane.rpc import local, names, sockets
-from dataplane.rpc.messages import CloseJob, OpenJob, Release
+from dataplane.rpc.messages import CloseJob, CloseStream, OpenJob, Release
 
 
 def wait_until(node, condition) -> None:
@@ -389,3 +393,88 @@ def test_what_a_trainer_links_opens_no_network_and_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def test_a_timeout_of_the_users_own_stays_theirs(fake, session, monkeypatch) -> None:
+    node = fake(hang_after=0)
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("the user's own")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        stream = SlabStream(session(), 0, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError, match="the user's own"):
+            stream.batches_from(0)
+        stream.close()
+        monkeypatch.setattr(node, "_open_job", lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError, match="the user's own"):
+            _ = session().job
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_slabs_that_a_forked_child_can_read_are_not_used_again(fake, session) -> None:
+    node, mine = fake(), session()
+    stream = SlabStream(mine, 0, 0)
+    held = stream.batches_from(0)
+    before = held[0].memory.tobytes()
+    with forking(lambda: int(held[0].memory.tobytes() != before)) as child:
+        held.clear()
+        step = 1
+        while slabs := stream.batches_from(step):  # returned memory is overwritten
+            step += sum(len(each.batches) for each in slabs)
+            del slabs
+        assert mine.mount().held_bytes > 0
+        assert child.ask() == 0
+    stream.close()
+    assert mine.mount().held_bytes == 0
+    for _ in range(3000):
+        if node.free_count == node.slots.layout.slot_count:
+            break
+        threading.Event().wait(0.01)
+    assert node.free_count == node.slots.layout.slot_count
+
+
+def wait_until_true(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(fake, name) -> None:
+    node = fake()
+    code = (
+        "import sys\n"
+        "from fake_node import open_job\n"
+        "from dataplane.client.endpoint import Served\n"
+        "from dataplane.client.session import Session\n"
+        "from dataplane.client.stream import SlabStream\n"
+        "stream = SlabStream(Session(Served('host:1', sys.argv[1]), open_job()), 3, 8)\n"
+        "held = stream.batches_from(0)\n"
+        "stream.consumed = 12\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, name],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until_true(lambda: node.seen[-1] == "gone")
+    assert node.seen[-2] == CloseJob("job", 3, 12, holds_slabs=True)
+
+
+def test_a_stream_that_is_left_reports_its_progress(fake, session) -> None:
+    node = fake()
+    stream = SlabStream(session(), 0, 0)
+    stream.batches_from(0)
+    stream.consumed = 4
+    stream.close()
+    wait_until_true(lambda: [o.cursor for o in node.seen if isinstance(o, CloseStream)] == [4])

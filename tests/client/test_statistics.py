@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from dataplane.client import waiting
 from dataplane.client.statistics import (
+    NOT_YET,
+    FirstBatch,
+    Opening,
     Recent,
     Stage,
     Statistics,
@@ -16,8 +23,10 @@ from dataplane.client.statistics import (
     stages_waited_for,
     sum_of,
 )
+from dataplane.client.waiting import Notice
+from dataplane.commands import doctor_run
 from dataplane.model.records import Region
-from dataplane.rpc.messages import Batch, Slab, StageTimes
+from dataplane.rpc.messages import Batch, Slab, StageTimes, Working
 
 us = st.integers(0, 10**9)
 stage_times = st.builds(StageTimes, us, us, us, us, us, us)
@@ -138,3 +147,133 @@ def test_the_bottleneck_of_the_last_seconds_is_computed_again_after_them():
     assert recent.stage(4.0) == "storage"
     assert recent.stage(6.0) == "consumer"
     assert recent.stage(9.0) == "consumer"  # nothing since: the last values stay
+
+
+class Terminal(io.StringIO):
+    """A terminal, or another stream."""
+
+    def __init__(self, *, is_one: bool) -> None:
+        super().__init__()
+        self._is_one = is_one
+
+    def isatty(self) -> bool:
+        return self._is_one
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    return now
+
+
+def counted(notice: Notice, clock: list[float]) -> None:
+    """Forty blocks, two seconds each."""
+    for done in range(41):
+        notice.working(Working("counting packs", done, 40, left_s=2.0 * (40 - done)))
+        clock[0] += 2.0
+
+
+def test_a_script_hears_every_ten_seconds_how_far_its_node_is(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal(is_one=False))
+    notice = Notice("a job to be opened", job="j")
+    counted(notice, clock)
+    notice.tell()  # there is something better to say
+    notice.over()
+    lines = [one.getMessage() for one in caplog.records]
+    assert lines[:2] == [
+        "counting packs: 2 of 40 blocks, 2 min left job=j",
+        "counting packs: 7 of 40 blocks, 2 min left job=j",
+    ]
+    assert lines[-1] == "counting packs: 37 of 40 blocks, 6 s left job=j"
+    assert len(lines) == 8
+    caplog.clear()
+
+
+def test_a_terminal_has_one_line_that_changes_and_is_gone_at_the_end(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    terminal = Terminal(is_one=True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    notice = Notice("the first batch", work_of="first batch")
+    notice.working(Working("reading blocks", 1, 40))
+    assert not terminal.getvalue(), "most waits are short"
+    clock[0] += 4
+    notice.working(Working("reading blocks", 1, 40))
+    notice.working(Working("planning the batch"))
+    notice.over()
+    assert terminal.getvalue().split("\r\x1b[2K") == [
+        "",
+        "dataplane: first batch: reading blocks: 1 of 40 blocks",
+        "dataplane: first batch: planning the batch",
+        "",
+    ]
+    assert not caplog.records
+
+
+def test_other_ranks_of_the_host_say_nothing(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    counted(Notice("a job", shows_work=False), clock)
+    assert not caplog.records
+
+
+microseconds = st.integers(0, 10**8)
+TIMES = StageTimes(fetch=200_000, decode=50_000, assemble=30_000, ready=1_000)
+OPENING = Opening(node_s=0.4, open_s=0.5, done_at=10.0, index_s=0.3, plan_s=0.1)
+
+
+def test_a_request_that_opened_the_job_is_divided_into_all_stages():
+    first = OPENING.first_batch(9.1, 10.3, TIMES)
+    assert first.stages() == pytest.approx(
+        {
+            "node": 0.4, "connect": 0.1, "index": 0.3, "plan": 0.1,
+            "fetch": 0.2, "decode": 0.05, "room": 0.0, "queue": 0.0, "assemble": 0.03,
+            "hand_over": 0.02,
+        }
+    )  # fmt: skip
+    assert first.total_s == pytest.approx(0.9 + 0.3)
+
+
+def test_a_slab_that_was_ready_when_it_was_requested_later_was_only_handed_over():
+    first = OPENING.first_batch(50.0, 50.001, structs.replace(TIMES, ready=40_000_000))
+    assert first.hand_over_s == pytest.approx(0.001)
+    assert first.fetch_s == first.decode_s == first.assemble_s == 0.0
+
+
+@given(
+    asked=st.floats(0, 100),
+    waited=st.floats(0, 100),
+    times=st.builds(StageTimes, microseconds, microseconds, microseconds),
+)
+def test_the_stages_are_never_longer_than_the_time_that_passed(asked, waited, times):
+    first = OPENING.first_batch(asked, asked + waited, times)
+    since = max(asked + waited - max(asked, OPENING.done_at), 0.0)
+    assert min(first.stages().values()) >= 0.0
+    assert first.total_s == pytest.approx(0.9 + since, abs=1e-5)
+
+
+def test_statistics_of_a_part_or_a_sum_keep_the_first_batch():
+    first = FirstBatch(node_s=0.5)
+    whole = Statistics(slabs=9, first_batch=first)
+    assert whole.since(Statistics(slabs=4)).first_batch == first
+    assert sum_of([Statistics(), whole]).first_batch == first
+    assert Statistics().plus(Statistics()).first_batch == NOT_YET
+
+
+@pytest.mark.parametrize("stage", NOT_YET.stages())
+def test_the_longest_stage_is_named_with_one_advice(stage):
+    slow = structs.replace(FirstBatch(node_s=0.1), **{f"{stage}_s": 0.9})
+    named = stage.replace("_", " ")
+    told = doctor_run.first_batch_advice(slow)
+    assert told.startswith(f"The first batch waited most for {named} (")
+    assert "To shorten it: " in told
+    assert next(row[0] for row in doctor_run.first_batch_rows(slow)) == "first batch"
+    assert f"  {named}" in [row[0] for row in doctor_run.first_batch_rows(slow)]
+
+
+def test_nothing_is_said_of_a_batch_that_never_came():
+    assert doctor_run.first_batch_advice(NOT_YET) == ""
+    assert doctor_run.first_batch_rows(NOT_YET) == []

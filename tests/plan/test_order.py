@@ -349,7 +349,7 @@ def test_distinct_values_rise_and_give_the_values_back(values):
 
 
 MASK = 2**64 - 1
-words_of_permute = st.integers(0, MASK)
+permuted_words = st.integers(0, MASK)
 
 
 @pytest.mark.parametrize(("word", "expected"), golden.MIX.items())
@@ -375,29 +375,27 @@ def test_golden_sample_keys(sample, expected):
 
 
 @modest
-@given(st.lists(words_of_permute))
+@given(st.lists(permuted_words))
 def test_arrays_are_mixed_as_words_are(given_words):
     mixed = mix_in_place(np.array(given_words, np.uint64))
     assert mixed.tolist() == [mix(word) for word in given_words]
 
 
 @modest
-@given(
-    words_of_permute, st.lists(words_of_permute, max_size=3), st.lists(st.integers(0, 2**63 - 1))
-)
+@given(permuted_words, st.lists(permuted_words, max_size=3), st.lists(st.integers(0, 2**63 - 1)))
 def test_keys_are_extended_as_they_are_made(seed, parts, last):
     found = extended(key(seed, *parts), np.array(last, np.int64))
     assert found.tolist() == [key(seed, *parts, each) for each in last]
 
 
 @modest
-@given(words_of_permute, st.integers(1, 300))
+@given(permuted_words, st.integers(1, 300))
 def test_permutation_is_what_the_documentation_defines(keyed, length):
     assert permutation(keyed, length).tolist() == plain.permutation(keyed, length)
 
 
 @modest
-@given(st.lists(words_of_permute, min_size=1, max_size=6), st.integers(0, 70))
+@given(st.lists(permuted_words, min_size=1, max_size=6), st.integers(0, 70))
 def test_permutations_made_together_equal_those_made_one_by_one(keys, length):
     together = permutations(keys, length)
     assert together.tolist() == [permutation(each, length).tolist() for each in keys]

@@ -410,7 +410,7 @@ def test_what_is_no_share_is_refused(view: View) -> None:
 
 
 SHARDS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)
-VIEWS_OF_VIEW_ORDERS = st.builds(
+ORDERED_VIEWS = st.builds(
     lambda sample, split, limit: View(sample=sample, split_to=split, limit=limit),
     st.integers(UNIT // 4, UNIT),
     st.just(0) | st.integers(UNIT // 4, UNIT),
@@ -446,7 +446,7 @@ def stored(whole: Manifest, of_view: Manifest, view: View) -> list[list[tuple[in
 
 
 @settings(max_examples=150)
-@given(SHARDS, VIEWS_OF_VIEW_ORDERS, st.data())
+@given(SHARDS, ORDERED_VIEWS, st.data())
 def test_a_view_is_read_once_and_alike_on_any_number_of_ranks(
     shards: list[list[int]], view: View, data: st.DataObject
 ) -> None:

@@ -6,6 +6,7 @@ import gc
 import http.client
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from awry import Awry, Mood, awry_server
+from awry import Awry, Mood, awry_server, etag_of
 from fake_clock import Time
 from servers import reach
 
 from dataplane.arena.memfd import Arena
+from dataplane.base.trace import Trace
 from dataplane.model.errors import (
     DatasetChangedError,
     ShardNotFound,
@@ -27,11 +29,14 @@ from dataplane.model.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
-from dataplane.store import connections
-from dataplane.store.base import Filling, Store
+from dataplane.model.records import ObjectInfo
+from dataplane.store import connections, policy
+from dataplane.store.base import Filling, Reconnecting, Store
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.connections import Connections
-from dataplane.store.reads import Race, raced
+from dataplane.store.http_store import HttpStore
+from dataplane.store.policy import UrlPolicy
+from dataplane.store.reads import EndedEarlyError, Race, current_race, fill, raced
 
 BODY = (bytes(range(251)) * 12_000)[:600_000]
 URL = "s3://bucket/a folder/shard+1.bin"
@@ -263,3 +268,282 @@ def test_idle_connections_that_the_collector_finds_are_closed_first() -> None:
         assert not closes.alive
     finally:
         gc.enable()
+
+
+HTTP_BODY = bytes(i % 251 for i in range(200_000))
+
+
+@pytest.fixture
+def awry_of_http_store() -> Iterator[Awry]:
+    with awry_server({"web/shard.bin": HTTP_BODY}) as server:
+        yield server
+
+
+def _url(awry_of_http_store: Awry) -> str:
+    return f"{awry_of_http_store.endpoint}/web/shard.bin"
+
+
+def _head(awry_of_http_store: Awry) -> ObjectInfo:
+    return HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy()).head(_url(awry_of_http_store))
+
+
+def _read(awry_of_http_store: Awry) -> bytes:
+    store = HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy())
+    return bytes(store.read(_url(awry_of_http_store), 10, 1000, etag_of(HTTP_BODY)))
+
+
+@pytest.mark.parametrize(
+    ("mood", "error", "says"),
+    [
+        (Mood.SLOW_DOWN, StoreThrottled, "503"),
+        (Mood.TOO_MANY, StoreThrottled, "429"),
+        (Mood.INTERNAL, StoreUnavailable, "500"),
+        (Mood.LATE, StoreUnavailable, "408"),
+        (Mood.DENIED, StoreDenied, "403"),
+        (Mood.NO_BUCKET, ShardNotFound, "404"),
+        (Mood.TRUNCATED, StoreUnavailable, "closed the connection"),
+        (Mood.RESET, StoreUnavailable, "closed the connection"),
+        (Mood.SHORT, TruncatedRead, "gave 999 bytes"),
+        (Mood.WHOLE, StoreError, "must support ranges"),
+        (Mood.DRIP_HEAD, StoreUnavailable, "did not answer in time"),
+    ],
+)
+def test_each_failure_over_http_has_its_error(
+    awry_of_http_store: Awry, mood: Mood, error: type[StoreError], says: str
+) -> None:
+    awry_of_http_store.be(mood)
+    with pytest.raises(error, match=says) as raised:
+        _read(awry_of_http_store)
+    assert type(raised.value) is error
+    assert raised.value.shard == _url(awry_of_http_store)
+    assert len(awry_of_http_store.seen) == 1
+    assert _read(awry_of_http_store) == HTTP_BODY[10:1010]
+
+
+@pytest.mark.parametrize(
+    ("altered", "error", "says"),
+    [
+        ({"Content-Range": "bytes 17-1016/200000"}, TruncatedRead, "1000 bytes from 17 on"),
+        ({"Content-Range": "bytes 10-2009/200000"}, TruncatedRead, "2000 bytes from 10 on"),
+        ({"Content-Range": f"bytes 10-1009/{'9' * 5000}"}, StoreError, "must support ranges"),
+        ({"Content-Range": None}, StoreError, "must support ranges"),
+        ({"Content-Length": "1001"}, TruncatedRead, "gave 1001 bytes"),
+        ({"Content-Length": "500", "Content-Encoding": "gzip"}, StoreError, "compresses"),
+        ({"ETag": '"another"'}, DatasetChangedError, "another"),
+        ({"ETag": None}, DatasetChangedError, "modified-"),
+        ({"ETag": None, "Last-Modified": None}, StoreError, "neither ETag nor Last-Modified"),
+        ({"ETag": None, "Last-Modified": "now"}, StoreError, "neither ETag nor Last-Modified"),
+    ],
+)
+def test_an_answer_that_is_not_the_pinned_range_is_refused(
+    awry_of_http_store: Awry, altered: dict[str, str | None], error: type[StoreError], says: str
+) -> None:
+    awry_of_http_store.altered = altered
+    with pytest.raises(error, match=says) as raised:
+        _read(awry_of_http_store)
+    assert type(raised.value) is error
+
+
+def test_an_object_that_is_stored_compressed_is_read_as_it_is_stored(
+    awry_of_http_store: Awry,
+) -> None:
+    awry_of_http_store.altered = {"Content-Encoding": "gzip"}
+    assert _head(awry_of_http_store).size_bytes == len(HTTP_BODY)
+    assert _read(awry_of_http_store) == HTTP_BODY[10:1010]
+
+
+def test_a_range_beyond_the_end_has_its_error(awry_of_http_store: Awry) -> None:
+    awry_of_http_store.altered = {"Content-Range": "bytes */200000"}
+    store = HttpStore(awry_of_http_store.endpoint, 0.5, UrlPolicy())
+    with pytest.raises(TruncatedRead, match="gave 0 bytes"):
+        store.read(_url(awry_of_http_store), len(HTTP_BODY), 10, etag_of(HTTP_BODY))
+
+
+@pytest.mark.parametrize(
+    "location", ["http://[", "http://h:99999/", "http://a..b/", f"http://{'a.' * 3000}/", ""]
+)
+def test_a_redirect_to_what_is_no_url_has_its_error(
+    awry_of_http_store: Awry, location: str
+) -> None:
+    awry_of_http_store.altered = {"Location": location}
+    awry_of_http_store.be(Mood.ELSEWHERE)
+    with pytest.raises(StoreError, match="redirects to what is not a url"):
+        _head(awry_of_http_store)
+    assert len(awry_of_http_store.seen) == 1
+
+
+@pytest.mark.parametrize("scheme", ["file", "gopher", "ftp", "dict", "s3"])
+def test_a_redirect_to_another_scheme_leaves_one_line_of_the_log(
+    awry_of_http_store: Awry,
+    scheme: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policy, "_trace", Trace("security"))
+    awry_of_http_store.altered = {"Location": f"{scheme}:///etc/passwd"}
+    awry_of_http_store.be(Mood.ELSEWHERE)
+    with pytest.raises(StoreDenied, match=f"redirects to {scheme}, which is not followed"):
+        _head(awry_of_http_store)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"url refused url={_url(awry_of_http_store)} ")
+    assert f"it redirects to {scheme}, which is not followed" in line
+
+
+def test_a_redirect_to_another_scheme_shows_no_more_than_that(awry_of_http_store: Awry) -> None:
+    awry_of_http_store.altered = {"Location": f"data:{'x' * 3000}"}
+    awry_of_http_store.be(Mood.ELSEWHERE)
+    with pytest.raises(StoreDenied, match="redirects to data, which is not followed"):
+        _head(awry_of_http_store)
+
+
+READ_BODY = (bytes(range(251)) * 12_000)[:300_000]
+
+
+@pytest.fixture
+def awry_of_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"web/shard.bin": READ_BODY}) as server:
+        reach(server, monkeypatch)
+        yield server
+
+
+@pytest.fixture(params=["http", "checked http", "s3"])
+def store(request: pytest.FixtureRequest, awry_of_reads: Awry) -> Iterator[tuple[Store, str]]:
+    """A store, and the url of its object."""
+    base, key = ("s3://web", "") if request.param == "s3" else (awry_of_reads.endpoint, "web/")
+    policy = UrlPolicy() if request.param == "checked http" else None
+    opened = open_store(base, policy=policy)
+    yield opened, f"{base}/{key}shard.bin"
+    assert isinstance(opened, Reconnecting)
+    opened.reconnect()  # closes its idle connections
+
+
+@pytest.mark.parametrize("etag", [f"W/{etag_of(READ_BODY)}", None], ids=["weak", "none"])
+def test_an_object_is_read_and_its_change_seen_without_a_strong_etag(
+    awry_of_reads: Awry, store: tuple[Store, str], etag: str | None
+) -> None:
+    opened, url = store
+    awry_of_reads.altered = {"ETag": etag}
+    info = opened.head(url)
+    for length in (1000, 200_000):
+        into = bytearray(length)
+        fill(opened, url, 10, info.etag, memoryview(into))
+        assert into == READ_BODY[10 : 10 + length]
+    awry_of_reads.altered = {
+        "ETag": etag and 'W/"2"',
+        "Last-Modified": "Wed, 21 Oct 2026 07:28:01 GMT",
+    }
+    for length in (1000, 200_000):
+        with pytest.raises(DatasetChangedError):
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
+
+
+def test_an_object_without_etag_and_date_is_refused(
+    awry_of_reads: Awry, store: tuple[Store, str]
+) -> None:
+    awry_of_reads.altered = {"ETag": None, "Last-Modified": None}
+    opened, url = store
+    with pytest.raises(StoreError, match=r"Last-Modified|last modified|LAST_MODIFIED"):
+        opened.head(url)
+
+
+def test_without_etags_a_listed_object_is_the_one_that_is_read(awry_of_reads: Awry) -> None:
+    awry_of_reads.altered, awry_of_reads.listed = {"ETag": None}, "2026-10-21T07:28:00.700Z"
+    store = open_store("s3://web")
+    (info,) = store.list("s3://web/")
+    assert store.head(info.url) == info
+    assert bytes(store.read(info.url, 5, 10, info.etag)) == READ_BODY[5:15]
+
+
+def test_a_server_that_does_not_know_conditions_is_told_as_such(
+    awry_of_reads: Awry, store: tuple[Store, str]
+) -> None:
+    opened, url = store
+    awry_of_reads.altered = {"ETag": '"of the front"'}
+    info = opened.head(url)
+    for length in (1000, 200_000):
+        with pytest.raises(StoreError, match="does not know If-Match"):
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
+
+
+def test_a_refused_condition_is_told_with_the_etag_of_now(
+    awry_of_reads: Awry, store: tuple[Store, str]
+) -> None:
+    opened, url = store
+    info = opened.head(url)
+    awry_of_reads.objects["web/shard.bin"] = READ_BODY[::-1]
+    for length in (1000, 200_000):
+        with pytest.raises(DatasetChangedError) as raised:
+            fill(opened, url, 10, info.etag, memoryview(bytearray(length)))
+        assert raised.value.found == etag_of(READ_BODY[::-1])
+
+
+@pytest.mark.parametrize(
+    "etag", [etag_of(READ_BODY), f"W/{etag_of(READ_BODY)}"], ids=["strong", "weak"]
+)
+def test_a_server_that_refuses_without_a_condition_is_no_change(
+    awry_of_reads: Awry, store: tuple[Store, str], etag: str
+) -> None:
+    opened, url = store
+    awry_of_reads.be(then=Mood.UNMET)
+    with pytest.raises(StoreError, match="412"):
+        fill(opened, url, 10, etag, memoryview(bytearray(1000)))
+    assert len(awry_of_reads.seen) <= 3
+
+
+TIMEOUT_S = 60.0
+
+
+def test_the_first_request_wins_if_it_is_done_first() -> None:
+    race = Race()
+    race.claim()
+    assert not race.overtake(TIMEOUT_S)
+    race.claim()
+
+
+def test_a_request_that_was_overtaken_may_neither_begin_nor_end() -> None:
+    race = Race()
+    assert race.overtake(TIMEOUT_S)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for attempt in (race.claim, lambda: race.hold(ours)):
+            with pytest.raises(EndedEarlyError):
+                attempt()
+
+
+def test_overtaking_waits_until_the_first_request_writes_no_more() -> None:
+    race, order = Race(), list[str]()
+    ours, theirs = socket.socketpair()
+
+    def first() -> None:
+        race.hold(ours)
+        held.set()
+        assert ours.recv(1) == b"", "its connection is shut down"
+        order.append("ended")
+        race.release()
+
+    held = threading.Event()
+    with ours, theirs:
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert held.wait(TIMEOUT_S)
+        assert race.overtake(TIMEOUT_S)
+        order.append("overtaken")
+        thread.join(TIMEOUT_S)
+    assert order == ["ended", "overtaken"]
+
+
+def test_a_first_request_that_does_not_end_is_told() -> None:
+    race = Race()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        race.hold(ours)
+        with pytest.raises(TimeoutError):
+            race.overtake(0.0)
+
+
+def test_a_thread_without_a_race_runs_alone() -> None:
+    race = Race()
+    with raced(race):
+        assert current_race() is race
+    assert current_race() is not race
+    current_race().claim()

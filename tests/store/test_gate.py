@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from away import Away, Proxy, proxy_before
+from awry import Awry, Mood, awry_server
 from fake_clock import Time
+from msgspec.structs import replace
+from servers import reach
 
-from dataplane.model.errors import ClosedError, StoreThrottled, StoreUnavailable
+from dataplane.model.errors import ClosedError, StoreError, StoreThrottled, StoreUnavailable
 from dataplane.model.records import StorePause
+from dataplane.store.connect import Stores
 from dataplane.store.faults import Clock
-from dataplane.store.outage import Outage
+from dataplane.store.outage import FORGOTTEN_S, Outage, Outages, Pauses
 from dataplane.store.retry import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Gate, SlowDown
 
 FAR = 1e9
@@ -339,3 +346,224 @@ def test_failures_of_a_store_that_answers_other_requests_are_logged_in_summary(
     lines = [record.msg.facts for record in caplog.records]
     assert [facts["count"] for facts in lines] == [1, 60]
     assert {facts["store"] for facts in lines} == {"s3://bucket"}
+
+
+BEGAN = Outage("s3://lab", 100.0, "refused", last_request_at=100.0)
+ENDED = replace(BEGAN, last_request_at=160.0, until=161.0)
+
+
+def outages() -> tuple[Outages, list[Outage]]:
+    reports: list[Outage] = []
+    return Outages(reports.append), reports
+
+
+def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None:
+    seen, reports = outages()
+    seen.note(BEGAN)
+    seen.note(replace(BEGAN, error="reset", last_request_at=130.0))
+    assert [outage.error for outage in seen.now(130.0)] == ["reset"]
+    seen.note(ENDED)
+    assert seen.now(161.0) == ()
+    assert [(outage.since, outage.is_over) for outage in reports] == [(100.0, False), (100.0, True)]
+
+
+def test_a_store_is_away_as_long_as_one_process_says_so() -> None:
+    seen, reports = outages()
+    seen.note(BEGAN, "fetching")
+    seen.note(replace(BEGAN, since=90.0, last_request_at=101.0), "indexing")
+    (now,) = seen.now(102.0)
+    assert now.since == 90.0
+    seen.note(ENDED, "fetching")
+    assert len(seen.now(162.0)) == len(reports) == 1
+    seen.forget("indexing", 170.0)
+    assert (seen.now(170.0), len(reports), reports[1].until) == ((), 2, 170.0)
+
+
+def test_stores_are_apart_and_an_end_without_a_beginning_is_nothing() -> None:
+    seen, reports = outages()
+    seen.note(replace(ENDED, store="gs://other"))
+    seen.note(BEGAN)
+    seen.note(replace(BEGAN, store="az://more"))
+    assert [outage.store for outage in seen.now(100.0)] == ["az://more", "s3://lab"]
+    assert len(reports) == 2
+
+
+def test_an_unused_store_is_not_shown_as_away_for_ever() -> None:
+    seen, _ = outages()
+    seen.note(BEGAN)
+    assert seen.now(BEGAN.last_request_at + FORGOTTEN_S - 1)
+    assert not seen.now(BEGAN.last_request_at + FORGOTTEN_S)
+
+
+def test_a_callback_may_ask_which_stores_are_away() -> None:
+    answers: list[tuple[Outage, ...]] = []
+    seen = Outages(lambda outage: answers.append(seen.now(outage.last_request_at)))
+    seen.note(BEGAN)
+    assert answers == [(BEGAN,)]
+
+
+URL = f"{STORE}/a.bin"
+
+
+class Told(list[StorePause]):
+    def hear(self, pause: StorePause) -> None:
+        self.append(pause)
+
+
+def test_all_but_the_source_are_told_and_newcomers_of_what_lasts() -> None:
+    time = Time()
+    pauses, first, second, late = Pauses(time.clock()), Told(), Told(), Told()
+    pauses.join(first.hear)
+    pauses.join(second.hear)
+    short, long = StorePause(STORE, 1, 2.0), StorePause("s3://another", 3, 8.0)
+    pauses.publish(short, first.hear)
+    pauses.publish(long)
+    assert (first, second) == ([long], [short, long])
+    time.now += 3.0
+    pauses.join(late.hear)
+    assert late == pauses.now() == [StorePause("s3://another", 3, 5.0)]
+    pauses.leave(second.hear)
+    pauses.leave(second.hear)
+    pauses.publish(short)
+    assert len(second) == 2
+    assert late[1:] == [short]
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"bucket/a.bin": bytes(100)}) as server:
+        reach(server, monkeypatch)
+        yield server
+
+
+def test_stores_tell_of_their_pauses_and_keep_those_of_others(awry: Awry) -> None:
+    time, pauses = Time(), Told()
+    stores = Stores(clock=time.clock())
+    stores.pauses.join(pauses.hear)
+    stores.connect(URL).head(URL)
+    awry.be(Mood.SLOW_DOWN)
+    stores.connect(URL).head(URL)
+    assert [(pause.store, pause.level) for pause in pauses] == [(STORE, 1)]
+
+    # A store that is open, and one that is opened during the pause.
+    for others in (stores, Stores(clock=time.clock())):
+        time.waited.clear()
+        others.pauses.publish(StorePause(STORE, 1, 7.0), pauses.hear)
+        others.connect(URL).head(URL)
+        assert time.waited[0] >= 7.0
+        assert time.waited[0] <= 7.0 + SLOW_DOWN.span_s(2)
+    assert len(pauses) == 1, "nobody is told what it has told"
+
+
+BODY = (bytes(range(251)) * 12_000)[:400_000]
+AWAY_URL = "s3://bucket/shard.bin"
+KINDS = [way for way in Away if way is not Away.WELL]
+THREADS = 16
+
+
+class Seen:
+    """The lines that would be on the log."""
+
+    def __init__(self) -> None:
+        self.lines: list[Outage] = []
+        self._changed = threading.Condition()
+
+    def report(self, outage: Outage) -> None:
+        with self._changed:
+            self.lines.append(outage)
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> list[Outage]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.lines) >= count, 60), self.lines
+            return self.lines[:]
+
+
+@pytest.fixture
+def awry_of_away() -> Iterator[Awry]:
+    with awry_server({"bucket/shard.bin": BODY}) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(awry_of_away: Awry, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with proxy_before(awry_of_away.port) as made:
+        environment = {**awry_of_away.environment(), "AWS_ENDPOINT_URL": made.endpoint}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.mark.parametrize("way", KINDS)
+def test_many_readers_ride_out_an_outage_that_is_told_once(proxy: Proxy, way: Away) -> None:
+    seen = Seen()
+    outages = Outages(seen.report)
+    stores = Stores(budget_s=60.0, request_timeout_s=1.0, observe=outages.note)
+    store = stores.connect(AWAY_URL)
+    etag = store.head(AWAY_URL).etag
+    stop = threading.Event()
+
+    def read(first: int) -> int:
+        count = 0
+        while not stop.is_set():
+            into = bytearray(150_000)
+            store.read_into(AWAY_URL, first + count, etag, memoryview(into))  # type: ignore[attr-defined]
+            assert into == BODY[first + count : first + count + 150_000]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        readers = [threads.submit(read, 1000 * i) for i in range(THREADS)]
+        proxy.be(way)
+        (began,) = seen.wait(1)
+        assert [outage.store for outage in outages.now(time.time())] == ["s3://bucket"]
+        assert isinstance(stores.trouble(AWAY_URL), (StoreUnavailable, StoreThrottled))
+        proxy.be(Away.WELL)
+        _, ended = seen.wait(2)
+        stop.set()
+        assert all(reader.result(60) >= 0 for reader in readers)
+    assert (began.store, began.is_over, ended.is_over) == ("s3://bucket", False, True)
+    assert began.since == ended.since < ended.until
+    assert len(seen.lines) == 2
+    assert outages.now(time.time()) == ()
+    assert stores.trouble(AWAY_URL) is None
+
+
+@pytest.mark.parametrize("way", KINDS)
+def test_a_store_that_is_away_at_the_very_first_contact_is_waited_for(
+    proxy: Proxy, way: Away
+) -> None:
+    proxy.be(way)
+    seen = Seen()
+    stores = Stores(budget_s=60.0, request_timeout_s=1.0, observe=Outages(seen.report).note)
+    with ThreadPoolExecutor(1) as threads:
+        size = threads.submit(lambda: stores.connect(AWAY_URL).head(AWAY_URL).size_bytes)
+        seen.wait(1)
+        proxy.be(Away.WELL)
+        assert size.result(60) == len(BODY)
+
+
+def test_a_store_that_stays_away_is_the_error_of_every_reader(proxy: Proxy) -> None:
+    proxy.be(Away.REFUSED)
+    stores = Stores(budget_s=0.5, observe=Outages(lambda _: None).note)
+
+    def error() -> StoreError:
+        with pytest.raises(StoreUnavailable) as raised:
+            stores.connect(AWAY_URL).head(AWAY_URL)
+        return raised.value
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        for future in [threads.submit(error) for _ in range(THREADS)]:
+            assert f"{proxy.endpoint} refused the connection" in str(future.result())
+
+
+def test_closing_the_stores_ends_all_waits_for_one(proxy: Proxy) -> None:
+    proxy.be(Away.REFUSED)
+    seen = Seen()
+    stores = Stores(budget_s=600.0, observe=Outages(seen.report).note)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(stores.connect(AWAY_URL).head, AWAY_URL) for _ in range(2)]
+        seen.wait(1)
+        stores.close()
+        for future in waiting:
+            assert isinstance(future.exception(60), ClosedError)
