@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from dataplane.commands.options import (
     security_given,
     setting_options,
 )
+from dataplane.model.errors import DataplaneError, PeerLost
 from dataplane.rpc.membership import (
     JobStatus,
     MemberStatus,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from dataplane.security.security import Security
 
 WATCH_PERIOD_S = 1.0
+PROBE_S = 10.0
 
 Ask = Callable[[], Awaitable[StatusResponse]]
 
@@ -45,27 +48,69 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
-@setting_options(*CLIENT_SETTINGS)
+@click.option("--node", "of_node", is_flag=True, help="Only whether this host's node answers.")
+@setting_options(*CLIENT_SETTINGS, "service")
 @json_option
 def status(
-    settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool
+    settings: Settings, *, address: str | None, job: str, watch: bool, of_node: bool, as_json: bool
 ) -> None:
     """Show jobs, their ranks, and nodes; where blocks came from; and stores that do not answer.
 
     ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
     coordinator on this machine.
 
+    --node asks the node that serves trainers of this user on this host, for probes: the exit status
+    is 0 if it opens jobs, 1 if it answers but waits for its coordinator, 3 if it does not answer.
+    No store is asked.
+
     \b
     Examples:
       dataplane status
       dataplane status head-node:7077 --watch
       dataplane status --job pretrain-7 --json
+      dataplane status --node --service head-node:7077
     """
     if watch and as_json:
         raise click.UsageError("--watch and --json exclude each other: choose one")
+    if of_node:
+        if watch or as_json or job:
+            raise click.UsageError("--node excludes --job, --watch and --json")
+        named = address or next(
+            str(settings[name].value)
+            for name in ("service", "join", "listen")
+            if settings[name].value
+        )
+        click.get_current_context().exit(_probe(named))
     target = address or str(settings["join"].value or settings["listen"].value)
     security = security_given(settings, listens=False)
     asyncio.run(_report(target, security, job, watch=watch, as_json=as_json))
+
+
+def _probe(service: str) -> int:
+    """Say whether the node of this service on this host answers. Returns the exit status.
+
+    Raises:  PeerLost: it does not. VersionMismatch.
+    """
+    from dataplane.model.config import PROTOCOL_VERSION, VERSION
+    from dataplane.rpc import local, messages, names, sockets
+
+    name = names.served_name(os.getuid(), service)
+    with sockets.connect(name, PROBE_S) as sock:
+        hello = messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid())
+        try:
+            local.send(sock, messages.ToNode(1, hello))
+            answer, _ = local.receive(sock, messages.FromNode)
+        except TimeoutError as error:
+            raise PeerLost(
+                f"the node at @{name} has not answered for {PROBE_S:g} s: it hangs or was stopped",
+                peer=f"@{name}",
+            ) from error
+    if isinstance(answer.body, DataplaneError):
+        raise answer.body
+    assert isinstance(answer.body, messages.Welcome)
+    awaited = answer.body.awaited
+    click.echo(f"node {answer.body.node_id} " + (f"waits for {awaited}" if awaited else "is ready"))
+    return output.EXIT_BAD_DATA if awaited else output.EXIT_OK
 
 
 async def _report(

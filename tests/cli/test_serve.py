@@ -21,6 +21,7 @@ from trusted import TOKEN, TRUSTED
 
 from dataplane.base.machine import lock_holder
 from dataplane.cli import run
+from dataplane.commands import status
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model.config import PROTOCOL_VERSION, VERSION
@@ -147,12 +148,14 @@ def test_a_standalone_node_joins_a_coordinator_on_another_address(tmp_path):
         assert node.returncode == 0
 
 
-def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_on_request(tmp_path):
+def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_on_request(tmp_path, capsys):
     address = free_address()
     with Service("--node", "--join", address, *SMALL, log=tmp_path / "log", awaited=False) as node:
         assert node.log is not None
         (line,) = node.log.wait_for("coordinator does not answer")
         assert f"address={address}" in line
+        assert run(["status", "--node", address]) == 1
+        assert f"waits for the coordinator at {address}" in capsys.readouterr().out
         with greeted(address):  # trainers wait, and do not hold it up
             node.process.send_signal(signal.SIGTERM)
             assert node.process.stdout is not None
@@ -222,6 +225,24 @@ def test_a_squatter_of_the_nodes_name_is_named(how, words, monkeypatch, tmp_path
     told = " ".join(capsys.readouterr().err.split())
     assert words in told
     assert (f"process {squatter.pid} " in told) == (how == "listens")
+
+
+def test_a_probe_finds_a_node_that_is_ready_that_hangs_and_that_is_gone(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(status, "PROBE_S", 0.2)
+    with serving(tmp_path, "--listen", "127.0.0.1:0", *SMALL) as (process, address):
+        assert process.stdout is not None
+        process.stdout.readline()
+        while run(["status", "--node", "--service", address]) == 3:
+            pass  # the probe's time is short
+        assert " is ready\n" in capsys.readouterr().out
+        process.send_signal(signal.SIGSTOP)
+        assert run(["status", "--node", address]) == 3
+        assert "has not answered for 0.2 s" in capsys.readouterr().err
+    assert run(["status", "--node", address]) == 3
+    assert "no node listens" in capsys.readouterr().err
+    assert run(["status", "--node", address, "--json"]) == 2
 
 
 def test_a_misspelt_variable_is_refused(monkeypatch, capsys):
