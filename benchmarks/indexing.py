@@ -53,8 +53,7 @@ from dataplane.store.connect import Stores, open_store
 from dataplane.store.retry import Retrying
 
 PROCESSES = {
-    "dp-indexer": "indexing",
-    "dp-fetcher": "indexing",
+    "dp-fetcher": "fetchers",
     "dp-worker": "workers",
 }
 
@@ -76,11 +75,11 @@ class Watched(threading.Thread):
             self._sample()
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds since the start, by part: node, indexing, workers."""
+        """CPU seconds since the start, by part: node, fetchers, workers."""
         self._is_over.set()
         self.join()
         self._sample()
-        spent = dict.fromkeys(("node", "indexing", "workers"), 0.0)
+        spent = dict.fromkeys(("node", "fetchers", "workers"), 0.0)
         for part, first, last in self._seen.values():
             spent[part] += last - first
         return spent
@@ -493,8 +492,8 @@ def wide(
     """What it costs to open a table with very many columns, and how long other trainers wait.
 
     A node serves a trainer that takes a step every 5 ms. A second trainer opens a table with this
-    many float columns, in two shards, and takes its first batch. CPU seconds of the node, of the
-    indexing processes, of the workers and of the second trainer, from its start to its first batch;
+    many float columns, in two shards, and takes its first batch. CPU seconds of the node, of
+    fetchers, of the workers and of the second trainer, from its start to its first batch;
     and the first trainer's waits meanwhile. Bars: 10 s of CPU without the trainer's, and 50 ms at
     the 99th percentile.
     """

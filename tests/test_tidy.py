@@ -35,7 +35,7 @@ CRUMB_LINES_MAX = 80
 # Offences that are left, by rule and folder. A number may only fall: lower it when you can.
 LEFT = {
     "docstrings": {"dataplane": 0, "loaders": 0, "benchmarks": 43, "tests": 204},
-    "names": {"dataplane": 988, "loaders": 32, "benchmarks": 364, "tests": 2161},
+    "names": {"dataplane": 972, "loaders": 32, "benchmarks": 364, "tests": 2161},
     "functions": {"dataplane": 55, "loaders": 0, "benchmarks": 5, "tests": 45},
     "crumbs": {"dataplane": 10, "loaders": 3},
 }

@@ -1,5 +1,4 @@
-"""Index many remote shards in batches: fetchers read parts of them, and indexing processes parse
-these.
+"""Index many remote shards in batches: fetchers read parts of them, and workers parse these.
 
 For single shards the node reads itself. All of its threads share one interpreter lock, so it reads
 about 1,500 shards a second at most, on any number of processors. A message about a whole batch
@@ -28,14 +27,14 @@ from contextlib import AbstractContextManager
 from dataplane.arena.memfd import Arena
 from dataplane.base.trace import Trace
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.index_frames import decode_indexes
 from dataplane.index.indexer_process import Child, IndexerEnded, IndexerProcess
-from dataplane.index.journal import decode_indexes
 from dataplane.index.run import BatchEnd
-from dataplane.index.unindexed import BYTES_MAX, first_reads
 from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.model.records import ObjectInfo, Region, StorePause
 from dataplane.rpc import fetches, tasks
 from dataplane.store.outage import Pauses
+from dataplane.worker.indexing import BYTES_MAX, first_reads
 
 KeepPreamble = Callable[[str, str, Region, bytes], None]
 """Gets the url, etag, place and bytes of a shard's preamble. Called in threads."""
@@ -203,7 +202,7 @@ class IndexBatches:
         except (IndexerEnded, DataplaneError):  # `IndexProcesses` indexes its shards alone
             pass
         except Exception as error:  # noqa: BLE001 - after what it has parsed, it may say anything
-            _trace.failed("an indexing process sent an invalid answer", error=repr(error))
+            _trace.failed("a worker that indexes sent an invalid answer", error=repr(error))
         with self._changing:
             self._batches -= 1
         tell(BatchEnd(shards, {shards[at]: index for at, index in indexes.items()}))

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dataplane.formats.index_frames import frame, frames_in
 from dataplane.index.journal import (
     cache_faults,
-    frame,
-    frames_in,
     publish,
     write_all,
     written_at,

@@ -1,4 +1,4 @@
-"""Count how many rows of each block of a dataset belong to a view, in indexing processes.
+"""Count how many rows of each block of a dataset belong to a view, in workers.
 
 1. Blocks are counted in stretches, each once: stretches counted before a failure, an interruption
    or the addition of shards are not counted again.

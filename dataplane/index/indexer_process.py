@@ -1,4 +1,4 @@
-"""The processes that index for a node, seen from the node.
+"""The workers that index, seen from the node; and its other children in a thread of their own.
 
 Invariants:
 1. Every task given to the process ends: with its answer, its error, or the way the process ended.
@@ -23,12 +23,12 @@ from msgspec import Struct, field
 
 from dataplane.base.machine import OwnTime, kill_count_for_memory
 from dataplane.base.trace import Trace
-from dataplane.index.indexer import PART_BYTES
 from dataplane.index.run import StoredShard
 from dataplane.model.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.rpc import local, sockets, tasks
 from dataplane.worker.death import Cause, ProcessEnd, end_of
 from dataplane.worker.forking import fork_server
+from dataplane.worker.indexing import PART_BYTES
 from dataplane.worker.process import WORDS_BYTES_MAX
 
 _LOOK_S = 0.25
@@ -111,7 +111,7 @@ class Child:
 
 
 class IndexerEnded(Exception):
-    """The indexing process has ended before it answered about its shard."""
+    """The worker has ended before it answered about its shard."""
 
     def __init__(self, end: ProcessEnd) -> None:
         super().__init__(end.words)
@@ -124,9 +124,7 @@ class _Task(Struct, eq=False):
     """
 
     stop: threading.Event
-    arrived: queue.SimpleQueue[tasks.FromIndexerBody | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    arrived: queue.SimpleQueue[tasks.ResultBody | None] = field(default_factory=queue.SimpleQueue)
     reads: int = 0
     failure: BaseException | None = None
     pieces: Iterator[bytes] | None = None
@@ -145,7 +143,7 @@ class IndexerProcess:
         self._changing = threading.Lock()
         self._kill_count = kill_count_for_memory()
         self._end: ProcessEnd | None = None
-        self._child = Child("indexer", memory_bytes, tasks.FromIndexer, self._hear, self._lost)
+        self._child = Child("worker", memory_bytes, tasks.Result, self._hear, self._lost)
 
     def answer(
         self, order: Order, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
@@ -157,7 +155,7 @@ class IndexerProcess:
         task = _Task(shard.stop)
         try:
             with self._task(task) as number:
-                self._child.send(tasks.ToIndexer(number, order))
+                self._child.send(tasks.Task(order, number))
                 return self._answered(number, task, shard, timeout_s)
         except IndexerEnded as ended:
             ends.append(ended.end)
@@ -176,11 +174,11 @@ class IndexerProcess:
         """
         task = _Task(stop)
         with self._task(task) as number:
-            self._child.send(tasks.ToIndexer(number, order))
+            self._child.send(tasks.Task(order, number))
             while not isinstance(body := self._next(task, timeout_s), tasks.BatchIndexed):
                 if not isinstance(body, tasks.MissingParts):
                     raise self._ended(ProcessEnd(Cause.CRASHED, f"sent {type(body).__name__}"))
-                self._child.send(tasks.ToIndexer(number, read(body)))
+                self._child.send(tasks.Task(read(body), number))
             return body
 
     def begin_end(self) -> None:
@@ -219,7 +217,7 @@ class IndexerProcess:
                 if not body.more:
                     return task.index
 
-    def _next(self, task: _Task, timeout_s: float) -> tasks.FromIndexerBody:
+    def _next(self, task: _Task, timeout_s: float) -> tasks.ResultBody:
         own: OwnTime | None = None
         while True:
             try:
@@ -249,10 +247,10 @@ class IndexerProcess:
             answer = tasks.ShardBytes(asked.request, has_failed=True)
         with self._changing:
             task.reads -= 1
-        self._child.send(tasks.ToIndexer(number, answer))
+        self._child.send(tasks.Task(answer, number))
 
-    def _hear(self, said: tasks.FromIndexer) -> None:
-        task = self._tasks.get(said.task)
+    def _hear(self, said: tasks.Result) -> None:
+        task = self._tasks.get(said.number)
         if task is not None:
             task.arrived.put(said.body)
 
@@ -272,7 +270,7 @@ class IndexerProcess:
         self.kill()
         end = end or self._end
         assert end is not None
-        _trace.failed("index process ended", pid=self._child.pid, how=end.words)
+        _trace.failed("a worker that indexes ended", pid=self._child.pid, how=end.words)
         return IndexerEnded(end)
 
 

@@ -1,8 +1,8 @@
-"""Index shards in separate processes, so that no shard can harm the node.
+"""Index shards in workers, so that no shard can harm the node.
 
 Invariants:
 1. No byte of a shard is parsed in the node. The node's store reads single shards, so that retries,
-   outages and credentials stay in one place; the indexing process reads local files itself.
+   outages and credentials stay in one place; the worker reads local files itself.
 2. Every process has a memory limit. If one crashes or runs out of memory, any of its shards may be
    the cause. Each of them then gets a process of its own, one at a time, and if that fails too, the
    shard is blamed.
@@ -29,10 +29,10 @@ from typing_extensions import Buffer
 
 from dataplane.base.machine import this_machine
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.index_frames import decode_index
 from dataplane.index.batches import IndexBatches, KeepPreamble
 from dataplane.index.indexer_process import IndexerEnded, IndexerProcess, Order
 from dataplane.index.indexing import open_dataset
-from dataplane.index.journal import decode_index
 from dataplane.index.run import StoredShard
 from dataplane.index.scout import Part, Scouted
 from dataplane.index.slow import LongWork
@@ -46,6 +46,7 @@ from dataplane.store.outage import Pauses
 from dataplane.store.urls import local_path, normalise, prefixes_of
 from dataplane.worker.death import ProcessEnd, WorkerPlace, blame
 from dataplane.worker.forking import fork_server
+from dataplane.worker.indexing import first_reads
 from dataplane.worker.limits import WorkerBytes
 
 _PROCESSES_MAX = 4
@@ -205,8 +206,7 @@ class IndexProcesses:
         """Read what the process would request first. Reading it while the process starts saves one
         or two round trips, and the messages.
         """
-        first_reads = getattr(format_, "first_reads", None)
-        places: tuple[Region, ...] = () if first_reads is None else first_reads(shard.size_bytes)
+        places = first_reads(format_, shard.size_bytes)
         return [(place.offset, self._first_part(shard, place)) for place in places]
 
     def _first_part(self, shard: StoredShard, place: Region) -> Future[Buffer]:

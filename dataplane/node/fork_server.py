@@ -1,6 +1,6 @@
-"""The fork server of a node: it imports modules that workers and indexing processes need, and forks
-them. Modules that only one of the roles needs are imported at its first request, or earlier while
-there are no requests.
+"""The fork server of a node: it imports the modules that workers need, and forks the children of
+the node. Modules that only one of the other roles needs are imported at its first request, or
+earlier while there are no requests.
 
 Importing takes 0.4 s of CPU once; a fork takes a millisecond, and children share the memory of
 imported modules.
@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 
 from dataplane.base import collector, machine
 from dataplane.formats import registry
-from dataplane.index import indexer
 from dataplane.model.errors import PeerLost
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
@@ -60,7 +59,6 @@ def _lender() -> _Main:
 
 _ROLES: dict[str, Callable[[], _Main]] = {
     "worker": lambda: worker.main,
-    "indexer": lambda: indexer.main,
     "fetcher": _fetcher,
     "lender": _lender,
 }

@@ -1,9 +1,9 @@
 """The tasks that a node gives to its workers, and their answers; likewise for other children.
 
 Over Unix SOCK_SEQPACKET pairs, one message per packet. A worker has one task at a time, and every
-task has one result; arenas are sent as file descriptors. A process that indexes has several shards
-at once, each with a number chosen by the node. It has no credentials: it requests bytes from the
-node.
+task has one result; arenas are sent as file descriptors. Only a worker that indexes has several
+tasks at once, each with a number chosen by the node. It has no credentials: it requests bytes from
+the node.
 """
 
 from __future__ import annotations
@@ -263,24 +263,6 @@ class Assembled(Message, frozen=True):
     replaced: tuple[ReplacedRow, ...] = ()
 
 
-TaskBody = (
-    AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Extract | Assemble | CopySlab
-)  # fmt: skip
-ResultBody = Failure | Done | Decoded | Extracted | Assembled | Reading | OutOfMemory
-
-
-class Task(Message, frozen=True):
-    """The envelope of a node's message to a worker."""
-
-    body: TaskBody
-
-
-class Result(Envelope, frozen=True):
-    """The envelope of a worker's answer."""
-
-    body: ResultBody
-
-
 class ShardPart(Message, frozen=True):
     """Bytes of a shard, from that offset on."""
 
@@ -319,7 +301,7 @@ class CountRows(Message, frozen=True):
 
 
 class ShardBytes(Message, frozen=True):
-    """The bytes that an indexing process has requested."""
+    """The bytes that a worker has requested to index a shard."""
 
     request: Unsigned
     content: bytes = b""
@@ -409,31 +391,35 @@ class BatchIndexed(Message, frozen=True):
     unread_count: Unsigned = 0
 
 
-ToIndexerBody = IndexShard | CountRows | ShardBytes | IndexBatch | BatchParts
-FromIndexerBody = (
-    Failure | OutOfMemory | ReadShard | StillReading | ShardIndexed | MissingParts | BatchIndexed
-)
+TaskBody = (
+    AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Extract | Assemble | CopySlab
+)  # fmt: skip
+IndexingTask = IndexShard | CountRows | ShardBytes | IndexBatch | BatchParts
+ResultBody = (
+    Failure | Done | Decoded | Extracted | Assembled | Reading | OutOfMemory
+    | ReadShard | StillReading | ShardIndexed | MissingParts | BatchIndexed
+)  # fmt: skip
 
 
-class ToIndexer(Message, frozen=True):
-    """The envelope of a node's message to an indexing process."""
+class Task(Message, frozen=True):
+    """The envelope of a node's message to a worker. Indexing tasks have a number, other than 0."""
 
-    task: Unsigned
-    body: ToIndexerBody
+    body: TaskBody | IndexingTask
+    number: Unsigned = 0
 
 
-class FromIndexer(Envelope, frozen=True):
-    """The envelope of an indexing process's message."""
+class Result(Envelope, frozen=True):
+    """The envelope of a worker's answer, with the number of its task."""
 
-    task: Unsigned
-    body: FromIndexerBody
+    body: ResultBody
+    number: Unsigned = 0
 
 
 class StartChild(Message, frozen=True):
     """Fork a process of this role, such as "worker", with this limit of private memory."""
 
     number: Unsigned  # the node's, by which it is meant from now on
-    role: str  # "worker", "indexer", "fetcher" or "lender"
+    role: str  # "worker", "fetcher" or "lender"
     memory_bytes: Unsigned  # that it may have of its own
 
 

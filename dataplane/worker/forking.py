@@ -1,4 +1,4 @@
-"""Requests worker and indexing processes from this process's fork server (node/fork_server.py).
+"""Requests workers, fetchers and lenders from this process's fork server (node/fork_server.py).
 
 The fork server runs in a new interpreter. In an embedded node that has just started, it is instead
 a fork of the node, so that the modules that both need are imported only once.
@@ -342,9 +342,9 @@ class _Shared:
         stderr_fd: int,
         memory_bytes: int,
     ) -> ForkedProcess:
-        """Start a "worker", an "indexer", a "fetcher" or a "lender" without waiting for it. `sock`
-        is the child's end of the socket, `memory_bytes` its limit of private memory (fetchers and
-        lenders have none).
+        """Start a "worker", a "fetcher" or a "lender" without waiting for it. `sock` is the child's
+        end of the socket, `memory_bytes` its limit of private memory (fetchers and lenders have
+        none).
         """
         with self._changing:
             assert self._holder_count

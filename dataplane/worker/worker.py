@@ -1,4 +1,5 @@
-"""A worker process: decodes blocks into the block arena and gathers slabs. One task at a time.
+"""A worker process: decodes blocks into the block arena and gathers slabs, one task at a time; or
+indexes shards (indexing.py), several at once, since it waits for their bytes.
 
 Invariants:
 1. A worker keeps no state that another could not rebuild: if it is killed, its task goes to the
@@ -41,6 +42,7 @@ from dataplane.worker.decoding import ReadDataset, canonical_batch, read_dataset
 from dataplane.worker.disk_time import timed
 from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt, write_packs
 from dataplane.worker.gather import Gather
+from dataplane.worker.indexing import Indexing
 from dataplane.worker.mapped import MappedShards
 from dataplane.worker.named_sources import Gathers
 from dataplane.worker.pack_blocks import AskedPacks, KnownPacks, PackBlock, PackForm
@@ -94,9 +96,14 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     state = _State(memory_bytes, lambda told: local.send(sock, tasks.Result(told)))
+    indexing: Indexing | None = None
     while True:
         try:
             task, descriptors = local.receive(sock, tasks.Task)
+            if isinstance(task.body, tasks.IndexingTask):
+                indexing = indexing or Indexing(sock)
+                indexing.accept(task.number, task.body)
+                continue
             result = _answer(state, task.body, descriptors)
             try:
                 local.send(sock, tasks.Result(result))

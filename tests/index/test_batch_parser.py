@@ -1,4 +1,4 @@
-"""What an indexing process makes of the parts of a batch, and what it asks for."""
+"""The answers of a worker about the parts of a batch, and its requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from shards import MemoryShard, arrow_bytes, parquet_bytes
 
 from dataplane.formats import registry
-from dataplane.index import indexer, unindexed
-from dataplane.index.journal import decode_indexes, encode_index
+from dataplane.formats.index_frames import decode_indexes, encode_index
 from dataplane.rpc import tasks
+from dataplane.worker import indexing
 
 ROWS = st.integers(1, 500)
 COLUMNS = st.integers(1, 40)
@@ -37,24 +37,24 @@ def test_what_is_read_is_indexed_as_anywhere_else(
     """A shard with a part that could not be read is counted, and the others are still indexed."""
     name, contents, unread, with_preambles = drawn
     named = tuple(tasks.BatchShard(f"s3://b/{n}", len(c)) for n, c in enumerate(contents))
-    batch = indexer._Batch(tasks.IndexBatch(name, named, (), with_preambles))
+    batch = indexing.Batch(tasks.IndexBatch(name, named, (), with_preambles))
     format_ = registry.by_name(name)
     places = [
         (n, place)
         for n, one in enumerate(named)
-        for place in unindexed.first_reads(format_, one.size_bytes)
+        for place in indexing.first_reads(format_, one.size_bytes)
     ]
-    for _ in range(unindexed._ROUNDS_MAX + 1):
+    for _ in range(indexing._ROUNDS_MAX + 1):
         parts = tuple(
             tasks.BatchPart(n, place.offset, contents[n][place.offset :][: place.length])
             for n, place in places
             if n not in unread
         )
-        answer = batch.go_on(tasks.BatchParts(parts))
+        answer = batch.go_on(parts)
         if isinstance(answer, tasks.BatchIndexed):
             break
         places = [(part.shard, part.place) for part in answer.parts]
-        assert sum(place.length for _, place in places) <= unindexed.BYTES_MAX
+        assert sum(place.length for _, place in places) <= indexing.BYTES_MAX
     assert isinstance(answer, tasks.BatchIndexed)
     found = decode_indexes(answer.indexes)
     expected = {n: format_.index(MemoryShard(c)) for n, c in enumerate(contents) if n not in unread}

@@ -217,7 +217,7 @@ class Odd(Parquet):
     def index(self, shard):
         reader = type(shard).__name__
         _, way, where = shard.url.rpartition("/")[2].removesuffix(".odd").split("-")
-        if reader == "PartsOfShard" or (where == "everywhere" and reader == "_AskedShard"):
+        if reader == "_PartsOfShard" or (where == "everywhere" and reader == "_RequestedShard"):
             if way == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
                 threading.Event().wait()  # another thread may get the signal

@@ -17,7 +17,6 @@ from counted import Counted
 from msgspec import structs
 from shards import parquet_bytes
 
-from dataplane.index.block_counts import counts_of
 from dataplane.index.counting import counted
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
@@ -30,6 +29,7 @@ from dataplane.plan.manifest import Int64, Manifest
 from dataplane.rpc import tasks
 from dataplane.settings import default_node_config
 from dataplane.store.connect import connect
+from dataplane.worker.indexing import counts_of
 from dataplane.worker.limits import WorkerBytes
 
 F = pc.field

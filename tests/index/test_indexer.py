@@ -1,4 +1,4 @@
-"""What an indexing process is told by its node, message by message."""
+"""The messages of a worker that indexes shards, and of its node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def indexer() -> Iterator[socket.socket]:
     try:
         with fork_server.held(), ours:
             with theirs:
-                process = fork_server.start("indexer", theirs, stderr, 1 << 30)
+                process = fork_server.start("worker", theirs, stderr, 1 << 30)
             try:
                 yield ours
             finally:
@@ -41,21 +41,21 @@ def indexer() -> Iterator[socket.socket]:
 
 def ask(sock: socket.socket, task: int, size_bytes: int) -> None:
     order = tasks.IndexShard("jsonl", f"s3://b/{task}.jsonl.gz", size_bytes, "etag")
-    local.send(sock, tasks.ToIndexer(task, order))
+    local.send(sock, tasks.Task(order, task))
 
 
 def answered(
     sock: socket.socket, answer: Callable[[tasks.ReadShard], None]
-) -> tuple[int, tasks.FromIndexerBody]:
+) -> tuple[int, tasks.ResultBody]:
     """The task that ends next, and how; `answer` gets what is asked for until then."""
     while True:
-        said, _ = local.receive(sock, tasks.FromIndexer)
+        said, _ = local.receive(sock, tasks.Result)
         if not isinstance(said.body, tasks.ReadShard):
-            return said.task, said.body
+            return said.number, said.body
         answer(said.body)
 
 
-def indexed(sock: socket.socket, task: int, shard: bytes) -> tasks.FromIndexerBody:
+def indexed(sock: socket.socket, task: int, shard: bytes) -> tasks.ResultBody:
     """How the indexing of a shard ends whose pieces come one request after the other."""
     pieces = iter((shard[:20], shard[20:]))
 
@@ -66,7 +66,7 @@ def indexed(sock: socket.socket, task: int, shard: bytes) -> tasks.FromIndexerBo
             body = tasks.ShardBytes(asked.request, piece or b"", is_end=piece is None)
         else:
             body = tasks.ShardBytes(asked.request, _part(shard, place))
-        local.send(sock, tasks.ToIndexer(task, body))
+        local.send(sock, tasks.Task(body, task))
 
     ask(sock, task, len(shard))
     ended, outcome = answered(sock, answer)
@@ -92,7 +92,7 @@ def test_bytes_of_a_shard_that_has_failed_do_not_end_the_process(indexer: socket
         else:
             late.append(asked.request)
             return
-        local.send(indexer, tasks.ToIndexer(1, body))
+        local.send(indexer, tasks.Task(body, 1))
 
     ask(indexer, 1, len(DAMAGED))
     ended, outcome = answered(indexer, answer)
@@ -100,5 +100,5 @@ def test_bytes_of_a_shard_that_has_failed_do_not_end_the_process(indexer: socket
     assert isinstance(outcome, CorruptShard)
     assert len(late) == 1
     assert isinstance(indexed(indexer, 2, LINES), tasks.ShardIndexed)  # the first one is forgotten
-    local.send(indexer, tasks.ToIndexer(1, tasks.ShardBytes(late[0], DAMAGED[500:])))
+    local.send(indexer, tasks.Task(tasks.ShardBytes(late[0], DAMAGED[500:]), 1))
     assert isinstance(indexed(indexer, 3, LINES), tasks.ShardIndexed)

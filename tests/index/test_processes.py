@@ -52,7 +52,7 @@ def children() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.name() == "dp-indexer":
+            if child.name() == "dp-worker":
                 found.append(child)
     return found
 

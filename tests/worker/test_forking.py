@@ -48,26 +48,24 @@ def server_of(process: ForkedProcess) -> psutil.Process:
 
 def test_processes_share_one_parent_and_end_with_their_sockets() -> None:
     first, sock, stderr = a_process()
-    second, other_sock, other_stderr = a_process("indexer")
-    third, third_sock, third_stderr = a_process("fetcher")
-    assert server_of(first) == server_of(second) == server_of(third)
+    second, other_sock, other_stderr = a_process("fetcher")
+    assert server_of(first) == server_of(second)
     assert server_of(first).num_threads() == 1  # or a child may inherit a held lock
     deadline = time.monotonic() + WAIT_S
-    named = ((first, "dp-worker"), (second, "dp-indexer"), (third, "dp-fetcher"))
+    named = ((first, "dp-worker"), (second, "dp-fetcher"))
     for process, name in named:
         while psutil.Process(process.pid).name() != name:  # it has just been forked
             assert time.monotonic() < deadline
             os.sched_yield()
-    with sock, other_sock, third_sock:
+    with sock, other_sock:
         local.send(sock, tasks.Task(tasks.DetachArena(1)))
         local.receive(sock, tasks.Result)
         assert not first.wait(0.0)
     assert first.wait(WAIT_S)
     assert first.status() == 0
-    for process in (second, third):
-        assert process.wait(WAIT_S)
-        assert process.status() == 0
-    for descriptor in (stderr, other_stderr, third_stderr):
+    assert second.wait(WAIT_S)
+    assert second.status() == 0
+    for descriptor in (stderr, other_stderr):
         os.close(descriptor)
 
 
@@ -265,7 +263,7 @@ def test_what_is_forked_starts_without_the_secrets_of_the_environment(
         monkeypatch.setenv(name, "hush")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:hush@proxy:3128")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "kept")
-    for role in ("worker", "fetcher", "indexer"):
+    for role in ("worker", "fetcher"):
         process, sock, stderr = a_process(role)
         for one in (psutil.Process(process.pid), server_of(process)):
             seen = one.environ()
