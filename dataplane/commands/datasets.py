@@ -27,7 +27,7 @@ from dataplane.index.viewing import viewed
 from dataplane.model.config import NodeConfig
 from dataplane.model.records import Region, View
 from dataplane.model.redact import hub_parts
-from dataplane.node.stored_rows import StoredRows, stored_rows
+from dataplane.node.job_columns import StoredRows, stored_rows
 from dataplane.plan.manifest import Int64, Manifest
 from dataplane.plan.tombstones import RowNames
 from dataplane.plan.views import filters

@@ -24,7 +24,7 @@ from dataplane.commands.datasets import STORES
 from dataplane.fetcher.kept_files import KeptFiles
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
-from dataplane.node.cache_folder import FolderTakenError, open_cache_folder
+from dataplane.node.stored import FolderTakenError, open_cache_folder
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shards import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path

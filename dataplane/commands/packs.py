@@ -16,7 +16,7 @@ from dataplane.commands.own_node import opened_again
 from dataplane.model.config import JobSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.records import View
-from dataplane.node.pack_counts import counted_before
+from dataplane.node.counts import counted_before
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.packed_blocks import packed
 from dataplane.plan.packs import Packing
@@ -110,7 +110,7 @@ def with_packs(
 
     Raises:  As `PacksAsked.view`.  ConfigError: a column cannot be packed.  The errors of a job.
     """
-    from dataplane.node.pack_counts import counted_before
+    from dataplane.node.counts import counted_before
     from dataplane.plan import packed_blocks as blocks
     from dataplane.settings import node_config
 

@@ -396,7 +396,7 @@ def _check(
     asked: Mapping[str, Any],
 ) -> None:
     """Check that these are the datasets of the job, possibly at other urls."""
-    from dataplane.node.mixing import mixed_identity
+    from dataplane.node.datasets import mixed_identity
     from dataplane.plan.views import identity_of
 
     if [manifest.fingerprint for manifest in manifests] == list(fingerprints):

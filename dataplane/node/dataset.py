@@ -16,8 +16,14 @@ from dataplane.index.projection import Projection
 from dataplane.model.config import JobSpec
 from dataplane.model.records import Kind, Region
 from dataplane.model.redact import redacted
-from dataplane.node.job_columns import Columns, columns_of, row_bytes_of
-from dataplane.node.stored_rows import StoredRows, largest_stored, stored_rows
+from dataplane.node.job_columns import (
+    Columns,
+    StoredRows,
+    columns_of,
+    largest_stored,
+    row_bytes_of,
+    stored_rows,
+)
 from dataplane.plan.columns import scaled
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest

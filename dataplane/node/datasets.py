@@ -1,4 +1,5 @@
-"""The datasets that the jobs of a node read, each planned once.
+"""The datasets that the jobs of a node read, each planned once; the mixtures that they form, and
+the orders of epochs.
 
 Planning a table of 100,000 columns takes seconds, so it is done in threads, and the event loop
 keeps serving other trainers.
@@ -7,20 +8,46 @@ keeps serving other trainers.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import partial
 
+from msgspec import structs
+from msgspec.structs import replace
+
 from dataplane.index.folders import explaining_folders
-from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.changes import Tombstone
+from dataplane.model.config import JobSpec, MixtureSpec, NodeConfig, SourceSpec, check_source_count
+from dataplane.model.errors import ConfigError
+from dataplane.model.records import (
+    ColumnOptions,
+    ColumnSpec,
+    DatasetIdentity,
+    End,
+    Exhausted,
+    MixHistory,
+    MixUnit,
+    ScheduledShares,
+)
 from dataplane.model.redact import redacted, unsigned
-from dataplane.node.categories import Categories
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.job_columns import columns_of
+from dataplane.node.own_reads import Categories
+from dataplane.plan.changes import scheduled
+from dataplane.plan.counting import by_temperature, of_tokens, quantised
+from dataplane.plan.defaults import BlockSizes, mixed_lanes, source_window
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import SampleOrder
+from dataplane.plan.orders import delivered_order, mixed_of, with_mix
+from dataplane.plan.views import samples_of
 from dataplane.rpc.bounds import URLS_MAX
+from dataplane.rpc.messages import MixtureAsked, OpenJob, SourceAsked
 from dataplane.transforms.lists import check_lists
 from dataplane.transforms.made_columns import MappedColumns
 from dataplane.transforms.nulls import check_fills, check_nulls
@@ -174,3 +201,296 @@ def declared(urls: Sequence[str]) -> tuple[str, ...]:
         start = os.path.commonprefix([min(urls), max(urls)])  # noqa: RUF071 - of characters
         return (f"{unsigned(start)}*",)
     return tuple(map(unsigned, urls))
+
+
+# -- mixtures --------------------------------------------------------------------------------------
+#
+# Fill in the defaults of a mixture: lanes, windows, and the share of each source. Make the orders
+# of epochs.
+#
+# All of it depends only on the sources' manifests and the user's arguments, never on ranks or
+# hosts, so that a job may be resumed on any number.
+
+
+LANES_MAX = 1 << 20
+
+
+def requests_of(request: OpenJob) -> tuple[OpenJob, ...]:
+    """Return, for each source, a request for a job over it alone."""
+    assert request.mixture is not None
+    return tuple(
+        replace(
+            request, source=each.source, spec=replace(request.spec, view=each.view), mixture=None
+        )
+        for each in request.mixture.sources
+    )
+
+
+def check_mixture(asked: MixtureAsked, lanes: int) -> None:
+    """Check the limits of a mixture.
+
+    Raises:  ConfigError: too many sources or lanes, or two sources of one name.
+    """
+    names = [source.name for source in asked.sources]
+    if lanes > LANES_MAX:
+        raise ConfigError(
+            f"lanes={lanes}: {LANES_MAX} are possible in a mixture, whose rounds have a"
+            " place for each lane; leave it out, or choose a multiple of the number of ranks",
+            field="lanes",
+        )
+    check_source_count(len(names))
+    if len(set(names)) < len(names):
+        raise ConfigError("two sources of the mixture have one name", field="sources")
+
+
+def with_windows(request: OpenJob, sizes: Sequence[BlockSizes]) -> tuple[OpenJob, ...]:
+    """Return the requests of sources with the mixture's lanes, and a window for each. A source's
+    window gets a part of the memory for open windows in proportion to its bytes.
+    """
+    requests, given = requests_of(request), request.spec
+    if not given.shuffle:
+        return requests
+    lanes = given.lanes or mixed_lanes(sizes)
+    windows = [given.window or source_window(each, lanes, sizes) for each in sizes]
+    return tuple(
+        replace(each, spec=replace(each.spec, lanes=lanes, window=window))
+        for each, window in zip(requests, windows, strict=True)
+    )
+
+
+def mixed_spec(request: OpenJob, specs: Sequence[JobSpec], datasets: Sequence[Dataset]) -> JobSpec:
+    """Return the spec of a mixture of these datasets; each spec is that of a job over one of them.
+
+    Raises:  ConfigError: the weights are invalid.
+    """
+    asked, first = request.mixture, specs[0]
+    assert asked is not None
+    shares = _shares(asked, datasets)
+    sources = tuple(
+        SourceSpec(
+            source.name, spec.fingerprint, share, _passes_max(source, asked.exhausted),
+            spec.window, spec.ramp, source.view,
+        )
+        for source, spec, share in zip(asked.sources, specs, shares, strict=True)
+    )  # fmt: skip
+    batch = first.global_batch if asked.unit is MixUnit.BATCH else 1
+    tokens = asked.length if asked.unit is MixUnit.TOKENS else 0
+    length = _in_samples(asked, shares) if tokens else asked.length * batch
+    schedule = tuple(
+        ScheduledShares(one.step, shares_of(asked, one.weights, datasets)) for one in asked.schedule
+    )
+    return replace(
+        first,
+        fingerprint=_joined(spec.fingerprint for spec in specs),
+        window=max(spec.window for spec in specs),
+        ramp=0,
+        view=request.spec.view,
+        mixture=MixtureSpec(
+            sources, asked.exhausted, length, batch, asked.source_column, tokens, schedule
+        ),
+    )  # fmt: skip
+
+
+def with_schedule(spec: JobSpec, counts: Sequence[int]) -> JobSpec:
+    """Convert the spec's schedule to changes of the shares, if its sources have this many samples.
+
+    Raises:  ConfigError: an epoch cannot be planned with these shares.
+    """
+    mixture = spec.mixture
+    assert mixture is not None
+    if not mixture.schedule:
+        return spec
+    mixed, batch = mixed_of(spec, counts), spec.global_batch
+    changes = scheduled(mixed, (), (0, 0), mixture.schedule, batch, spec.end)
+    return structs.replace(spec, mixture=structs.replace(mixture, changes=changes))
+
+
+def shares_of(
+    asked: MixtureAsked, weights: Sequence[float], datasets: Sequence[Dataset]
+) -> tuple[int, ...]:
+    """Convert changed weights to shares, in the unit of the mixture.
+
+    Raises:  ConfigError: there is not one weight a source, or a weight is invalid.
+    """
+    if len(weights) != len(asked.sources):
+        raise ConfigError(
+            f"{len(weights)} weights for {len(asked.sources)} sources: give one for each",
+            field="weight",
+        )
+    sources = tuple(
+        replace(source, weight=weight, passes=0.0)
+        for source, weight in zip(asked.sources, weights, strict=True)
+    )
+    return _shares(replace(asked, sources=sources, temperature=0.0), datasets)
+
+
+def mixed_identity(identities: Sequence[DatasetIdentity]) -> DatasetIdentity:
+    """The identity of several datasets, in this order."""
+    return DatasetIdentity(
+        content=_joined(each.content for each in identities),
+        layout=_joined(each.layout for each in identities),
+    )
+
+
+def check_columns(names: Sequence[str], datasets: Sequence[Dataset]) -> None:
+    """Check that the sources can be mixed.
+
+    Raises:  ConfigError: the sources differ in their columns; a table says where. Or two of them
+    are one dataset.
+    """
+    if len({dataset.dataset_id for dataset in datasets}) < len(datasets):
+        ids = [dataset.dataset_id for dataset in datasets]
+        twins = [name for name, at in zip(names, ids, strict=True) if ids.count(at) > 1]
+        raise ConfigError(
+            f"sources {' and '.join(map(repr, twins[:2]))} read the same rows of the same dataset:"
+            " make one source of them, with the sum of their weights",
+            field="sources",
+        )
+    found = [dataset.columns.specs for dataset in datasets]
+    if all(specs == found[0] for specs in found):
+        return
+    if all(set(specs) == set(found[0]) for specs in found):
+        order = ", ".join(repr(spec.name) for spec in found[0])
+        raise ConfigError(
+            "the sources have the same columns in different orders: give one, such as"
+            f" columns=[{order}]",
+            field="columns",
+        )
+    raise ConfigError(
+        "the sources have different columns, and a batch has samples of several:\n"
+        f"{_table(names, found)}\nChoose columns that all have with columns=[…], or bring others"
+        " into one form",
+        field="columns",
+    )
+
+
+def _table(names: Sequence[str], found: Sequence[Sequence[ColumnSpec]]) -> str:
+    """Format the columns that differ, a line each."""
+    known = [{spec.name: spec for spec in specs} for specs in found]
+    columns = list(dict.fromkeys(spec.name for specs in found for spec in specs))
+    rows = [["column", *names]]
+    for column in columns:
+        specs = [each.get(column) for each in known]
+        if any(spec != specs[0] for spec in specs):
+            rows.append([column, *map(_shown, specs)])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def _shown(spec: ColumnSpec | None) -> str:
+    if spec is None:
+        return "(none)"
+    shape = f" {list(spec.shape)}" if spec.shape else ""
+    kind = "" if spec.kind.value == "fixed" else f"{spec.kind.value} "
+    return f"{kind}{spec.dtype}{shape}".strip()
+
+
+def _shares(asked: MixtureAsked, datasets: Sequence[Dataset]) -> tuple[int, ...]:
+    sources, counts = asked.sources, [dataset.manifest.sample_count for dataset in datasets]
+    row_bytes = [dataset.row_bytes for dataset in datasets]
+    if asked.temperature:
+        return quantised(by_temperature(counts, asked.temperature))
+    if any(source.passes for source in sources):
+        passes = [Fraction(source.passes) for source in sources]
+        return quantised([each * count for each, count in zip(passes, counts, strict=True)])
+    weights = [source.weight for source in sources]
+    if asked.unit is not MixUnit.TOKENS:
+        return quantised(weights)
+    lengths = _mean_lengths(asked)
+    # Without lengths, the bytes of the columns that are asked for: tokens in proportion.
+    return quantised(of_tokens(weights, lengths if all(lengths) else row_bytes))
+
+
+def _mean_lengths(asked: MixtureAsked) -> list[float]:
+    """Return the mean number of tokens in a sample of each source, 0 if unknown: given by the user,
+    or the length of a pack.
+    """
+    packs = [source.view.pack for source in asked.sources]
+    return [
+        source.mean_length or (0.0 if pack is None else pack.length)
+        for source, pack in zip(asked.sources, packs, strict=True)
+    ]
+
+
+def _in_samples(asked: MixtureAsked, shares: Sequence[int]) -> int:
+    """Return the length of an epoch in samples, from its length in tokens."""
+    lengths = [Fraction(length) for length in _mean_lengths(asked)]
+    if not all(lengths):
+        missing = asked.sources[lengths.index(Fraction(0))].name
+        raise ConfigError(
+            f"a length of {asked.length} tokens needs the mean length of the samples of each"
+            f" source, and that of {missing!r} is missing: Source(…, mean_length=…)",
+            field="mean_length",
+        )
+    tokens = sum(share * length for share, length in zip(shares, lengths, strict=True))
+    return max(math.floor(asked.length * sum(shares) / tokens), 1)
+
+
+def _passes_max(source: SourceAsked, exhausted: Exhausted) -> int:
+    if source.passes_max or exhausted is Exhausted.CYCLE:
+        return source.passes_max
+    return max(math.ceil(source.passes), 1)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    hashed = hashlib.blake2b(digest_size=16, person=b"dp-mixture-1")
+    for part in parts:
+        hashed.update(f"{part}\n".encode())
+    return hashed.hexdigest()
+
+
+# -- orders ---------------------------------------------------------------------------------------
+#
+# The orders of epochs, which the ranks of a job share.
+
+
+_ORDERS_MAX = 8
+
+
+class Orders:
+    """The orders that were used last."""
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
+
+    async def of(
+        self,
+        spec: JobSpec,
+        manifests: Sequence[Manifest],
+        epoch: int,
+        mix: MixHistory | None = None,
+        tombstones: Sequence[Tombstone] = (),
+    ) -> SampleOrder:
+        """Return the order of an epoch of a job over these datasets, with the weights of `mix`, and
+        without the removed rows.
+
+        Raises:  DataplaneError: it cannot be made; the next call tries again.
+        """
+        spec = with_mix(spec, mix)
+        # All options but those that no order depends on, so that a new one need not be named here.
+        named = replace(
+            spec,
+            global_batch=1,
+            end=End.RAGGED,
+            transforms=(),
+            column_options=ColumnOptions(),
+            view=samples_of(spec.view, spec.seed)[0],
+        )
+        key = (named, epoch, tuple(tombstones))
+        future = self._orders.get(key)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(None, delivered_order, spec, manifests, epoch, tombstones)
+            self._orders[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
+            if len(self._orders) > _ORDERS_MAX:
+                self._orders.popitem(last=False)
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
+        """Forget a failed plan, so that the next request for this order tries again."""
+        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
+            del self._orders[key]

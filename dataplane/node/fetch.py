@@ -1,7 +1,7 @@
 """Read blocks from the store into the block arena, several at a time.
 
 A raw region has room for the shard's preamble, followed by the needed bytes of the block. Every
-block of a shard needs the preamble, so it is read once and kept separately (`preambles.py`). It is
+block of a shard needs the preamble, so it is read once and kept separately (`stored.py`). It is
 copied into the raw region only if rows are gathered from there, and read into the region if there
 is no room to keep it; otherwise its room stays empty.
 
@@ -36,9 +36,8 @@ from dataplane.model.errors import (
 )
 from dataplane.model.records import BlockForm, Region
 from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN, RUN_BLOCKS_MAX
-from dataplane.node.cache_folder import CacheFolder, folder_of
 from dataplane.node.fetchers import Fetchers, Report
-from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
+from dataplane.node.stored import CacheFolder, KeptPreamble, Preambles, folder_of, preamble_bytes
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES

@@ -33,7 +33,7 @@ from dataplane.base.trace import Trace
 from dataplane.fetcher.limits import READS_MAX, SLABS_MAX
 from dataplane.model.errors import ClosedError, DataplaneError, NeighbourGone, PeerLost, StoreError
 from dataplane.model.records import StorePause
-from dataplane.node.cache_folder import CacheFolder
+from dataplane.node.stored import CacheFolder
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import FetcherCount, FetchLook

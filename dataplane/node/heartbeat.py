@@ -18,11 +18,10 @@ from dataplane.base.trace import Trace
 from dataplane.index.slow import all_work
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
-from dataplane.node.changes import refusal_of
 from dataplane.node.delivery import undecided
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
-from dataplane.node.member import ServedMember, progress_of
+from dataplane.node.member import ServedMember, progress_of, refusal_of
 from dataplane.node.neighbours import reaches_other_hosts
 from dataplane.node.places import pause, unanswered
 from dataplane.node.watchdog import Watchdog

@@ -1,24 +1,204 @@
-"""One rank of one job, served by this node."""
+"""One rank of one job, served by this node: its place, the weights of its mixture, and answers to
+its questions about the job.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import pyarrow as pa
 from msgspec import Struct, field
 
-from dataplane.model.changes import Changes, changes_of
-from dataplane.model.config import JobSpec
-from dataplane.model.errors import DataplaneError
+from dataplane.model.changes import Changes, EpochSteps, changes_of, mix_of_entry
+from dataplane.model.config import JobSpec, MixtureSpec
+from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerEntry, LedgerPosition
-from dataplane.model.records import MixHistory
+from dataplane.model.records import MixHistory, ScheduledShares, ShareChange
+from dataplane.node.counts import stream_of
 from dataplane.node.dataset import Dataset
-from dataplane.node.delivery import DeliveryArena, ServedStream
-from dataplane.node.following import Following
+from dataplane.node.datasets import shares_of
+from dataplane.node.delivery import DeliveryArena, Send, ServedStream
 from dataplane.node.opener import OpenedJob
+from dataplane.node.own_reads import Categories
+from dataplane.plan.changes import (
+    Changes as PlannedChanges,
+)
+from dataplane.plan.changes import (
+    Place,
+    changed,
+    check_steps,
+    next_boundary,
+    scheduled,
+    steps_before,
+)
+from dataplane.plan.counting import SHARES_SUM
+from dataplane.plan.mixture import Mixed
+from dataplane.plan.orders import mixed_of, sample_count_of, with_mix
 from dataplane.rpc import messages
-from dataplane.rpc.membership import JoinRequest, JoinResponse, MemberProgress
+from dataplane.rpc.membership import (
+    JoinRequest,
+    JoinResponse,
+    MemberProgress,
+    MemberVerdict,
+    MixPromise,
+    MixProposal,
+)
+from dataplane.rpc.messages import (
+    CategoriesRead,
+    ChangeWeights,
+    ColumnsDescribed,
+    DescribedColumn,
+    DescribeEpoch,
+    EpochDescribed,
+    FromNodeBody,
+    Question,
+    ReadCategories,
+    Slab,
+    WeightsAsked,
+    WeightsChanged,
+)
 from dataplane.scheduler.walk import SlabSizes
+from dataplane.transforms.codes import shown_as
+from dataplane.transforms.columns import LeafPart, shown
+from dataplane.transforms.leaves import Leaf, value_type
+from dataplane.transforms.lists import AS_THEY_ARE
+from dataplane.transforms.packing import delivered_columns
+from dataplane.worker.stacking import StackedPlan
+
+# -- weights of a mixture that a rank follows ------------------------------------------------------
+#
+# Changed weights of a mixture that people request while a member reads: how far its trainer may
+# read, and what it must know before it reads on. No clock, no I/O.
+#
+# Invariants:
+# 1. A slab with positions after a change of weights is sent only to streams that know the change.
+# 2. From a promise on until its outcome is known, no slab with positions after the promised place
+#    is sent. Such slabs wait; later they are sent or released. No error ends the promise.
+
+AHEAD_S = 5.0
+"""About how long it takes until all nodes have heard of a proposal, and of its outcome."""
+_CURSOR_MAX = (1 << 63) - 1
+_CANNOT = (
+    "they do not change while it runs, since it is a ShardedIterableDataset, whose batches other"
+    " processes make, or a pipeline stage without columns. Stop the job, and edit its Mixture"
+)
+
+
+class Following:
+    """The promises of one member. `release` frees a slab."""
+
+    def __init__(
+        self,
+        entries: Iterable[LedgerEntry],
+        global_batch: int,
+        release: Callable[[int], None],
+        *,
+        follows: bool,
+    ) -> None:
+        self.entries = sorted(entries, key=lambda entry: entry.seq)
+        self.promise: MixPromise | None = None
+        self._global_batch, self._release, self._follows = global_batch, release, follows
+        self._handed = LedgerPosition(0, 0)
+        self._waiting: list[tuple[Send, int, Slab]] = []
+        self._waits_since: float | None = None
+
+    @property
+    def known_entry(self) -> int:
+        """The last entry that is known here."""
+        return self.entries[-1].seq if self.entries else 0
+
+    def sending(self, epoch: int, steps: EpochSteps, known_entry: int, send: Send) -> Send:
+        """Wrap the function that answers the requests of a stream of these steps of an epoch."""
+
+        def answer(request_id: int, body: FromNodeBody) -> None:
+            if not isinstance(body, Slab):
+                send(request_id, body)
+                return
+            end = LedgerPosition(epoch, steps.after(body.batches[-1].step + 1))
+            unknown = [entry for entry in self.entries if entry.seq > known_entry]
+            if any(entry.position < end for entry in unknown) and self._follows:
+                self._release(body.slab_id)
+                send(request_id, WeightsAsked(tuple(unknown)))
+            elif self.promise is not None and self.promise.position < end:
+                self._waiting.append((answer, request_id, body))
+            else:
+                self._handed = max(self._handed, end)
+                send(request_id, body)
+
+        return answer
+
+    def is_new(self, proposal: MixProposal | None) -> bool:
+        """Whether this proposal still needs an answer."""
+        had = self.promise
+        return proposal is not None and (had is None or had.request != proposal.request)
+
+    def heard(
+        self,
+        verdict: MemberVerdict,
+        reached: LedgerPosition | None,
+        per_s: float,
+        refusal: str = "",
+    ) -> bool:
+        """Handle the coordinator's verdict on a member that has reached this place, at a speed of
+        `per_s` samples a second over all ranks. Return whether it has made a promise, for which
+        others wait. It makes none before it has begun to read, since nobody here knows where it
+        will begin. `refusal`: it cannot read the proposed weights.
+        """
+        known = self.known_entry
+        self.entries += [entry for entry in verdict.entries if entry.seq > known]
+        for entry in verdict.entries:
+            mix_of_entry(entry)  # a damaged one is an error here, and not in the trainer's loop
+        proposal, had = verdict.proposal, self.promise
+        if proposal is None:
+            self.promise = None
+        elif self.is_new(proposal):
+            self.promise = None
+            if not self._follows:
+                self.promise = MixPromise(proposal.request, self._handed, refusal=_CANNOT)
+            elif reached is not None:
+                at = max(self._handed, reached)
+                self.promise = self._promised(proposal, at, per_s, refusal)
+        if self.promise is not had or verdict.entries:
+            waiting, self._waiting = self._waiting, []
+            for answer, request_id, slab in waiting:
+                answer(request_id, slab)
+        if not self._waiting:
+            self._waits_since = None
+        return self.promise is not None and self.promise is not had
+
+    def is_overdue(self, now: float, patience_s: float) -> bool:
+        """Whether slabs have waited this long, counted from the first call."""
+        if not self._waiting:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        return self._waits_since is not None and now - self._waits_since >= patience_s
+
+    def refuse(self, error: DataplaneError) -> None:
+        """Answer waiting requests with this error."""
+        waiting, self._waiting, self._waits_since = self._waiting, [], None
+        for answer, request_id, slab in waiting:
+            self._release(slab.slab_id)
+            answer(request_id, error)
+
+    def _promised(
+        self, proposal: MixProposal, handed: LedgerPosition, per_s: float, refusal: str
+    ) -> MixPromise:
+        """Promise that nothing new is sent beyond the resulting place."""
+        if refusal:
+            return MixPromise(proposal.request, handed, refusal=refusal)
+        if proposal.at is not None:
+            return MixPromise(proposal.request, max(handed, proposal.at), handed > proposal.at)
+        batch = self._global_batch
+        ahead = -(-(handed.cursor + int(per_s * AHEAD_S)) // batch) * batch
+        cursor = max(handed.cursor, min(ahead, _CURSOR_MAX))
+        return MixPromise(proposal.request, LedgerPosition(handed.epoch, cursor))
+
+
+# --
 
 
 class ServedMember(Struct, eq=False):
@@ -139,3 +319,220 @@ def progress_of(member: ServedMember) -> MemberProgress:
         None if member.following is None else member.following.promise,
         0 if member.following is None else member.following.known_entry,
     )
+
+
+# -- changes of weights ----------------------------------------------------------------------------
+#
+# Answer questions about changed weights of a mixture. Trainers hold the weights, and open streams
+# with them; the node keeps none.
+#
+# 1. An answer depends only on the job, its weights so far and the place. So all ranks get the same
+#    answer to the same question, from any node, at any time.
+
+
+def mix_of(spec: JobSpec, asked: MixHistory | None) -> MixHistory | None:
+    """Return the weights of a requested stream: those of the spec unless it names others. None
+    without a mixture.
+
+    Raises:  ConfigError: they are not weights of this mixture.
+    """
+    if spec.mixture is None or asked is None:
+        return None if spec.mixture is None else spec.mixture.history
+    _check(spec.mixture, asked)
+    return asked
+
+
+def epoch_described(member: ServedMember, asked: DescribeEpoch) -> EpochDescribed:
+    """Return the length of an epoch.
+
+    Raises:  ConfigError: these are not weights of this mixture, or the epoch cannot be planned.
+    """
+    spec = with_mix(member.spec, mix_of(member.spec, asked.mix))
+    return EpochDescribed(sample_count_of(spec, member.opened.manifests, asked.epoch))
+
+
+def weights_changed(member: ServedMember, asked: ChangeWeights) -> WeightsChanged:
+    """Return all weights if these come into force, and their place.
+
+    Raises:  ConfigError: the job is no mixture, these are no weights for it, or an epoch cannot be
+    planned with them.
+    """
+    spec, request = member.spec, member.request.mixture
+    if spec.mixture is None or request is None:
+        raise ConfigError(
+            "this job reads one dataset: only a Mixture has weights", field="set_weights"
+        )
+    mix_of(spec, asked.mix)
+    counts = [one.sample_count for one in member.opened.manifests]
+    mixed = mixed_of(with_mix(spec, asked.mix), counts)
+    changes, place = asked.mix.changes[1:], (asked.epoch, asked.cursor)
+    if asked.weights:
+        shares = shares_of(request, asked.weights, member.opened.datasets)
+        found, at = changed(mixed, changes, place, shares)
+        check_steps(mixed, found, spec.global_batch, spec.end)
+    else:
+        found, at = _as_opened(spec, spec.mixture, mixed, changes, place)
+    if not found or found[0].place != (0, 0):
+        found = (ShareChange(0, 0, mixed.shares), *found)
+    return WeightsChanged(MixHistory(found, asked.mix.length), *at)
+
+
+def refusal_of(member: ServedMember, proposal: MixProposal) -> str:
+    """Return why a member cannot read these weights from the requested place on, or from the one it
+    has reached; "" if it can.
+    """
+    mixture, at = member.request.mixture, proposal.at or member.place_reached
+    mix = mix_of(member.spec, member.mix)
+    if mixture is None or mix is None or at is None:
+        return ""
+    given = dict(zip(proposal.sources, proposal.weights, strict=True))
+    weights = tuple(given.get(source.name, 0.0) for source in mixture.sources)
+    try:
+        weights_changed(member, ChangeWeights(member.job_id, at.epoch, at.cursor, mix, weights))
+    except DataplaneError as error:
+        return str(error)
+    return ""
+
+
+def _as_opened(
+    spec: JobSpec, mixture: MixtureSpec, mixed: Mixed, changes: PlannedChanges, place: Place
+) -> tuple[PlannedChanges, Place]:
+    """Restore the weights with which the job was opened from this place on: those that its schedule
+    has for this step and for later ones.
+    """
+    before = tuple(change for change in changes if change.place < place)
+    now = steps_before(mixed, before, place, spec.global_batch, spec.end)
+    all_of_it = (ScheduledShares(0, mixture.shares), *mixture.schedule)
+    past = [one for one in all_of_it if one.step <= now]
+    coming = [ScheduledShares(one.step - now, one.shares) for one in all_of_it if one.step > now]
+    schedule: Sequence[ScheduledShares] = (ScheduledShares(0, past[-1].shares), *coming)
+    found = scheduled(mixed, before, place, schedule, spec.global_batch, spec.end)
+    return found, next_boundary(mixed, before, place)
+
+
+def _check(mixture: MixtureSpec, mix: MixHistory) -> None:
+    places = [change.place for change in mix.changes]
+    is_right = (
+        bool(places)
+        and places[0] == (0, 0)
+        and all(before < after for before, after in itertools.pairwise(places))
+        and all(len(change.shares) == len(mixture.sources) for change in mix.changes)
+        and all(0 < sum(change.shares) <= SHARES_SUM for change in mix.changes)
+    )
+    if not is_right:
+        raise ConfigError(
+            f"these are not the weights of a mixture of {len(mixture.sources)} sources: its state"
+            " is damaged",
+            field="mix",
+        )
+
+
+# -- answers about a job ---------------------------------------------------------------------------
+#
+# Answers questions about a job: types of columns, values of codes, weights of a mixture.
+
+
+# An answer is one packet, far smaller than the limit.
+_TEXT_BYTES_MAX = 64 << 10
+_TYPE_LENGTH_MAX = 2000
+_COLUMN_BYTES = 64
+
+
+Told = ColumnsDescribed | CategoriesRead | EpochDescribed | WeightsChanged
+
+
+async def describe(member: ServedMember, asked: Question) -> Told:
+    """Answer a question about the member's job. Of a list, the answer has as many entries as fit,
+    from the requested first one on.
+
+    Raises:  ConfigError: a column does not come as codes, or weights are invalid.
+    """
+    if isinstance(asked, DescribeEpoch):
+        return await asyncio.to_thread(epoch_described, member, asked)
+    if isinstance(asked, ChangeWeights):
+        return await asyncio.to_thread(weights_changed, member, asked)
+    if isinstance(asked, ReadCategories):
+        return await asyncio.to_thread(_categories, member.dataset, asked)
+    if member.described is None:
+        member.described = await asyncio.to_thread(described_columns, member.opened)
+    columns, found, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
+    for column in columns[asked.first :]:
+        room -= _COLUMN_BYTES + 4 * (len(column.spec.name) + len(column.stored_type))
+        if room < 0 and found:
+            break
+        found.append(column)
+    return ColumnsDescribed(tuple(found), len(columns))
+
+
+def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
+    values = dataset.categories.get(asked.column)
+    if values is None:
+        raise ConfigError(
+            f"column {asked.column!r} does not come as codes; the columns that do: "
+            f"{shown(dataset.categories) or 'none'}. Name it in codes=[…]",
+            field=asked.column,
+        )
+    leaf = next(leaf for leaf in dataset.columns.leaves.leaves if leaf.name == asked.column)
+    count, left = 1, len(values) - asked.first
+    part = values.slice(asked.first, 1)
+    while count < left and (more := values.slice(asked.first, 2 * count)).nbytes < _TEXT_BYTES_MAX:
+        count, part = 2 * count, more
+    return CategoriesRead(stream_of(shown_as(part, leaf)), len(values))
+
+
+def described_columns(job: OpenedJob) -> tuple[DescribedColumn, ...]:
+    """All columns of a batch, in order."""
+    if job.collated is not None:
+        return tuple(map(DescribedColumn, job.collated.specs))
+    dataset = job.datasets[0]
+    return tuple(_described(dataset.columns, job.spec, dataset.categories))
+
+
+def _described(
+    plan: StackedPlan, spec: JobSpec, categories: Categories
+) -> Iterator[DescribedColumn]:
+    leaves = {
+        column.name: leaf
+        for column, leaf, part in zip(
+            plan.leaves.specs, plan.leaves.leaves, plan.leaves.parts, strict=True
+        )
+        if part is not LeafPart.IS_NULL
+    }
+    stacks = {stack.name: stack.columns for stack in plan.stacks}
+    for at, column in enumerate(delivered_columns(plan.specs, spec)):
+        length_max = plan.lists.get(at, AS_THEY_ARE).length_max
+        if column.name in stacks:
+            yield DescribedColumn(column, _types_of(stacks[column.name], leaves))
+        elif column.name in leaves:
+            kind = leaves[column.name].type
+            if column.name in categories:
+                count = len(categories[column.name])
+                yield DescribedColumn(column, _text(kind), category_count=count)
+                continue
+            yield DescribedColumn(column, _text(kind), *_unit(kind), length_max)
+        else:
+            yield DescribedColumn(column)
+
+
+def _types_of(members: tuple[str, ...], leaves: Mapping[str, Leaf]) -> str:
+    """Return the types in a stack, each once; none in a stack of masks."""
+    kinds = (_text(leaves[name].type) for name in members if name in leaves)
+    return ", ".join(dict.fromkeys(kinds))[:_TYPE_LENGTH_MAX]
+
+
+def _text(kind: pa.DataType) -> str:
+    text = str(kind)
+    return text if len(text) <= _TYPE_LENGTH_MAX else f"{text[:_TYPE_LENGTH_MAX]}…"
+
+
+def _unit(kind: pa.DataType) -> tuple[str, str]:
+    """Return the unit, as numpy.datetime64 names it, and the time zone of the times in a column."""
+    kind = value_type(kind)
+    if pa.types.is_date32(kind):
+        return "D", ""
+    if pa.types.is_date64(kind):
+        return "ms", ""
+    if pa.types.is_timestamp(kind):
+        return kind.unit, kind.tz or ""
+    is_time = pa.types.is_time(kind) or pa.types.is_duration(kind)
+    return (kind.unit, "") if is_time else ("", "")

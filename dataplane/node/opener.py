@@ -25,13 +25,10 @@ from dataplane.model.config import JobSpec, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, SpecMismatch, rebuild
 from dataplane.model.records import ColumnSpec, DatasetIdentity, View
 from dataplane.model.redact import unsigned
-from dataplane.node.categories import CategoryReader
-from dataplane.node.collated_reader import CollatedReader, FirstSource
+from dataplane.node.counts import CategoryReader, PackCounter, PackedManifest
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import Datasets
-from dataplane.node.engine import Engine
-from dataplane.node.mapped_reader import MappedReader
-from dataplane.node.mixing import (
+from dataplane.node.datasets import (
+    Datasets,
     Orders,
     check_columns,
     check_mixture,
@@ -41,8 +38,8 @@ from dataplane.node.mixing import (
     with_schedule,
     with_windows,
 )
-from dataplane.node.own_slabs import OwnReads
-from dataplane.node.pack_counts import PackCounter, PackedManifest
+from dataplane.node.engine import Engine
+from dataplane.node.own_reads import CollatedReader, FirstSource, MappedReader, OwnReads
 from dataplane.node.shared_manifests import SharedManifests, Wanted
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.manifest import Manifest

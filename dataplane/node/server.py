@@ -22,15 +22,14 @@ from dataplane.base.trace import Trace
 from dataplane.index.slow import work_on
 from dataplane.model.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.node.described import describe
 from dataplane.node.door import Door, done_before, wait_stop
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
+from dataplane.node.making import Neighbourhood
 from dataplane.node.manifests import EarlyOpening, ManifestSources, NodeStores
-from dataplane.node.member import ServedMember
-from dataplane.node.neighbourhood import Neighbourhood
+from dataplane.node.member import ServedMember, describe
 from dataplane.node.neighbours import KnownNeighbours, Lending, data_address
 from dataplane.node.opener import DatasetOpener
 from dataplane.node.pool import WorkerPool

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from dataplane.commands.doctor_checks import disk
 from dataplane.model.config import NodeConfig
-from dataplane.node.cache_folder import open_cache_folder
+from dataplane.node.stored import open_cache_folder
 from dataplane.settings import default_node_config
 
 MIB = 1 << 20

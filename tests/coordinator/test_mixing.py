@@ -1,5 +1,5 @@
 """Other weights of a running job, by the invariants of coordinator/mixing.py and of
-node/following.py.
+node/member.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataplane.model.config import MixtureSpec, SourceSpec
 from dataplane.model.errors import ConfigError, DataplaneError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import End, Region
-from dataplane.node.following import Following
+from dataplane.node.member import Following
 from dataplane.rpc.membership import (
     ChangeRequest,
     LedgerRequest,

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from dataplane.base.trace import Trace
 from dataplane.model.errors import ConfigError
-from dataplane.node.cache_folder import FolderTakenError, folder_of, open_cache_folder
+from dataplane.node.stored import FolderTakenError, folder_of, open_cache_folder
 from dataplane.settings import default_node_config
 
 MIB = 1 << 20

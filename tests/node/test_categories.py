@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from dataplane.model.errors import ConfigError, CorruptShard
-from dataplane.node import categories
-from dataplane.node.categories import Categories, CategoryReader, DistinctValues
+from dataplane.node import counts
+from dataplane.node.counts import CategoryReader, DistinctValues
+from dataplane.node.own_reads import Categories
 
 FOUND: Categories = {"kind": pa.array([1, 2])}
 
@@ -23,12 +24,12 @@ def add_thousands(found: DistinctValues, count: int) -> None:
 
 
 def test_too_many_values_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(categories, "VALUES_MAX", 20_000)
+    monkeypatch.setattr(counts, "VALUES_MAX", 20_000)
     found = DistinctValues("user", pa.int64())
     add_thousands(found, 15)
     with pytest.raises(ConfigError, match=r"column 'user' has too many.*leave it out of codes"):
         add_thousands(found, 60)
-    monkeypatch.setattr(categories, "BYTES_MAX", 1000)
+    monkeypatch.setattr(counts, "BYTES_MAX", 1000)
     found = DistinctValues("text", pa.large_binary())
     found.add(pa.array([b"x" * 2000], pa.large_binary()))
     with pytest.raises(ConfigError, match="column 'text' has too many"):

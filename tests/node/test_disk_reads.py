@@ -15,7 +15,7 @@ from dataplane.model.errors import DataplaneError, NotKept
 from dataplane.model.records import Region
 from dataplane.node.effects import KeptBlocks
 from dataplane.node.fetch import BlockRead, Fetcher, Report
-from dataplane.node.preambles import Preambles
+from dataplane.node.stored import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.events import DiskEvent, DiskScanned, ScanDisk

@@ -14,7 +14,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.model.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
 from dataplane.model.records import ObjectInfo, Region
 from dataplane.node.fetch import BlockRead, Fetcher, Report
-from dataplane.node.preambles import Preambles
+from dataplane.node.stored import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
@@ -166,7 +166,7 @@ def test_the_preamble_of_blocks_that_start_together_is_read_once() -> None:
 def test_a_long_preamble_is_copied_while_the_event_loop_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dataplane.node.preambles._COPIED_BYTES_MAX", PREAMBLE.length - 1)
+    monkeypatch.setattr("dataplane.node.stored._COPIED_BYTES_MAX", PREAMBLE.length - 1)
     assert _fetched(Shard(), [20, 40]) == [_whole(20), _whole(40)]
 
 

@@ -1,5 +1,5 @@
 """What a node says to proposals of other weights, and to those that wait, by the invariants of
-node/following.py. tests/coordinator/test_mixing.py plays it against the coordinator.
+node/member.py. tests/coordinator/test_mixing.py plays it against the coordinator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataplane.model.changes import EpochSteps
 from dataplane.model.errors import DataStallError
 from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import End, Region
-from dataplane.node.following import Following
+from dataplane.node.member import Following
 from dataplane.rpc.membership import MemberVerdict, MixProposal
 from dataplane.rpc.messages import Batch, Slab
 

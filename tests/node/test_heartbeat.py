@@ -20,9 +20,8 @@ from dataplane.model.ledger import LedgerPosition
 from dataplane.model.records import End, Region
 from dataplane.node import heartbeat
 from dataplane.node.delivery import ReplacedRows
-from dataplane.node.following import Following
 from dataplane.node.heartbeat import Heartbeat, beat_after_s
-from dataplane.node.member import ServedMember
+from dataplane.node.member import Following, ServedMember
 from dataplane.node.watchdog import Watchdog
 from dataplane.rpc.held import HeldBlocks
 from dataplane.rpc.membership import (

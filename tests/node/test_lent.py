@@ -22,7 +22,7 @@ from dataplane.neighbours.wire import GIVEN_WHOLE, NOT_GIVEN
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.effects import LentBlocks
 from dataplane.node.fetch import RUN_PARTS, BlockRead, Fetcher, Report
-from dataplane.node.preambles import Preambles
+from dataplane.node.stored import Preambles
 from dataplane.rpc import tasks
 from dataplane.rpc.fetches import (
     HeldDecoded,

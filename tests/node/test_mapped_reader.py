@@ -9,8 +9,7 @@ from msgspec import structs
 
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError
-from dataplane.node.found_once import FoundOnce
-from dataplane.node.mapped_reader import check_allowed
+from dataplane.node.own_reads import FoundOnce, check_allowed
 
 EXAMPLE = NodeConfig("/c", 1 << 26, 1 << 27, 1 << 24, 2, 16, 30.0, 120.0, 30.0)
 

@@ -4,7 +4,7 @@ import asyncio
 
 from dataplane.model.records import Region
 from dataplane.node.fetch import BlockRead, Fetcher, Report
-from dataplane.node.preambles import REMEMBERED_MAX, Preambles
+from dataplane.node.stored import REMEMBERED_MAX, Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
 

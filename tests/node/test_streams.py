@@ -10,13 +10,13 @@ from openings import opening
 from small_engine import SmallEngine
 
 from dataplane.model.records import Region, Stream, Topology, View
+from dataplane.node.counts import PackedManifest
+from dataplane.node.datasets import Orders
 from dataplane.node.delivery import ServedStream
 from dataplane.node.engine import Engine
+from dataplane.node.jobs import Streams
 from dataplane.node.member import ServedMember
-from dataplane.node.mixing import Orders
 from dataplane.node.opener import Opened, OpenedJob
-from dataplane.node.pack_counts import PackedManifest
-from dataplane.node.streams import Streams
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.views import identity_of
 from dataplane.rpc import messages

@@ -22,8 +22,7 @@ from dataplane.scheduler.walk import SlabSizes, Walk
 # The code that makes a job's order, and that which explains its lanes and windows.
 ORDER_MAKERS = {"plan/order.py", "plan/explain.py", "plan/shuffled.py", "commands/plan.py",
                 "commands/plan_reads.py", "plan/orders.py", "plan/mixed_order.py",
-                "plan/tombstones.py", "node/mapped_reader.py", "node/categories.py",
-                "node/collated_reader.py"}  # fmt: skip
+                "plan/tombstones.py", "node/own_reads.py", "node/counts.py"}  # fmt: skip
 
 
 def _blocks(dataset_id: int, count: int) -> DatasetBlocks:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from dataplane.model.config import NodeConfig
 from dataplane.model.errors import ConfigError, DataplaneError
-from dataplane.node.mapped_reader import check_allowed
+from dataplane.node.own_reads import check_allowed
 from dataplane.rpc.bounds import check_name
 from dataplane.rpc.codec import encode
 from dataplane.rpc.messages import DatasetSource

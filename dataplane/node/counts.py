@@ -1,0 +1,523 @@
+"""Facts about a whole dataset that the node's workers count once: the distinct values of columns
+that come as codes, and the packs of blocks.
+
+The node reads a column that comes as codes as a trainer would, from its first row to its last, and
+keeps the distinct values. Fetching, decoding and budgets are the same as for any job.
+
+Invariants:
+1. A column of a dataset is read once at a time, however many trainers wait for it; reading stops
+   when the last of them has gone.
+2. The values are stored in the cache folder, under the dataset's fingerprint. A manifest may
+   contain them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct, field, structs
+from msgspec.structs import asdict, replace
+
+from dataplane.arena.slab_layout import TEXTS, texts
+from dataplane.base import background
+from dataplane.base.trace import Trace
+from dataplane.index.journal import cache_faults, digest, publish, written_at
+from dataplane.index.slow import LongWork
+from dataplane.model.config import JobSpec, NodeConfig
+from dataplane.model.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.model.records import ColumnSpec, Kind, PackSpec, View
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.job_columns import columns_of
+from dataplane.node.own_reads import Categories, FoundOnce, MappedReader, OwnReads
+from dataplane.plan.manifest import Manifest, sealed, unsealed
+from dataplane.plan.order import Order
+from dataplane.plan.orders import order_of
+from dataplane.plan.packed_blocks import NUMBERS, counts_name, known_counts, packed, packing_in
+from dataplane.plan.packs import Int64, Packing
+from dataplane.plan.shards import named
+from dataplane.rpc.codec import decode
+from dataplane.rpc.messages import Column, Layout, Slab
+from dataplane.transforms.codes import coded_columns
+from dataplane.transforms.columns import is_null_name
+from dataplane.transforms.leaves import canonical_type
+from dataplane.transforms.options import only, to_find_values
+from dataplane.transforms.packing import PACKING, delivered_columns
+from dataplane.worker.limits import WorkerBytes
+
+VALUES_MAX = 1 << 20
+BYTES_MAX = 16 << 20
+_VERSION = 1
+_SLAB_BYTES = 1 << 20
+_ROWS_MAX = 4096
+_FILES_KEPT = 256
+
+Check = Callable[[Manifest, JobSpec], Awaitable[None]]
+
+_trace = Trace("categories")
+
+
+class CategoryReader:
+    """Finds the values of columns, for all jobs of a node."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        reads: OwnReads,
+    ) -> None:
+        self._config, self._reads = config, reads
+        self._passes = FoundOnce[Categories]("categories", remembered=0)
+
+    async def of_job(
+        self, manifest: Manifest, spec: JobSpec, check: Check, urls: Sequence[str] = ()
+    ) -> Categories:
+        """Return the values of the columns that a job wants as codes. Other errors in its columns
+        are raised before any column is read. `urls` are those that the user passed.
+        """
+        codes = coded_columns(spec.column_options)
+        if not codes:
+            return {}
+        await check(manifest, spec)
+        # Those of the whole dataset, so that all views of it have the same codes.
+        return await self.read(manifest.whole or manifest, codes, urls)
+
+    async def read(
+        self, manifest: Manifest, columns: Sequence[str], urls: Sequence[str] = ()
+    ) -> Categories:
+        """Return the sorted values of each of these columns, in its canonical type, without nulls.
+
+        Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
+        """
+        known = {name: manifest.categories[name] for name in columns if name in manifest.categories}
+        others = [name for name in columns if name not in known]
+        found = {**known, **await asyncio.to_thread(self._remembered, manifest, others)}
+        missing = tuple(name for name in columns if name not in found)
+        if not missing:
+            return found
+        if not self._config.has_workers:
+            raise ConfigError(
+                f"columns {', '.join(missing)} are wanted as codes. A node finds their values with "
+                "its own workers, and this one has none (worker_count is 0): store them beside the "
+                f"dataset with `dataplane index --codes {','.join(missing)}`, or give it workers",
+                field="codes",
+            )
+
+        async def read() -> Categories:
+            with LongWork("finding the values of codes", urls, "rows") as work:
+                values = await self._read(manifest, missing, work)
+            await asyncio.to_thread(self._remember, manifest, values)
+            return values
+
+        return {**found, **await self._passes.of((manifest.fingerprint, missing), read)}
+
+    async def _read(
+        self, manifest: Manifest, columns: tuple[str, ...], work: LongWork
+    ) -> Categories:
+        options = to_find_values(columns)
+        worker_bytes = WorkerBytes.of(self._config)
+        spec = JobSpec(manifest.fingerprint, column_options=options)
+        dataset = await asyncio.to_thread(
+            dataset_of, self._reads.new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
+        )
+        specs = [each for each in dataset.columns.specs if each.name in set(columns)]
+        leaves = dataset.columns.leaves.leaves
+        types = {leaf.name: canonical_type(leaf.type) for leaf in leaves}
+        values = {each.name: DistinctValues(each.name, types[each.name]) for each in specs}
+        told = {"columns": list(columns), "samples": manifest.sample_count}
+        _trace.noted("finding the values of columns", **told)
+        rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
+        spec = structs.replace(spec, global_batch=rows)
+        order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
+        reading = self._reads.slabs(dataset, spec, order)
+        done = 0
+        async with contextlib.aclosing(reading) as slabs:
+            async for slab, content in slabs:
+                await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
+                done += sum(batch.rows for batch in slab.batches)
+                work.advance(done, manifest.sample_count)
+        found = {name: await asyncio.to_thread(one.in_order) for name, one in values.items()}
+        counts = {name: len(one) for name, one in found.items()}
+        _trace.noted("found the values of columns", **told, values=counts)
+        return found
+
+    def _path(self, manifest: Manifest, column: str) -> Path:
+        name = digest(_VERSION, manifest.fingerprint, column)
+        return Path(self._config.cache_dir) / "categories" / f"{name}.values"
+
+    def _remembered(self, manifest: Manifest, columns: Sequence[str]) -> dict[str, pa.Array]:
+        found = {}
+        for column in columns:
+            path = self._path(manifest, column)
+            try:
+                body = unsealed(path.read_bytes(), str(path))
+            except FileNotFoundError:
+                continue
+            except (CorruptShard, OSError):
+                path.unlink(missing_ok=True)
+                continue
+            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                found[column] = reader.read_next_batch().column(0)
+        return found
+
+    def _remember(self, manifest: Manifest, found: Categories) -> None:
+        folder = Path(self._config.cache_dir) / "categories"
+        with cache_faults(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for column, values in found.items():
+                publish(self._path(manifest, column), sealed(stream_of(values)))
+            paths = sorted(folder.glob("*.values"), key=written_at)
+            for path in paths[:-_FILES_KEPT]:
+                path.unlink(missing_ok=True)
+
+
+class DistinctValues(Struct, eq=False):
+    """Collects the distinct values of one column.
+
+    Raises:  ConfigError: there are more than VALUES_MAX, or than BYTES_MAX of them.
+    """
+
+    column: str
+    type: pa.DataType
+    _found: list[pa.Array] = field(default_factory=list)
+    _merged_count: int = 0
+    _new_count: int = 0
+
+    def add(self, values: pa.Array) -> None:
+        """Add some rows, without nulls."""
+        import pyarrow.compute as pc
+
+        some = pc.unique(values)
+        self._found.append(some)
+        self._new_count += len(some)
+        # So that merging costs no more than reading the rows before it.
+        if self._new_count > max(_ROWS_MAX, self._merged_count):
+            self._merge()
+
+    def in_order(self) -> pa.Array:
+        """Return all values, sorted."""
+        import pyarrow.compute as pc
+
+        merged = self._merge()
+        return merged.take(pc.array_sort_indices(merged))
+
+    def _merge(self) -> pa.Array:
+        import pyarrow.compute as pc
+
+        merged = pc.unique(pa.concat_arrays([pa.array([], self.type), *self._found]))
+        self._found, self._merged_count, self._new_count = [merged], len(merged), 0
+        if len(merged) > VALUES_MAX or merged.nbytes > BYTES_MAX:
+            raise ConfigError(
+                f"codes: column {self.column!r} has too many distinct values: {len(merged)} of "
+                f"{merged.nbytes} bytes were found, and {VALUES_MAX} of {BYTES_MAX} bytes are "
+                "allowed. Codes are for columns with few distinct values: leave it out of "
+                "codes=[…]",
+                field="codes",
+            )
+        return merged
+
+
+def stream_of(values: pa.Array) -> bytes:
+    """Convert values to an Arrow stream of one column."""
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch([values], ["values"])
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _add(
+    values: Mapping[str, DistinctValues], specs: Sequence[ColumnSpec], slab: Slab, content: bytes
+) -> None:
+    """Add the rows of a slab that are not null."""
+    places = {spec.name: at for at, spec in enumerate(specs)}
+    columns = decode(Layout, slab.layout).columns
+    for name, distinct in values.items():
+        at = places[name]
+        if specs[at].kind in TEXTS:
+            for array in _texts(slab, columns[at], content):
+                distinct.add(array)
+            continue
+        rows = _numbers(slab, columns[at], specs[at], content)
+        mask = places.get(is_null_name(name))
+        if mask is not None:
+            rows = rows[~_numbers(slab, columns[mask], specs[mask], content).astype(np.bool_)]
+        distinct.add(pa.array(rows, distinct.type))
+
+
+def _numbers(slab: Slab, column: Column, spec: ColumnSpec, content: bytes) -> np.ndarray:
+    """Return a FIXED column of one number a row."""
+    assert spec.kind is Kind.FIXED
+    dtype = "uint8" if spec.dtype == "bool" else spec.dtype
+    count = sum(batch.rows for batch in slab.batches)
+    return np.frombuffer(content, dtype, count, column.values[0])
+
+
+def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
+    """Yield a column of text or bytes, batch after batch, without nulls."""
+    for i, batch in enumerate(slab.batches):
+        if not batch.rows:
+            continue
+        found = texts(np.frombuffer(content, np.uint8), column, i, batch.rows)
+        buffers = [None, pa.py_buffer(found.offsets), pa.py_buffer(found.values)]
+        array = pa.Array.from_buffers(pa.large_binary(), batch.rows, buffers)
+        yield array if found.valid.all() else array.filter(pa.array(found.valid.astype(np.bool_)))
+
+
+# -- packs of blocks -------------------------------------------------------------------------------
+#
+# Count how many packs the documents of each block make, once per dataset, by the node's workers.
+#
+# The node reads the column of tokens like a trainer, from its first block to its last; for each
+# block, a worker reports the fate of its tokens. Fetching, decoding and budgets are as for any job.
+#
+# Invariants:
+# 1. Counts are stored in the cache folder, by dataset, view, and the code of its map. A manifest
+#    may have them, too. Every few seconds, the counts so far are stored as well: a node that was
+#    killed continues from there.
+# 2. Blocks that were decoded to be counted stay in memory, as far as there is room, for the job
+#    that caused the counting: no map is called again over them.
+
+
+_WRITTEN_S, _WATCH_S = 5.0, 1.0
+_WHOLE, _PART = ".counts", ".part"
+_ADVICE = "`dataplane index … --pack … -o FILE` does this once for all runs"
+
+_pack_trace = Trace("packs")
+
+
+class PackedManifest(Struct, frozen=True):
+    """The manifest of a view; if its samples are packs, `packing` is the fate of tokens, and
+    `counts` the number of packs of each block, known by this name.
+
+    Shapes:  counts: int64[K, NUMBERS], the Packing of each block with rows.
+    """
+
+    manifest: Manifest
+    packing: Packing | None = None
+    name: str = ""
+    counts: Int64 | None = None
+    counted: CountedBlocks | None = None
+
+    def take_counted(self) -> Dataset | None:
+        """Return the dataset that was read to count its packs; the caller takes over its blocks, or
+        forgets it. None if it was taken, or not read.
+        """
+        return None if self.counted is None else self.counted.take()
+
+
+class CountedBlocks:
+    """The dataset of a pass that has counted packs, whose blocks may still be in memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset: Dataset | None = dataset
+
+    def take(self) -> Dataset | None:
+        """Return the dataset; the caller takes over its blocks, or forgets it. None if it was
+        taken.
+        """
+        dataset, self._dataset = self._dataset, None
+        return dataset
+
+
+class PackCounter:
+    """Counts the packs of datasets, for all jobs of a node."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        reads: OwnReads,
+        mapped_reader: MappedReader,
+    ) -> None:
+        self._config, self._reads, self._mapped_reader = config, reads, mapped_reader
+
+    async def packed(
+        self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]
+    ) -> PackedManifest:
+        """Return the manifest of the packs of a view, from that of its rows; the same manifest if
+        the view has no packs. `urls` are those that the user passed.
+
+        Raises:  ConfigError: the columns cannot be packed, or make no packs.  DataplaneError: as
+        any job that reads them.
+        """
+        if view.pack is None:
+            return PackedManifest(manifest)
+        name = await self._name(manifest, view, seed, urls)
+        counts = await asyncio.to_thread(counted_before, manifest, name, self._config.cache_dir)
+        dataset: Dataset | None = None
+        if counts is None:
+            with LongWork("counting packs", urls, "blocks", _ADVICE) as work:
+                work.advance(0, manifest.block_count)
+                asked = (manifest, view, view.pack, seed)
+                counts, dataset = await self._counted(*asked, name, work)
+        try:
+            if not counts[:, 1].any():
+                raise _no_packs(manifest, view.pack, packing_in(counts))
+            of_blocks = np.ascontiguousarray(counts[:, 1])
+            of_packs = await asyncio.to_thread(packed, manifest, of_blocks)
+        except BaseException:
+            if dataset is not None:
+                self._reads.forget(dataset)
+            raise
+        counted = None if dataset is None else CountedBlocks(dataset)
+        return PackedManifest(of_packs, packing_in(counts), name, counts, counted)
+
+    async def _name(self, manifest: Manifest, view: View, seed: int, urls: Sequence[str]) -> str:
+        """The name of the counts."""
+        if not view.map:
+            return counts_name(manifest, view, 0, "")
+        spec = JobSpec(manifest.fingerprint, seed, view=view)
+        with LongWork(f"calling map={view.map!r} over the first rows", urls, "rows"):
+            found = await self._mapped_reader.of_job(manifest, spec)
+        assert found is not None
+        return counts_name(manifest, view, seed if found.takes_generator else 0, found.code)
+
+    async def _counted(
+        self,
+        manifest: Manifest,
+        view: View,
+        pack: PackSpec,
+        seed: int,
+        name: str,
+        work: LongWork,
+    ) -> tuple[Int64, Dataset]:
+        """Return the Packing of each block, and the dataset that was read.
+
+        Shapes:  result: int64[K, NUMBERS].
+        """
+        if not self._config.has_workers:
+            raise ConfigError(
+                "a node counts the packs of a dataset with its own workers, and this one has none"
+                " (worker_count is 0): store them beside the dataset with `dataplane index --pack"
+                f" {pack.column},length={pack.length} -o …`, or give it workers",
+                field="pack",
+            )
+        spec = JobSpec(
+            manifest.fingerprint,
+            seed,
+            column_options=only(pack.stored),
+            view=replace(view, pack=replace(pack, outputs=(PACKING,))),
+        )
+        mapped = await self._mapped_reader.of_job(manifest, spec)
+        dataset = await asyncio.to_thread(
+            dataset_of,
+            self._reads.new_dataset_id(),
+            packed(manifest, np.ones(manifest.block_count, np.int64)),
+            spec,
+            worker_bytes=WorkerBytes.of(self._config),
+            arena_bytes=self._config.block_arena_bytes,
+            known=await asyncio.to_thread(columns_of, manifest, spec, mapped),
+        )
+        delivered_columns(dataset.columns.specs, spec)
+        try:
+            counts = await self._read(dataset, spec, name, work)
+            await asyncio.to_thread(_remember, self._config.cache_dir, name, counts)
+        except BaseException:
+            self._reads.forget(dataset)
+            raise
+        told = {"column": pack.column, "rows": manifest.sample_count, "blocks": len(counts)}
+        _pack_trace.noted("counted packs", **told, **asdict(packing_in(counts)))
+        return counts, dataset
+
+    async def _read(self, dataset: Dataset, spec: JobSpec, name: str, work: LongWork) -> Int64:
+        """Shapes:  result: int64[K, NUMBERS], the Packing of each block."""
+        blocks, folder = dataset.manifest.block_count, self._config.cache_dir
+        counts = np.zeros((blocks, NUMBERS), np.int64)
+        before = await asyncio.to_thread(_remembered, folder, name, _PART)
+        done = 0
+        if before is not None:
+            done = min(len(before), blocks)
+            counts[:done] = before[:done]
+        work.advance(done, blocks)
+        if done == blocks:
+            return counts
+        written = time.monotonic()
+        order = await asyncio.to_thread(order_of, spec, dataset.manifest, 0)
+        whole = self._reads.slabs(dataset, spec, order, cursor=done, keeps_blocks=True)
+        watching = background.start("packs", _watch(dataset, done, work))
+        try:
+            async with contextlib.aclosing(whole) as slabs:
+                async for slab, content in slabs:
+                    count = sum(batch.rows for batch in slab.batches)
+                    at = decode(Layout, slab.layout).columns[0].values[0]
+                    numbers = np.frombuffer(content, np.int64, count * NUMBERS, at)
+                    counts[done : done + count] = numbers.reshape(-1, NUMBERS)
+                    done += count
+                    work.advance(done, blocks)
+                    if time.monotonic() > written + _WRITTEN_S:
+                        await asyncio.to_thread(_remember, folder, name, counts[:done], _PART)
+                        written = time.monotonic()
+        except DataplaneError:
+            await asyncio.to_thread(_remember, folder, name, counts[:done], _PART)
+            raise
+        finally:
+            watching.cancel()
+        return counts
+
+
+async def _watch(dataset: Dataset, before: int, work: LongWork) -> None:
+    """Report how many blocks are decoded: slabs come in order, so they would show less progress."""
+    marks, total = dataset.blocks.marks, dataset.manifest.block_count
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        work.advance(before + int(np.count_nonzero(marks.is_exact)), total)
+
+
+def counted_before(manifest: Manifest, name: str, cache_dir: str) -> Int64 | None:
+    """Return the packs of this `counts_name` that the manifest has, or that a node with this cache
+    folder has counted; None if there are none.
+
+    Shapes:  result: int64[blocks, NUMBERS].
+    """
+    known = known_counts(manifest, name)
+    if known is None:
+        known = _remembered(cache_dir, name)
+    return known if known is not None and len(known) == manifest.block_count else None
+
+
+def _no_packs(manifest: Manifest, pack: PackSpec, found: Packing) -> ConfigError:
+    if not found.tokens:
+        advice = "name rows that have some"
+    elif found.short_documents:
+        advice = "choose a longer length, or another value of long="
+    else:
+        advice = "choose a shorter length, or make blocks larger"
+    return ConfigError(
+        f"the {manifest.sample_count} rows of {named(manifest.urls)} have {found.tokens} tokens in"
+        f" column {pack.column!r}, which fill no pack of {pack.length}: {advice}",
+        field="pack",
+    )
+
+
+def _remembered(cache_dir: str, name: str, suffix: str = _WHOLE) -> Int64 | None:
+    path = _path(cache_dir, name, suffix)
+    try:
+        body = unsealed(path.read_bytes(), str(path))
+        return np.frombuffer(body, "<i8").reshape(-1, NUMBERS)
+    except FileNotFoundError:
+        return None
+    except (CorruptShard, OSError, ValueError):
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _remember(cache_dir: str, name: str, counts: Int64, suffix: str = _WHOLE) -> None:
+    """Write the counts, or a part of them, which the complete counts replace."""
+    path, part = _path(cache_dir, name, suffix), _path(cache_dir, name, _PART)
+    with cache_faults(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        publish(path, sealed(counts.astype("<i8").tobytes()))
+        if path != part:
+            part.unlink(missing_ok=True)
+        paths = sorted(path.parent.glob(f"*{suffix}"), key=written_at)
+        for old in paths[:-_FILES_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _path(cache_dir: str, name: str, suffix: str) -> Path:
+    return Path(cache_dir) / "packs" / f"{name}{suffix}"
