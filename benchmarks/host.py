@@ -4,7 +4,7 @@
 
 `measure` runs each part in processes of its own; a part has a time limit, and fails alone:
 
-    workers   images a second by the number of workers: 1, 2, 4, … and all cores
+    workers   images a second by the number of workers: 1, 4, 16, … and all cores
     waits     functions and image steps that only wait, with 4 and 16 workers
     store     an S3 server that answers each request after 50 ms
     local     images and tokens from local disk, torch beside (`dataplane bench`)
@@ -102,7 +102,7 @@ Part = Callable[[Given], Iterator[Row]]
 def _workers(given: Given) -> Iterator[Row]:
     """Images a second by the number of workers."""
     cores = len(os.sched_getaffinity(0))
-    powers = itertools.takewhile(lambda count: count < cores, (1 << n for n in range(12)))
+    powers = itertools.takewhile(lambda count: count < cores, (4**n for n in range(6)))
     url = str(generated("images", bench_folder() / "source", given.scale).source)
     deadline, first = time.monotonic() + given.limit_s, 0.0
     for count in (*powers, cores):

@@ -16,7 +16,7 @@ from msgspec import structs
 from dataplane.base.units import meant
 from dataplane.model.errors import ConfigError
 from dataplane.model.records import ColumnOptions, ColumnSpec
-from dataplane.transforms.leaves import Leaf
+from dataplane.transforms.leaves import Leaf, numpy_name
 
 _NAMES_SHOWN = 100
 
@@ -100,7 +100,7 @@ def converted(
     null = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     stored = (array if null is None else array.fill_null(0)).to_numpy()
     with np.errstate(over="ignore", invalid="ignore"):
-        values = stored.astype(target.to_pandas_dtype())
+        values = stored.astype(numpy_name(target))
     if not np.can_cast(stored.dtype, values.dtype):
         is_float = values.dtype.kind == "f"
         lost = np.isinf(values) & np.isfinite(stored) if is_float else values != stored

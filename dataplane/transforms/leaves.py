@@ -96,9 +96,9 @@ def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
         return ColumnSpec(leaf.name, Kind.BYTES, "")
     if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
         return ColumnSpec(leaf.name, Kind.BYTES, "")
-    if is_any_list(plain) and _dtype(_plain(plain.value_type)):
+    if is_any_list(plain) and numpy_name(_plain(plain.value_type)):
         kind_of = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
-        return ColumnSpec(leaf.name, kind_of, _dtype(_plain(plain.value_type)))
+        return ColumnSpec(leaf.name, kind_of, numpy_name(_plain(plain.value_type)))
     return ColumnSpec(leaf.name, Kind.OBJECT, "")
 
 
@@ -127,12 +127,14 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     )
 
 
-def _dtype(kind: pa.DataType) -> str:
+def numpy_name(kind: pa.DataType) -> str:
     """The numpy name of a primitive type, "" for any other type."""
     if pa.types.is_boolean(kind):
         return "bool"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return str(kind.to_pandas_dtype().__name__)
+        # Not to_pandas_dtype(): before pyarrow 26 it imports pandas, half a second at every start.
+        prefix = "float" if pa.types.is_floating(kind) else "int"
+        return f"{'u' if pa.types.is_unsigned_integer(kind) else ''}{prefix}{kind.bit_width}"
     if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
         return "int64"
     if pa.types.is_date(kind) or pa.types.is_time(kind):
@@ -146,13 +148,13 @@ def _fixed(kind: pa.DataType) -> tuple[str, tuple[int, ...]] | None:
         order = kind.permutation
         if order is not None and list(order) != sorted(order):
             return None
-        dtype = _dtype(kind.value_type)
+        dtype = numpy_name(kind.value_type)
         return (dtype, tuple(kind.shape)) if dtype else None
     kind = _plain(kind)
     if pa.types.is_fixed_size_list(kind):
         inner = _fixed(kind.value_type)
         return None if inner is None else (inner[0], (kind.list_size, *inner[1]))
-    dtype = _dtype(kind)
+    dtype = numpy_name(kind)
     return (dtype, ()) if dtype else None
 
 
@@ -171,8 +173,8 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
         width = math.prod(shape)
         return _numeric(dtype) if not shape else pa.list_(_numeric(dtype), width)
     plain = _plain(kind)
-    if is_any_list(plain) and _dtype(_plain(plain.value_type)):
-        return pa.large_list(_numeric(_dtype(_plain(plain.value_type))))
+    if is_any_list(plain) and numpy_name(_plain(plain.value_type)):
+        return pa.large_list(_numeric(numpy_name(_plain(plain.value_type))))
     if pa.types.is_string(plain) or pa.types.is_binary(plain):
         return pa.large_binary()
     if pa.types.is_large_string(plain) or pa.types.is_large_binary(plain):
@@ -205,7 +207,7 @@ def are_numbers(schema: pa.Schema) -> bool:
 
 # Plain numbers, by the id of their type: wide tables have tens of thousands of them.
 _NUMBERS = {
-    kind.id: (_dtype(kind), _numeric(_dtype(kind)))
+    kind.id: (numpy_name(kind), _numeric(numpy_name(kind)))
     for kind in (
         *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64()),
         *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),

@@ -293,3 +293,12 @@ def test_a_node_that_comes_back_with_other_pixels_is_not_read(name, session) -> 
         assert caught.value.field == "pixels"
         stream.close()
         mine.close()
+
+
+def test_the_imports_of_a_node_and_its_workers_leave_out_pandas(tmp_path: Path) -> None:
+    # Before pyarrow 26, DataType.to_pandas_dtype() imports it: half a second of each process.
+    (tmp_path / "pandas.py").write_text("raise SystemExit('pandas was imported')")
+    modules = "dataplane.node.server, dataplane.node.manifests, dataplane.node.fork_server"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {modules}"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, text=True)
+    assert done.returncode == 0
